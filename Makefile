@@ -1,0 +1,39 @@
+# make setup      an environment in .venv, with shardplan installed in it
+# make plan       plans Llama-3.1-8B on 16 H100s, prints the plan, writes plan.json
+# make test       everything that CI runs
+# make test-slow  the long tests as well
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup plan test test-slow lint format clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+plan: $(STAMP)
+	$(BIN)/shardplan plan llama-3.1-8b --cluster 2x8xh100-sxm-80gb --batch 128 --seq 8192 -o plan.json
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-slow: lint
+	$(BIN)/pytest
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

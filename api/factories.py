@@ -1,0 +1,108 @@
+"""Models from a Python function named ``package.module:factory``: imported and called, so for the command line only."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.errors import JobError, ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What a factory returned: a module on the meta device, and its inputs where the factory gave some."""
+
+    module: nn.Module
+    example_inputs: tuple[Any, ...] | dict[str, Any] | None
+    took_batch: bool
+    took_seq: bool
+
+
+def call_factory(text: str, *, batch: int | None, seq: int | None) -> Made:
+    """Return what ``package.module:factory`` makes on the meta device, given ``batch`` and ``seq`` where it takes them.
+
+    Raises:
+        ModelError: it cannot be imported, fails, or returns something else than a module or (module, example inputs).
+        JobError: it needs a batch or seq that was not given.
+    """
+    factory = _find(text)
+    takes = inspect.signature(factory).parameters
+    given = {name: value for name, value in (("batch", batch), ("seq", seq)) if name in takes}
+    for name, value in given.items():
+        if value is None and takes[name].default is inspect.Parameter.empty:
+            raise JobError(f"{text} needs a {name}.", what_to_do=f"Give --{name}.", field=name)
+    arguments = {name: value for name, value in given.items() if value is not None}
+    try:
+        with torch.device("meta"):
+            made = factory(**arguments)
+    except Exception as error:  # a user's own code may raise anything; its place is named below
+        raise ModelError(f"{text} failed: {_describe(error)}.", what_to_do="Mend the factory.") from error
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        advice = "Let it return an nn.Module, or (module, example_inputs)."
+        raise ModelError(f"{text} returned a {type(module).__name__}.", what_to_do=advice)
+    return Made(
+        module=module,
+        example_inputs=_inputs(text, inputs),
+        took_batch="batch" in arguments,
+        took_seq="seq" in arguments,
+    )
+
+
+def _inputs(text: str, inputs: object) -> tuple[Any, ...] | dict[str, Any] | None:
+    if inputs is None or isinstance(inputs, tuple):
+        return inputs
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,)
+    advice = "Give a tuple of positional arguments, or a dict of keyword arguments."
+    raise ModelError(f"{text} returned example inputs of type {type(inputs).__name__}.", what_to_do=advice)
+
+
+def _find(text: str) -> Callable[..., Any]:
+    module_name, _, attribute = text.partition(":")
+    try:
+        with _working_folder_importable():
+            found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        advice = "Check its name; the current folder and installed packages are searched."
+        raise ModelError(f"cannot import {module_name}: {error}.", what_to_do=advice) from error
+    except Exception as error:  # importing runs a user's own code, which may raise anything
+        raise ModelError(f"{module_name} failed while it was imported: {_describe(error)}.") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ModelError(f"{module_name} has no {attribute}.", what_to_do="Name a function or class in it.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ModelError(f"{text} is a {type(found).__name__}.", what_to_do="Name a function or class.")
+    return found  # type: ignore[no-any-return]
+
+
+def _describe(error: Exception) -> str:
+    """Return what ``error`` says and the innermost line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+@contextmanager
+def _working_folder_importable() -> Iterator[None]:
+    # A console script does not have the current folder on its path, as `python -m` would.
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,145 @@
+"""The one way from a request to a plan: the command line and the server's workers both go through here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from api.configs import find_config
+from api.schemas import PlanRequest
+from cost_model.cluster import ClusterError, ClusterSpec
+from planner.errors import JobError, MeshError
+
+if TYPE_CHECKING:
+    from planner.plan import ShardingPlan
+
+Progress = Callable[[str], None]
+"""Called with the name of each stage of planning as it begins."""
+
+_PACKAGES = ("api", "cost_model", "planner")
+_DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy")
+
+
+def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> ShardingPlan:
+    """Return the plan that ``request`` asks for.
+
+    Args:
+        allow_local: True lets the request name files and Python functions of this machine; a client's may not.
+        progress: told of each stage.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
+    """
+    check_request(request, allow_local=allow_local)
+    from api.models import load_model
+
+    if progress is not None:
+        progress("building the model")
+    source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
+    if source.example_inputs is None:
+        _require(request, "batch")
+        if source.takes_seq:
+            _require(request, "seq")
+    from planner import build_plan
+
+    plan: ShardingPlan = build_plan(
+        source.module,
+        cluster=read_cluster(request, allow_local=allow_local),
+        example_inputs=source.example_inputs,
+        mesh=request.mesh,
+        batch=request.batch,
+        seq=source.seq,
+        micro_batches=request.micro_batches,
+        ac=request.ac,
+        memory_gb=request.memory_gb,
+        optimizer=request.optimizer,
+        dtype=request.dtype,
+        planner=request.planner,
+        tp_plan=source.tp_plan,
+        progress=progress,
+    )
+    return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
+
+
+def check_request(request: PlanRequest, *, allow_local: bool) -> None:
+    """Check all that can be checked in milliseconds, so that most mistakes are told before a job is made of them.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
+    """
+    from cost_model.layout import MeshSpec
+    from cost_model.memory import OPTIMIZERS
+
+    cluster = read_cluster(request, allow_local=allow_local)
+    find_config(request.model_spec, allow_local=allow_local)
+    if request.mesh is not None:
+        mesh = MeshSpec.parse(request.mesh)
+        if mesh.size != cluster.size:
+            detail = f"the mesh {mesh} has {mesh.size} devices, the cluster {cluster.name} has {cluster.size}."
+            raise MeshError(detail, what_to_do=f"Give axes whose sizes multiply to {cluster.size}.")
+    if request.optimizer not in OPTIMIZERS:
+        advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
+        raise JobError(f"there is no optimizer {request.optimizer!r}.", what_to_do=advice, field="optimizer")
+    if request.batch is not None and request.batch % (request.micro_batches or 1):
+        detail = f"a batch of {request.batch} does not divide into {request.micro_batches} micro-batches."
+        advice = f"Choose a number of micro-batches that divides {request.batch}."
+        raise JobError(detail, what_to_do=advice, field="micro_batches")
+
+
+def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
+    """Return the request's cluster; a file is read only where ``allow_local``.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
+    if (
+        not allow_local
+        and isinstance(request.cluster, str)
+        and request.cluster.strip().lower().endswith((".yaml", ".yml"))
+    ):
+        raise ClusterError("a server reads no files of its own for a client; give the cluster's figures as an object")
+    return ClusterSpec.parse(request.cluster)
+
+
+def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
+    """Return a hash that is equal only for requests that get the same plan; None for a factory, whose code is unknown.
+
+    It covers what the request means rather than how it is written (a file's contents, a cluster's figures), our own
+    code and the libraries that decide.
+    """
+    config = find_config(request.model_spec, allow_local=allow_local)
+    if config is None:
+        return None
+    model = {"name": config.name, **config.values}
+    rest = request.model_dump(mode="json", exclude={"model", "cluster"})
+    cluster = read_cluster(request, allow_local=allow_local).to_dict()
+    text = json.dumps({"model": model, "cluster": cluster, "code": _code_digest(), **rest}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _require(request: PlanRequest, field: str) -> None:
+    if getattr(request, field) is None:
+        raise JobError(f"{field} is missing.", what_to_do=f"Give --{field} (over HTTP: {field}).", field=field)
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return a hash of the code that plans: an edited rule must not be answered with the plan of the old one."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.suffix in {".py", ".toml", ".json"}:
+                digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    for name in _DEPENDENCIES:
+        try:
+            digest.update(f"{name}={metadata.version(name)}".encode())
+        except metadata.PackageNotFoundError:
+            digest.update(f"{name}=none".encode())
+    return digest.hexdigest()

@@ -1,0 +1,31 @@
+"""What does it cost? Clusters, collectives, compute and memory; knows no graph.
+
+Layouts and redistribution are in ``cost_model.layout`` and ``cost_model.redistribute``, which import torch; nothing
+here does.
+"""
+
+from cost_model.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, device_names, find_device
+from cost_model.collectives import AxisGroup, CollectiveKind, axis_group, collective_time_s, collective_times_s
+from cost_model.compute import dtype_nbytes, op_time_s
+from cost_model.memory import OPTIMIZERS, OptimizerSpec, optimizer_step_time_s, parameter_state_bytes, reserve_bytes
+
+__all__ = [
+    "OPTIMIZERS",
+    "AxisGroup",
+    "ClusterError",
+    "ClusterSpec",
+    "CollectiveKind",
+    "DeviceSpec",
+    "LinkSpec",
+    "OptimizerSpec",
+    "axis_group",
+    "collective_time_s",
+    "collective_times_s",
+    "device_names",
+    "dtype_nbytes",
+    "find_device",
+    "op_time_s",
+    "optimizer_step_time_s",
+    "parameter_state_bytes",
+    "reserve_bytes",
+]

@@ -1,0 +1,162 @@
+"""Device meshes and tensor layouts as plain values: no process group and no device is needed to reason about them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+Layout = tuple[Placement, ...]
+"""One placement per mesh axis, outermost axis first."""
+
+_PLACEMENT = re.compile(r"^(?:(R)|S\((\d+)\)|P\((sum|avg)\)|SS\((\d+),(\d+)\))$")
+
+
+class LayoutError(ValueError):
+    """A mesh or a layout that cannot be: the message says which, and what is accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSpec:
+    """The devices as an n-dimensional grid: axis names and sizes, outermost (slowest varying rank) first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if not names:
+            raise LayoutError("a mesh needs at least one axis, for example dp=8")
+        for name, size in self.axes:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise LayoutError(f"axis name {name!r} is not an identifier; write for example dp=2,tp=8")
+            if size < 1:
+                raise LayoutError(f"axis {name} has size {size}; sizes start at 1")
+        if len(set(names)) != len(names):
+            raise LayoutError(f"axis names repeat in {','.join(names)}; give each axis its own name")
+
+    @classmethod
+    def parse(cls, text: str) -> MeshSpec:
+        """Return the mesh written as ``dp=2,tp=8``, outermost axis first.
+
+        Raises:
+            LayoutError: the text is not of that form.
+        """
+        axes = []
+        for part in text.split(","):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if not equals or not size.isdigit():
+                raise LayoutError(f"cannot read mesh {text!r} at {part!r}; write axes as name=size, for example dp=2,tp=8")
+            axes.append((name, int(size)))
+        return cls(axes=tuple(axes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    def axis_size(self, name: str) -> int:
+        """Number of ranks along axis ``name``."""
+        return dict(self.axes)[name]
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+
+def format_placement(placement: Placement) -> str:
+    """Return the text form of a placement: ``S(0)``, ``R``, ``P(sum)``, ``P(avg)`` or ``SS(0,8)``."""
+    split_factor = getattr(placement, "split_factor", None)
+    if split_factor is not None:
+        return f"SS({placement.dim},{split_factor})"  # type: ignore[attr-defined]
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    if isinstance(placement, Replicate):
+        return "R"
+    raise LayoutError(f"placement {placement} has no text form; use Shard, Replicate or Partial")
+
+
+def parse_placement(text: str) -> Placement:
+    """Return the placement that ``format_placement`` wrote.
+
+    Raises:
+        LayoutError: the text is none of the forms.
+    """
+    match = _PLACEMENT.match(text)
+    if match is None:
+        raise LayoutError(f"cannot read placement {text!r}; write S(0), R, P(sum), P(avg) or SS(0,8)")
+    if match[1]:
+        return Replicate()
+    if match[2]:
+        return Shard(int(match[2]))
+    if match[3]:
+        return Partial(match[3])
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(int(match[4]), split_factor=int(match[5]))
+
+
+def format_layout(layout: Layout) -> tuple[str, ...]:
+    """Return the text form of each placement, outermost axis first."""
+    return tuple(format_placement(placement) for placement in layout)
+
+
+def parse_layout(texts: Iterable[str]) -> Layout:
+    """Return the layout that ``format_layout`` wrote."""
+    return tuple(parse_placement(text) for text in texts)
+
+
+def replicated(axes: int) -> Layout:
+    """Return the layout that replicates on each of ``axes`` mesh axes."""
+    return (Replicate(),) * axes
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """Return the tensor dim that a placement splits, or None where it splits none."""
+    dim = getattr(placement, "dim", None)
+    return dim if isinstance(dim, int) else None
+
+
+def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Return into how many pieces each dim of an ``ndim``-dimensional tensor is split."""
+    counts = [1] * ndim
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        dim = sharded_dim(placement)
+        if dim is not None:
+            counts[dim] *= size
+    return tuple(counts)
+
+
+def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
+    """Tell whether every split of ``shape`` under ``layout`` is even."""
+    if any(dim is not None and dim >= len(shape) for dim in map(sharded_dim, layout)):
+        return False
+    return all(length % count == 0 for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True))
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one rank's piece of a tensor of ``shape``.
+
+    Raises:
+        LayoutError: a dim does not divide evenly.
+    """
+    if not divides(shape, layout, mesh_shape):
+        raise LayoutError(f"shape {tuple(shape)} does not divide evenly under {format_layout(layout)} on mesh {tuple(mesh_shape)}")
+    return tuple(length // count for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True))
+
+
+def split_factor(layout: Layout, mesh_shape: Sequence[int]) -> int:
+    """Return into how many pieces a tensor is split in all."""
+    return math.prod(size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None)

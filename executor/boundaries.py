@@ -1,0 +1,149 @@
+"""Module boundaries: hooks that take what enters and leaves a module to the layouts of the plan's ports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from executor.boundaries_plain import module_fqns, parameter_names, path_text
+from executor.sharing import SharedRedistributions
+from planner.errors import PlanTypeError, UnmatchedKeyError
+from planner.plan import Port, ShardingPlan
+from planner.ports import ports_of, resolve_input_ports, resolve_output_ports
+
+
+def attach_boundaries(module: nn.Module, plan: ShardingPlan, shared: SharedRedistributions) -> None:
+    """Hook every module that ``input_plan`` or ``output_plan`` gives ports to. ``check_plan`` must have passed."""
+    names = module_fqns(module)
+    for fqn, spec in _once_each(module, resolve_input_ports(plan.input_plan, names)).items():
+        entry = _Entry(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
+        module.get_submodule(fqn).register_forward_pre_hook(entry, with_kwargs=True)
+    for fqn, spec in _once_each(module, resolve_output_ports(plan.output_plan, names)).items():
+        leaving = _Exit(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
+        module.get_submodule(fqn).register_forward_hook(leaving)
+
+
+def _once_each(module: nn.Module, specs: Mapping[str, Any]) -> dict[str, Any]:
+    # A module that is registered under two names must not be hooked twice.
+    first: dict[nn.Module, str] = {}
+    for fqn in specs:
+        first.setdefault(module.get_submodule(fqn), fqn)
+    return {fqn: specs[fqn] for fqn in first.values()}
+
+
+def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, local_piece: bool) -> DTensor:
+    """Return ``tensor`` as it is behind ``port``.
+
+    Args:
+        tensor: a DTensor in any layout, or plain.
+        port: layouts forward and backward.
+        shared: redistributes.
+        local_piece: whether a plain tensor is this rank's piece of ``port.layout``, or else the whole, replicated.
+    """
+    if not isinstance(tensor, DTensor) and local_piece:
+        tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
+    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A forward pre-hook."""
+
+    fqn: str
+    ports: Mapping[str, Port]
+    shared: SharedRedistributions
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        names = parameter_names(module)
+        first = "0" if args else next(iter(kwargs), "0")
+        ports = {name or first: port for name, port in self.ports.items()}
+
+        def change(path: tuple[Any, ...], leaf: Any) -> Any:
+            head, *rest = (path_text((key,)) for key in path[1:])
+            by_position = path[0] == pytree.SequenceKey(0)
+            aliases = [head]
+            if by_position and int(head) < len(names):
+                aliases.append(names[int(head)])
+            elif not by_position and head in names:
+                aliases.append(str(names.index(head)))
+            for alias in aliases:
+                port = ports.get(".".join((alias, *rest)))
+                if port is not None:
+                    return self._changed(leaf, port, alias)
+            return leaf
+
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(change, (args, kwargs))
+        return changed
+
+    def _changed(self, leaf: Any, port: Port, name: str) -> Any:
+        if leaf is None:
+            # An optional argument that was not given.
+            return None
+        if not isinstance(leaf, torch.Tensor):
+            raise _no_tensor("input_plan", self.fqn, name, leaf)
+        # A plan made by the planner traced whether a tensor inside the model is plain; what a user hands over is a piece.
+        return through_port(leaf, port, self.shared, local_piece=self.fqn == "" or port.source is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exit:
+    """A forward hook."""
+
+    fqn: str
+    ports: Mapping[str, Port]
+    shared: SharedRedistributions
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        met: set[str] = set()
+        lone = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1
+
+        def change(path: tuple[Any, ...], leaf: Any) -> Any:
+            text = path_text(path)
+            # A lone tensor is also the first of a list.
+            spellings = [text] if text else ["", "0"]
+            if lone and isinstance(leaf, torch.Tensor):
+                spellings.append("")
+            for name in spellings:
+                if name in self.ports:
+                    met.add(name)
+                    return self._changed(leaf, self.ports[name], name)
+            return leaf
+
+        changed = pytree.tree_map_with_path(change, output)
+        self._check_met(met)
+        return changed
+
+    def _changed(self, leaf: Any, port: Port, name: str) -> Any:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, torch.Tensor):
+            raise _no_tensor("output_plan", self.fqn, name, leaf)
+        return through_port(leaf, port, self.shared, local_piece=port.source is None)
+
+    def _check_met(self, met: set[str]) -> None:
+        # What a traced model returned it may leave out in another call (no loss without labels); a person mistypes.
+        missed = sorted(name for name, port in self.ports.items() if name not in met and port.source is None)
+        if missed:
+            raise UnmatchedKeyError(
+                f"output_plan names the results {missed} of {self.fqn or 'the root'!r}, which returned none of them.",
+                field="output_plan",
+                key=self.fqn,
+                what_to_do="Name results by position (0, 1, ...) or by their key.",
+            )
+
+
+def _no_tensor(field: str, fqn: str, name: str, value: object) -> PlanTypeError:
+    return PlanTypeError(
+        f"{field} gives {name!r} of {fqn or 'the root'!r} a layout, but it is {type(value).__name__}, not a tensor.",
+        field=field,
+        key=fqn,
+        what_to_do="Remove that layout, or write None in its place in a list.",
+    )

@@ -1,0 +1,155 @@
+"""Parameters while the module runs: in their compute dtype for everybody, in their compute layout for their owner.
+
+A parameter rests sharded and in its stored dtype. For the length of a forward, or of a recomputation, every module
+sees it cast (``PresentedParameters``); while the owner's own forward runs, it has it gathered as well
+(``MaterializedForward``). Backward, the gradient goes the other way without any communication: it stays in the layout
+that the op gave it, for instance partial, until ``executor.gradients`` reduces it once a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from cost_model.layout import Layout
+from executor.parameter_uses import ParameterUse
+from executor.redistribute import Redistributor
+from executor.saved_copies import CopySource, save_no_copies
+from executor.torch_internals import local_of, make_dtensor
+
+Copies = Mapping[nn.Parameter, DTensor]
+"""Parameter -> itself in the compute dtype."""
+
+
+class PresentedParameters:
+    """Shows modules their parameters in the compute dtype, as a model that was built in it would."""
+
+    def __init__(self, uses: Mapping[nn.Module, Sequence[ParameterUse]], dtype: torch.dtype) -> None:
+        """Take the parameters that ``uses`` names and whose dtype is not ``dtype``; they are DTensors by now."""
+        self._dtype = dtype
+        self._slots: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        for owner, owned in uses.items():
+            slots = {use.name: cast(nn.Parameter, owner._parameters[use.name]) for use in owned}
+            slots = {name: p for name, p in slots.items() if p.is_floating_point() and p.dtype != dtype}
+            if slots:
+                self._slots[owner] = slots
+        self.copies: Copies = {}
+
+    @contextmanager
+    def presented(self) -> Iterator[None]:
+        """Within it, a forward, modules have their parameters cast; gradients reach the parameters themselves."""
+        parameters = dict.fromkeys(p for slots in self._slots.values() for p in slots.values())
+        with self.presenting({p: _Cast.apply(p, self._dtype) for p in parameters}, self._slots):
+            yield
+
+    def slots_below(self, block: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """Return what is presented in ``block`` and its submodules."""
+        return {module: self._slots[module] for module in block.modules() if module in self._slots}
+
+    @contextmanager
+    def presenting(self, copies: Copies, slots: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> Iterator[None]:
+        """Within it the modules in ``slots`` have ``copies``: those of an earlier forward, to run part of it again."""
+        before, self.copies = self.copies, copies
+        try:
+            for module, names in slots.items():
+                for name, parameter in names.items():
+                    # Past register_parameter, which takes nothing but leaves.
+                    module._parameters[name] = cast(nn.Parameter, copies[parameter])
+            yield
+        finally:
+            self.copies = before
+            for module, names in slots.items():
+                module._parameters.update(names)
+
+
+class MaterializedForward:
+    """A module's forward, for whose length some of the module's own parameters are in their compute layout."""
+
+    def __init__(self, module: nn.Module, uses: Sequence[ParameterUse], redistributor: Redistributor) -> None:
+        self._module = module
+        self._forward: Callable[..., Any] = module.forward
+        self._uses = tuple(uses)
+        self._redistributor = redistributor
+        # Signatures are looked up on forward, by us and by transformers.
+        functools.update_wrapper(self, self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        slots = self._module._parameters
+        before = {use.name: cast(DTensor, slots[use.name]) for use in self._uses}
+        copies: dict[DTensor, CopySource] = {}
+        try:
+            for use in self._uses:
+                resting = before[use.name]
+                copy = _Materialize.apply(resting, self._redistributor, use.compute, use.gradient)
+                slots[use.name] = copy
+                if use.compute != use.stored:
+                    copies[copy] = functools.partial(_gathered, resting.detach(), self._redistributor, use.compute)
+            with save_no_copies(copies):
+                return self._forward(*args, **kwargs)
+        finally:
+            slots.update(cast(Mapping[str, nn.Parameter], before))
+
+
+def _gathered(resting: DTensor, redistributor: Redistributor, layout: Layout) -> torch.Tensor:
+    return local_of(redistributor.to_layout(resting, layout))
+
+
+def materialize_parameters(
+    uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor
+) -> None:
+    """Wrap the forward of every module that needs a parameter in another layout than it is stored in."""
+    for module, owned in uses.items():
+        needed = [use for use in owned if use.is_materialized]
+        if needed:
+            module.forward = MaterializedForward(module, needed, redistributor)
+
+
+class _Cast(torch.autograd.Function):
+    """Changes the dtype of the local piece; the gradient keeps its layout."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = parameter.dtype
+        return _cast(parameter, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
+        return (None if gradient is None else _cast(gradient, ctx.dtype)), None
+
+
+def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
+    local = local_of(tensor).to(dtype)
+    return make_dtensor(local, tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
+
+
+class _Materialize(torch.autograd.Function):
+    """Redistributes a parameter forward; the gradient is handed on as it comes, or in the layout that the use says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, resting: DTensor, redistributor: Redistributor, layout: Layout, gradient_layout: Layout | None
+    ) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.redistributor, ctx.gradient_layout = redistributor, gradient_layout
+        copy = redistributor.to_layout(resting, layout)
+        if copy is not resting:
+            return copy
+        return make_dtensor(local_of(resting), resting.device_mesh, layout, resting.shape, resting.stride())
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[DTensor | None, None, None, None]:
+        if gradient is None:
+            return None, None, None, None
+        redistributor: Redistributor = ctx.redistributor
+        arrived = redistributor.as_dtensor(gradient)
+        wanted: Layout | None = ctx.gradient_layout
+        return (arrived if wanted is None else redistributor.to_layout(arrived, wanted)), None, None, None

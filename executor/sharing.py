@@ -1,0 +1,61 @@
+"""One redistribution for all modules that want the same tensor in the same layout, and one for its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cost_model.layout import Layout
+from executor.redistribute import Redistributor, conjugate
+
+_Wanted = tuple[Layout, Layout]
+"""(layout, layout of the gradient)."""
+
+
+class SharedRedistributions:
+    """Redistributes, and remembers the results while the tensor that they were made from lives and the scope lasts.
+
+    q, k and v projections are called one after the other with the same tensor object: the first gathers it, the others
+    get the same result, and autograd adds their gradients before they go back together. A result is dropped with its
+    source: the local variable that held it is gone, so no further module can ask for it.
+    """
+
+    def __init__(self, redistributor: Redistributor) -> None:
+        self.redistributor = redistributor
+        self._scopes: list[MutableMapping[torch.Tensor, dict[_Wanted, DTensor]]] = []
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Share among the calls within it: those of one forward, or of one block's recomputation."""
+        self._scopes.append(WeakTensorKeyDictionary())
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def redistribute(
+        self, tensor: torch.Tensor, layout: Layout, grad: Layout | None = None, source_grad: Layout | None = None
+    ) -> DTensor:
+        """Return ``tensor`` in ``layout``; the same object for the same tensor, ``layout`` and ``grad`` in one scope.
+
+        Args:
+            tensor: a plain one counts as replicated.
+            layout: wanted forward.
+            grad: of the gradient that will come back; None is the conjugate of ``layout``.
+            source_grad: layout in which the gradient is handed on; None is the conjugate of the tensor's layout.
+        """
+        if not self._scopes:
+            return self.redistributor.redistribute(tensor, layout, source_grad)
+        made = self._scopes[-1].setdefault(tensor, {})
+        wanted = (layout, conjugate(layout) if grad is None else grad)
+        if wanted not in made:
+            result = self.redistributor.redistribute(tensor, layout, source_grad)
+            if result is tensor:
+                # Nothing to remember, and an entry that holds its own key would never go away.
+                return result
+            made[wanted] = result
+        return made[wanted]

@@ -1,0 +1,182 @@
+"""Everything that torch keeps to itself and the executor needs: the one file to look at when torch moves.
+
+Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor``, the functional collectives, the
+dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, the engine's callbacks, and the
+names of the operators that communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from cost_model.layout import Layout
+from planner.report import CollectiveKind
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Return this rank's piece of ``tensor``, outside autograd (``to_local`` would record it)."""
+    return tensor._local_tensor
+
+
+def make_dtensor(
+    local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """Return the tensor of global ``shape`` and ``stride`` whose piece on this rank is ``local``, without any check."""
+    return DTensor.from_local(local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the pieces of all ranks of ``group``, concatenated along ``dim``."""
+    return _waited(funcol.all_gather_single(local.contiguous(), dim, group))
+
+
+def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's piece, along ``dim``, of the tensors of all ranks reduced."""
+    return _waited(funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group))
+
+
+def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tensors of all ranks reduced; ``local`` stays as it is."""
+    return _waited(funcol.all_reduce(local.contiguous(), reduce_op, group))
+
+
+def all_to_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return piece r of every rank on rank r: ``local`` is cut, and the result joined, along dim 0 in equal parts."""
+    return _waited(funcol.all_to_all_single(local.contiguous(), None, None, group))
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
+def allows_implicit_replication() -> bool:
+    """Tell whether DTensor takes plain tensors as replicated, in this thread."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def allow_implicit_replication(allowed: bool) -> None:
+    """Let DTensor take plain tensors as replicated, or not, in this thread; torch's own context cannot be nested."""
+    DTensor._op_dispatcher._allow_implicit_replication = allowed
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once when the backward pass that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def current_saved_tensor_hooks() -> SavedTensorHooks | None:
+    """Return the innermost (pack, unpack) hooks on saved tensors: torch runs these alone, not those around them."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if top is None else (top[0], top[1])
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors sharing memory have in common, as long as one of them lives."""
+    return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Within it a process group of ``world_size`` ranks exists in which this process is rank 0 and nobody answers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+Buffer = Literal["input", "gathered", "output"]
+
+COLLECTIVES: dict[str, tuple[CollectiveKind, Buffer]] = {
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", "gathered"),
+    "_c10d_functional::all_gather_into_tensor_out": ("all_gather", "gathered"),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", "gathered"),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", "input"),
+    "_c10d_functional::all_reduce": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", "input"),
+    "_c10d_functional::all_reduce_coalesced_": ("all_reduce", "input"),
+    "_c10d_functional::all_to_all_single": ("all_to_all", "input"),
+    "_c10d_functional::broadcast": ("broadcast", "input"),
+    "_c10d_functional::broadcast_": ("broadcast", "input"),
+    "_c10d_functional_autograd::all_gather_into_tensor": ("all_gather", "gathered"),
+    "_c10d_functional_autograd::reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "_c10d_functional_autograd::all_to_all_single": ("all_to_all", "input"),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
+    # These write into their first argument, and read the second.
+    "c10d::_allgather_base_": ("all_gather", "output"),
+    "c10d::allgather_": ("all_gather", "output"),
+    "c10d::allgather_into_tensor_coalesced_": ("all_gather", "output"),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", "input"),
+    "c10d::reduce_scatter_": ("reduce_scatter", "input"),
+    "c10d::reduce_scatter_tensor_coalesced_": ("reduce_scatter", "input"),
+    "c10d::allreduce_": ("all_reduce", "output"),
+    "c10d::allreduce_coalesced_": ("all_reduce", "output"),
+    "c10d::alltoall_base_": ("all_to_all", "output"),
+    "c10d::alltoall_": ("all_to_all", "output"),
+    "c10d::broadcast_": ("broadcast", "output"),
+}
+"""Operators that communicate -> kind, and which of their buffers is the full one (nccl-tests' convention)."""
+
+NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "barrier", "check_for_nan")
+"""Operators of the same namespaces that move no data."""
+
+
+def is_communication(func: torch._ops.OpOverload) -> bool:
+    """Tell whether ``func`` is an operator that moves data between ranks."""
+    name = func.name().partition(".")[0]
+    namespace, _, op = name.partition("::")
+    return namespace in {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"} and not (
+        op.startswith(NOT_COUNTED)
+    )
+
+
+def collective_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[CollectiveKind, int, str]:
+    """Return kind, bytes of the full buffer on one rank, and the name of the process group, of a call of ``func``.
+
+    Raises:
+        NotImplementedError: an operator that communicates in a way not known here.
+    """
+    name = func.name().partition(".")[0]
+    if name not in COLLECTIVES:
+        raise NotImplementedError(f"cannot count {name}: add it to executor/torch_internals.py")
+    kind, buffer = COLLECTIVES[name]
+    writes_first = name.startswith("c10d::") and buffer == "input"
+    nbytes = _nbytes(args[1] if writes_first else args[0])
+    if buffer == "gathered":
+        nbytes *= int(args[1])
+    return kind, nbytes, _group_name(func, args)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(_nbytes(item) for item in value)
+
+
+def _group_name(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> str:
+    for schema, value in zip(func._schema.arguments, args, strict=False):
+        if schema.name in ("group_name", "group", "process_group", "pg"):
+            return value if isinstance(value, str) else _name_of(value)
+    return "?"
+
+
+def _name_of(group: Any) -> str:
+    if not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    return str(group.group_name)

@@ -1,0 +1,295 @@
+"""From an assignment to the plan's own terms (patterns of FQNs and layouts), and back from a plan to an assignment."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from cost_model.layout import Layout, format_layout
+from planner.costs import Price, add_prices
+from planner.errors import PlanMismatchError
+from planner.formulate import Formulation, Formulator, Layer, StoredChoice, hook_key
+from planner.patterns import resolve_keys
+from planner.plan import Port, ShardingPlan
+from planner.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
+from planner.regions import Region
+from planner.strategies.enumerate import Strategy, StrategyTable, gradient_options
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A chosen strategy for every region class, and a stored layout for every parameter class."""
+
+    strategies: tuple[Strategy, ...]
+    stored: tuple[StoredChoice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEntries:
+    """The layouts of a plan, by its fields."""
+
+    plan: Mapping[str, Layout]
+    compute_plan: Mapping[str, Layout]
+    gradient_plan: Mapping[str, Layout]
+    input_plan: Mapping[str, Mapping[str, Port]]
+    output_plan: Mapping[str, Mapping[str, Port]]
+
+
+def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
+    """Return what ``assignment`` chooses."""
+    regions = len(formulation.strategies)
+    return Decision(
+        strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
+        stored=tuple(choices[c] for choices, c in zip(formulation.stored, assignment[regions:], strict=True)),
+    )
+
+
+def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Return ``entries`` with a pattern in place of keys that differ in block numbers only and agree.
+
+    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one.
+    """
+    matched: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        matched[_pattern(name)].append(name)
+    folded: dict[str, T] = {}
+    for name, entry in entries.items():
+        pattern = _pattern(name)
+        if len(matched[pattern]) > 1 and all(other in entries and entries[other] == entry for other in matched[pattern]):
+            folded[pattern] = entry
+        else:
+            folded[name] = entry
+    return folded
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def entries_of(layer: Layer, decision: Decision, module: nn.Module) -> PlanEntries:
+    """Return the plan's layouts for ``decision``."""
+    regions = layer.regions
+    stored: dict[str, Layout] = {}
+    gradients: dict[str, Layout] = {}
+    by_value: dict[str, StoredChoice] = {}
+    for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
+        for value in parameter.values:
+            by_value[value] = choice
+            for name in regions.graph.parameters[value]:
+                stored[name] = choice.stored
+                if choice.accumulated is not None:
+                    gradients[name] = choice.accumulated
+    unused = (0,) * 0
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    mesh_axes = len(next(iter(stored.values()))) if stored else 0
+    for name in names:
+        if name not in stored and mesh_axes:
+            from cost_model.layout import replicated
+
+            stored[name] = replicated(mesh_axes)
+    del unused
+    compute: dict[str, Layout] = {}
+    inputs: dict[str, dict[str, Port]] = defaultdict(dict)
+    outputs: dict[str, dict[str, Port]] = defaultdict(dict)
+    for region in regions.regions:
+        strategy = decision.strategies[regions.class_of[region.index]]
+        for position, slot in enumerate(region.slots):
+            layout = strategy.forward[position]
+            if slot.origin == "parameter" and slot.parameter is not None and layout is not None:
+                if layout != by_value[slot.value.name].stored:
+                    compute[slot.parameter] = layout
+            elif slot.origin == "entry" and slot.boundary is not None:
+                port = _port(layer, decision, region, position, strategy)
+                if port is not None:
+                    fqn, direction, path = hook_key(regions, slot.boundary)
+                    (inputs if direction == "input" else outputs)[fqn][path] = port
+    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    return PlanEntries(
+        plan=fold_names(stored, names),
+        compute_plan=fold_names(compute, names),
+        gradient_plan=fold_names(gradients, names),
+        input_plan={input_key(fqn): ports for fqn, ports in fold_names(inputs, modules).items()},
+        output_plan={output_key(fqn): ports for fqn, ports in fold_names(outputs, modules).items()},
+    )
+
+
+def _port(layer: Layer, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
+    """Return the port of an entry, None where nothing changes there."""
+    slot = region.slots[position]
+    layout, gradient = strategy.forward[position], strategy.gradient[position]
+    assert layout is not None
+    if slot.source is None:
+        if slot.value.kind == "input":
+            return Port(layout=layout)
+        whole = tuple(placement for placement in layout)
+        return Port(layout=whole, source=_replicated_like(layout)) if whole != _replicated_like(layout) else None
+    link = next(link for link in layer.regions.links if link.consumer == region.index and link.consumer_slot == position)
+    producer = decision.strategies[layer.regions.class_of[link.producer]]
+    source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
+    if (source, source_gradient) == (layout, gradient):
+        return None
+    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient)
+
+
+def _replicated_like(layout: Layout) -> Layout:
+    from cost_model.layout import replicated
+
+    return replicated(len(layout))
+
+
+class _Reader:
+    """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
+
+    def __init__(self, layer: Layer, table: StrategyTable, plan: ShardingPlan, module: nn.Module) -> None:
+        self._layer = layer
+        self._regions = layer.regions
+        self._mesh = plan.mesh.shape
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+        layouts: dict[str, Any] = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
+        self._stored: dict[str, Layout] = resolve_keys(layouts, names, field="plan", what="parameter")
+        self._compute: dict[str, Layout] = resolve_keys(dict(plan.compute_plan), names, field="compute_plan", what="parameter")
+        gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
+        self._gradients: dict[str, Layout] = gradients
+        self._ports: dict[tuple[str, str, str], Port] = {}
+        for direction, resolved in (
+            ("input", resolve_input_ports(plan.input_plan, modules)),
+            ("output", resolve_output_ports(plan.output_plan, modules)),
+        ):
+            for fqn, spec in resolved.items():
+                for path, port in ports_of(spec):
+                    self._ports[fqn, direction, path] = port
+        self._candidates = [
+            [s for s in table.on_mesh(layer.representative(i), self._mesh) if self._fits(i, s)]
+            for i in range(len(self._regions.classes))
+        ]
+
+    def _replicated(self) -> Layout:
+        from cost_model.layout import replicated
+
+        return replicated(len(self._mesh))
+
+    def _fits(self, index: int, strategy: Strategy) -> bool:
+        region = self._layer.representative(index)
+        for position, slot in enumerate(region.slots):
+            layout = strategy.forward[position]
+            if slot.origin == "parameter" and slot.parameter is not None:
+                stored = self._stored.get(slot.parameter, self._replicated())
+                if layout != self._compute.get(slot.parameter, stored):
+                    return False
+            elif slot.origin == "entry":
+                port = self._port(region, position)
+                if port is None:
+                    if slot.source is None and layout != self._replicated():
+                        return False
+                    continue
+                if layout != port.layout or (port.grad is not None and strategy.gradient[position] not in (port.grad, None)):
+                    return False
+        return True
+
+    def _port(self, region: Region, position: int) -> Port | None:
+        boundary = region.slots[position].boundary
+        assert boundary is not None
+        return self._ports.get(hook_key(self._regions, boundary))
+
+    def read(self) -> Decision:
+        links = [
+            (self._regions.class_of[link.producer], link.producer_slot, self._regions.class_of[link.consumer], link.consumer_slot,
+             self._port(self._regions.regions[link.consumer], link.consumer_slot))
+            for link in self._regions.links
+        ]  # fmt: skip
+        unique = list({(a, b, c, d): (a, b, c, d, port) for a, b, c, d, port in links}.values())
+        self._narrow(unique)
+        for index in range(len(self._candidates)):
+            if len(self._candidates[index]) > 1:
+                self._candidates[index] = self._candidates[index][:1]
+                self._narrow(unique)
+        for index, candidates in enumerate(self._candidates):
+            if not candidates:
+                self._refuse(index)
+        stored = []
+        for parameter in self._layer.parameters:
+            name = self._regions.graph.parameters[parameter.values[0]][0]
+            stored.append(
+                StoredChoice(
+                    stored=self._stored.get(name, self._replicated()),
+                    accumulated=self._accumulated(parameter.uses, name),
+                )
+            )
+        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored))
+
+    def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
+        if len(uses) < 2:
+            return None
+        natural = {self._candidates[index][0].gradient[slot] for index, slot in uses}
+        found = self._gradients.get(name)
+        return found if found is not None else next(iter(natural))
+
+    def _refuse(self, index: int) -> None:
+        region = self._layer.representative(index)
+        wanted = [
+            f"{slot.parameter} computed {format_layout(self._compute.get(slot.parameter, self._stored.get(slot.parameter, self._replicated())))}"
+            for slot in region.slots
+            if slot.parameter is not None
+        ]
+        raise PlanMismatchError(
+            f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
+            + (f" ({'; '.join(wanted)})" if wanted else ""),
+            what_to_do="Redistribute at the module's inputs (input_plan) or gather its parameters (compute_plan).",
+        )
+
+    def _narrow(self, links: Sequence[tuple[int, int, int, int, Port | None]]) -> None:
+        """Drop candidates that no candidate across a link agrees with, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for producer, producer_slot, consumer, consumer_slot, port in links:
+                left = {self._sent(s, producer_slot, port) for s in self._candidates[producer]}
+                right = {self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]}
+                both = left & right
+                for index, slot, side in ((producer, producer_slot, self._sent), (consumer, consumer_slot, self._wanted)):
+                    kept = [s for s in self._candidates[index] if side(s, slot, port) in both]
+                    if len(kept) < len(self._candidates[index]):
+                        self._candidates[index] = kept
+                        changed = True
+
+    @staticmethod
+    def _sent(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:
+        """Return what the producer shows: compared as it is where nothing changes, or with what the port came from."""
+        if port is None:
+            return strategy.forward[slot], strategy.gradient[slot]
+        source = strategy.forward[slot] if port.source is None else port.source
+        gradient = strategy.gradient[slot] if port.source_grad is None else port.source_grad
+        return (None, None) if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient) else (source, gradient)
+
+    @staticmethod
+    def _wanted(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:
+        return (strategy.forward[slot], strategy.gradient[slot]) if port is None else (None, None)
+
+
+def decision_from_plan(layer: Layer, table: StrategyTable, plan: ShardingPlan, module: nn.Module) -> Decision:
+    """Return the decision that ``plan`` writes down.
+
+    Raises:
+        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
+        PlanKeyError: a key that matches nothing, or two that disagree.
+    """
+    return _Reader(layer, table, plan, module).read()
+
+
+def price_decision(formulator: Formulator, decision: Decision) -> tuple[Formulation, Price]:
+    """Return a problem that has only ``decision`` as a choice, and the full price with its collectives."""
+    formulation = formulator.of([(s,) for s in decision.strategies], [(c,) for c in decision.stored])
+    return formulation, add_prices(formulator.itemise(decision))
+
+
+def conjugate_ok(layout: Layout, gradient: Layout) -> bool:
+    """Tell whether a gradient may be in ``gradient`` where its tensor is in ``layout``."""
+    return all(g in gradient_options(p) for p, g in zip(layout, gradient, strict=True))

@@ -1,0 +1,62 @@
+"""Blocks: the repeated modules (transformer layers) that activation checkpointing wraps."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from planner.regions import RegionGraph
+
+_BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
+
+
+def block_of(fqn: str) -> str | None:
+    """Return the FQN of the block that module ``fqn`` is in (``model.layers.3``), None where it is in none."""
+    match = _BLOCK.match(fqn)
+    return match[1] if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """The blocks of a model.
+
+    Attributes:
+        of_region: region index -> FQN of its block.
+        representatives: one block of each kind (blocks of equal regions are one kind).
+        patterns: FQN patterns that match every block and nothing else.
+    """
+
+    of_region: Mapping[int, str]
+    representatives: tuple[str, ...]
+    patterns: tuple[str, ...]
+
+
+def find_blocks(regions: RegionGraph) -> Blocks:
+    """Return the repeated modules that hold parameters: children of a numbered list with at least two of a kind."""
+    of_region: dict[int, str] = {}
+    contents: dict[str, list[int]] = defaultdict(list)
+    with_parameters: set[str] = set()
+    for region in regions.regions:
+        block = block_of(region.fqn)
+        if block is None:
+            continue
+        of_region[region.index] = block
+        contents[block].append(regions.class_of[region.index])
+        if any(slot.origin == "parameter" for slot in region.slots):
+            with_parameters.add(block)
+    siblings: dict[str, list[str]] = defaultdict(list)
+    for block in contents:
+        if block in with_parameters:
+            siblings[re.sub(r"\d+$", "*", block)].append(block)
+    repeated = {block for blocks in siblings.values() if len(blocks) > 1 for block in blocks}
+    kinds: dict[Hashable, str] = {}
+    for block in contents:
+        if block in repeated:
+            kinds.setdefault(tuple(sorted(contents[block])), block)
+    return Blocks(
+        of_region={index: block for index, block in of_region.items() if block in repeated},
+        representatives=tuple(kinds.values()),
+        patterns=tuple(sorted(pattern for pattern, blocks in siblings.items() if len(blocks) > 1)),
+    )

@@ -1,0 +1,170 @@
+"""The traced model as a graph of ops: values (tensors), ops, and the calls of modules that they live in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import networkx as nx
+import torch
+
+ValueKind = Literal["input", "parameter", "plain", "activation"]
+"""``plain`` values depend on no input and no parameter (masks, positions, buffers): every rank computes them whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Stands for a value inside an op's argument template."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One tensor of the graph, with its global shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: ValueKind
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module: a frame of the forward pass."""
+
+    index: int
+    fqn: str
+    parent: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value passing into (``input``) or out of (``output``) a module call, at argument ``path``."""
+
+    call: int
+    direction: Literal["input", "output"]
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One op: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for a value.
+
+    ``crossings[i]`` are the module boundaries that input ``i`` passes between its producer and this op, in order.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    call: int
+    inputs: tuple[str, ...]
+    crossings: tuple[tuple[Crossing, ...], ...]
+    outputs: tuple[str, ...]
+    grad_enabled: bool = True
+
+    @property
+    def target_name(self) -> str:
+        """The op's name, as in ``aten.linear.default``."""
+        return str(getattr(self.target, "__name__", self.target)) if not isinstance(self.target, torch._ops.OpOverload) else str(self.target)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """An input of the root module: its value and the argument that it comes as."""
+
+    value: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOutput:
+    """An output of the root module; ``is_loss`` marks the scalar that training differentiates."""
+
+    value: str
+    path: str
+    crossings: tuple[Crossing, ...]
+    is_loss: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpGraph:
+    """A traced model. ``digraph`` holds op names as nodes (attribute ``op``) and one edge per tensor (``value``)."""
+
+    digraph: nx.MultiDiGraph
+    values: Mapping[str, Value]
+    calls: tuple[Call, ...]
+    inputs: tuple[ModelInput, ...]
+    outputs: tuple[ModelOutput, ...]
+    parameters: Mapping[str, tuple[str, ...]]
+    """Parameter value -> every FQN that it goes by (more than one where it is tied)."""
+    parameter_owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> list[Op]:
+        """Every op, in the order of execution."""
+        return [data["op"] for _, data in self.digraph.nodes(data=True)]
+
+    def producer(self) -> dict[str, Op]:
+        """Map each value to the op that produces it."""
+        return {value: op for op in self.ops for value in op.outputs}
+
+
+def build_digraph(ops: list[Op]) -> nx.MultiDiGraph:
+    """Return the graph of ``ops``: nodes in order of execution, an edge for every tensor that one hands to another."""
+    graph = nx.MultiDiGraph()
+    produced: dict[str, str] = {}
+    for op in ops:
+        graph.add_node(op.name, op=op)
+        for value in op.inputs:
+            if value in produced:
+                graph.add_edge(produced[value], op.name, value=value)
+        produced.update(dict.fromkeys(op.outputs, op.name))
+    return graph
+
+
+def _affine(low: Any, high: Any, low_batch: int, high_batch: int, batch: int) -> Any:
+    """Return what ``low`` (seen at ``low_batch``) and ``high`` (at ``high_batch``) become at ``batch``."""
+    if type(low) is not type(high):
+        raise ValueError(f"{low!r} and {high!r} differ in kind")
+    if isinstance(low, (tuple, list)):
+        if len(low) != len(high):
+            raise ValueError(f"{low!r} and {high!r} differ in length")
+        return type(low)(_affine(a, b, low_batch, high_batch, batch) for a, b in zip(low, high, strict=True))
+    if isinstance(low, Mapping):
+        return {key: _affine(low[key], high[key], low_batch, high_batch, batch) for key in low}
+    if isinstance(low, int) and not isinstance(low, bool) and low != high:
+        slope, rest = divmod(high - low, high_batch - low_batch)
+        if rest:
+            raise ValueError(f"{low} and {high} do not grow evenly with the batch")
+        return low + slope * (batch - low_batch)
+    return low
+
+
+def at_batch(low: OpGraph, high: OpGraph, low_batch: int, high_batch: int, batch: int) -> OpGraph:
+    """Return the graph as it would be traced at ``batch``, from traces at two other batches.
+
+    Sizes in a graph grow affinely with the batch; two traces show the slope of each, so that no other number of
+    micro-batches needs a trace of its own.
+
+    Raises:
+        ValueError: the two graphs differ in more than sizes.
+    """
+    if [op.name for op in low.ops] != [op.name for op in high.ops] or low.values.keys() != high.values.keys():
+        raise ValueError("the traces at two batch sizes hold different ops")
+    sizes = (low_batch, high_batch, batch)
+    ops = [
+        replace(a, args=_affine(a.args, b.args, *sizes), kwargs=_affine(a.kwargs, b.kwargs, *sizes))
+        for a, b in zip(low.ops, high.ops, strict=True)
+    ]
+    values = {name: replace(value, shape=_affine(value.shape, high.values[name].shape, *sizes)) for name, value in low.values.items()}
+    return replace(low, digraph=build_digraph(ops), values=values)

@@ -1,0 +1,221 @@
+"""The integer program: the one file that knows pulp.
+
+    choose      x[v,c] in {0,1}     node v takes choice c                       sum_c x[v,c] = 1
+    flows       f[e,p,q] >= 0       edge e shows ports p and q                  sum_q f[e,p,q] = sum_{c shows p} x[producer,c]
+                                                                                sum_p f[e,p,q] = sum_{c shows q} x[consumer,c]
+    units       u >= f[e,p,q]       paid once for all its members
+    quantities  Q[name] = constant + sum of the charges of x, f and u
+    time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the backward
+    memory      memory + Z + W <= cap;  Z >= each transient;  W >= the recomputed part of each block
+    minimise    F + B + exposed
+
+With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
+`_choices`, `_flows`, `_units`, `_time` and `_memory` build one line each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pulp
+
+from planner import problem as problems
+from planner.errors import SolverError
+from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, totals
+
+MEMORY_SCALE = 1e-9
+"""The program counts memory in GB, so that its coefficients stay near those of seconds."""
+
+
+@dataclass(slots=True)
+class _Program:
+    """The program under construction."""
+
+    problem: Problem
+    time_scale: float
+    model: pulp.LpProblem
+    choice: list[list[pulp.LpVariable]] = field(default_factory=list)
+    flow: list[dict[tuple[int, int], pulp.LpVariable]] = field(default_factory=list)
+    terms: dict[str, list[tuple[pulp.LpVariable, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def charge(self, variable: pulp.LpVariable, charge: Charge) -> None:
+        for name, amount in charge.items():
+            if amount:
+                self.terms[name].append((variable, amount * self._scale(name)))
+
+    def _scale(self, name: str) -> float:
+        in_bytes = name.startswith((problems.MEMORY, problems.TRANSIENT, problems.RECOMPUTED))
+        return MEMORY_SCALE if in_bytes else self.time_scale
+
+    def quantity(self, name: str) -> pulp.LpAffineExpression:
+        """Return quantity ``name`` as a linear expression, in the program's scale."""
+        constant = self.problem.constant.get(name, 0.0) * self._scale(name)
+        return pulp.LpAffineExpression(_summed(self.terms.get(name, [])), constant)
+
+
+def _summed(terms: list[tuple[pulp.LpVariable, float]]) -> list[tuple[pulp.LpVariable, float]]:
+    total: dict[pulp.LpVariable, float] = defaultdict(float)
+    for variable, amount in terms:
+        total[variable] += amount
+    return list(total.items())
+
+
+def _choices(program: _Program) -> None:
+    for v, node in enumerate(program.problem.nodes):
+        variables = [pulp.LpVariable(f"x_{v}_{c}", cat=pulp.LpBinary) for c in range(len(node.charges))]
+        program.choice.append(variables)
+        program.model += pulp.lpSum(variables) == 1
+        for variable, charge in zip(variables, node.charges, strict=True):
+            program.charge(variable, charge)
+
+
+def _flows(program: _Program) -> None:
+    for e, edge in enumerate(program.problem.edges):
+        flow = {(p, q): pulp.LpVariable(f"f_{e}_{p}_{q}", lowBound=0) for p, q in edge.pairs}
+        program.flow.append(flow)
+        for pair, variable in flow.items():
+            program.charge(variable, edge.pairs[pair])
+        for side, ports, node in ((0, edge.producer_ports, edge.producer), (1, edge.consumer_ports, edge.consumer)):
+            out: dict[int, list[pulp.LpVariable]] = defaultdict(list)
+            for pair, variable in flow.items():
+                out[pair[side]].append(variable)
+            chosen: dict[int, list[pulp.LpVariable]] = defaultdict(list)
+            for variable, port in zip(program.choice[node], ports, strict=True):
+                chosen[port].append(variable)
+            for port in chosen:
+                terms = [(variable, 1.0) for variable in out.get(port, [])] + [(variable, -1.0) for variable in chosen[port]]
+                program.model += pulp.LpAffineExpression(terms) == 0
+
+
+def _units(program: _Program) -> None:
+    for u, unit in enumerate(program.problem.units):
+        members = [program.flow[e][p, q] for e, p, q in unit.members if (p, q) in program.flow[e]]
+        if len(members) == 1:
+            program.charge(members[0], unit.charge)
+            continue
+        paid = pulp.LpVariable(f"u_{u}", lowBound=0)
+        program.charge(paid, unit.charge)
+        for member in members:
+            program.model += pulp.LpAffineExpression([(paid, 1.0), (member, -1.0)]) >= 0
+
+
+def _time(program: _Program) -> None:
+    names = program.problem.quantities()
+    links = problems._links(names)
+    objective = []
+    for compute, blocking, prefetch in (
+        (problems.COMPUTE_FORWARD, problems.BLOCKING_FORWARD, problems.PREFETCH_FORWARD),
+        (problems.COMPUTE_BACKWARD, problems.BLOCKING_BACKWARD, problems.PREFETCH_BACKWARD),
+    ):
+        phase = pulp.LpVariable(f"T_{compute.rpartition('.')[2]}", lowBound=0)
+        objective.append(phase)
+        alone = program.quantity(compute)
+        for link in links:
+            alone = alone + program.quantity(blocking + link)
+        program.model += phase >= alone
+        for link in links:
+            program.model += phase >= program.quantity(blocking + link) + program.quantity(prefetch + link)
+    program.model.setObjective(pulp.lpSum(objective) + program.quantity(problems.EXPOSED))
+
+
+def _memory(program: _Program, memory_bytes: float | None) -> pulp.LpAffineExpression:
+    largest = pulp.LpVariable("Z", lowBound=0)
+    block = pulp.LpVariable("W", lowBound=0)
+    peak = largest + block
+    for name in program.problem.quantities():
+        if name.startswith(problems.MEMORY):
+            peak = peak + program.quantity(name)
+        elif name.startswith(problems.TRANSIENT):
+            program.model += largest >= program.quantity(name)
+        elif name.startswith(problems.RECOMPUTED):
+            program.model += block >= program.quantity(name)
+    if memory_bytes is not None:
+        program.model += peak <= memory_bytes * MEMORY_SCALE
+    return peak
+
+
+def _solver(mip_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
+    if pulp.HiGHS(msg=False).available():
+        return pulp.HiGHS(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
+    return pulp.PULP_CBC_CMD(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
+
+
+def _typical_time_s(problem: Problem) -> float:
+    """Return a time of the problem's own size, by which the program is scaled towards one."""
+    largest = 0.0
+    for node in problem.nodes:
+        for charge in node.charges:
+            largest = max(largest, charge.get(problems.COMPUTE_BACKWARD, 0.0), charge.get(problems.COMPUTE_FORWARD, 0.0))
+    return largest or 1.0
+
+
+def _build(problem: Problem, memory_bytes: float | None) -> tuple[_Program, pulp.LpAffineExpression]:
+    program = _Program(problem=problem, time_scale=1.0 / _typical_time_s(problem), model=pulp.LpProblem("sharding", pulp.LpMinimize))
+    _choices(program)
+    _flows(program)
+    _units(program)
+    _time(program)
+    return program, _memory(program, memory_bytes)
+
+
+def solve(
+    problem: Problem, *, memory_bytes: float | None = None, mip_gap: float = 1e-3, time_limit_s: float | None = None
+) -> Solution | None:
+    """Return the best assignment within ``memory_bytes``, or None where there is none.
+
+    Args:
+        problem: what to choose.
+        memory_bytes: cap on the peak; None for no cap.
+        mip_gap: relative gap at which the solver may stop.
+        time_limit_s: after this the best found so far is returned.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
+    """
+    started = time.perf_counter()
+    program, _ = _build(problem, memory_bytes)
+    return _run(program, mip_gap, time_limit_s, started)
+
+
+def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
+    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists."""
+    program, peak = _build(problem, None)
+    program.model.setObjective(peak)
+    solution = _run(program, 1e-4, None, time.perf_counter())
+    if solution is None:
+        return None
+    return solution.assignment, peak_bytes(totals(problem, solution.assignment))
+
+
+def _run(program: _Program, mip_gap: float, time_limit_s: float | None, started: float) -> Solution | None:
+    solver = _solver(mip_gap, time_limit_s)
+    try:
+        status = program.model.solve(solver)
+    except pulp.PulpSolverError as error:
+        raise SolverError(f"the solver broke off: {error}", what_to_do="Try again with a larger time limit or a larger MIP gap.") from error
+    if status == pulp.LpStatusInfeasible:
+        return None
+    if status not in (pulp.LpStatusOptimal, pulp.LpStatusNotSolved) or any(v.value() is None for row in program.choice for v in row):
+        if status == pulp.LpStatusUndefined:
+            return None
+        raise SolverError(f"the solver ended as {pulp.LpStatus[status]}", what_to_do="Try again with a larger time limit.")
+    assignment = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in program.choice)
+    objective_s = step_time_s(totals(program.problem, assignment))
+    return Solution(
+        assignment=assignment,
+        objective_s=objective_s,
+        bound_s=_bound_s(program, objective_s, mip_gap),
+        status="optimal" if status == pulp.LpStatusOptimal else "time-limit",
+        time_s=time.perf_counter() - started,
+    )
+
+
+def _bound_s(program: _Program, objective_s: float, mip_gap: float) -> float:
+    """Return a time that no assignment can beat: the solver's own bound where it tells, else what its gap allows."""
+    inner = getattr(program.model, "solverModel", None)
+    info = inner.getInfo() if inner is not None and hasattr(inner, "getInfo") else None
+    if info is not None:
+        return min(float(info.mip_dual_bound) / program.time_scale, objective_s)
+    return objective_s * (1.0 - mip_gap)

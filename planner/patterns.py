@@ -1,0 +1,100 @@
+"""Keys of a plan: FQN patterns, matched component by component as in ``parallelize_module``.
+
+``layers.*.mlp`` names the ``mlp`` of every layer. ``*`` stands for any characters within one component, never for a
+dot; every other character stands for itself. ``""`` is the root. Unlike torch, a key that matches nothing and keys that
+disagree are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from planner.errors import KeyConflictError, PlanKeyError, UnmatchedKeyError
+
+Value = TypeVar("Value")
+
+
+def check_pattern(pattern: str, *, field: str) -> None:
+    """Raise ``PlanKeyError`` where ``pattern`` has an empty component, which no FQN has."""
+    if pattern and not all(pattern.split(".")):
+        raise PlanKeyError(
+            f"{field} has the key {pattern!r}, which has an empty component.",
+            field=field,
+            key=pattern,
+            what_to_do="Write names and * with single dots between them; the root is an empty key.",
+        )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile("".join("[^.]*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+
+
+def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the FQNs that each pattern names, in the order of ``fqns``; none is an empty tuple, not an error."""
+    known = list(dict.fromkeys(fqns))
+    names = set(known)
+    by_depth: dict[int, list[str]] = defaultdict(list)
+    for name in known:
+        by_depth[name.count(".")].append(name)
+    matches: dict[str, tuple[str, ...]] = {}
+    for pattern in patterns:
+        if "*" in pattern:
+            fullmatch = _compiled(pattern).fullmatch
+            # The root's empty name has no component that a * could stand for.
+            matches[pattern] = tuple(name for name in by_depth[pattern.count(".")] if name and fullmatch(name))
+        else:
+            matches[pattern] = (pattern,) if pattern in names else ()
+    return matches
+
+
+def resolve_keys(entries: Mapping[str, Value], fqns: Iterable[str], *, field: str, what: str) -> dict[str, Value]:
+    """Return the value of each FQN that a key of ``entries`` names.
+
+    Args:
+        entries: pattern -> value.
+        fqns: all names that there are.
+        field: the plan's field, for messages.
+        what: what an FQN names, for messages: "parameter", "module".
+
+    Raises:
+        UnmatchedKeyError: a key names nothing.
+        KeyConflictError: two keys name the same FQN and their values differ.
+    """
+    known = list(fqns)
+    values: dict[str, Value] = {}
+    named_by: dict[str, str] = {}
+    for pattern, names in match_keys(entries, known).items():
+        if not names:
+            raise unmatched(pattern, known, field=field, what=what)
+        for name in names:
+            if name in values and values[name] != entries[pattern]:
+                raise _disagreement(field, pattern, named_by[name], name)
+            values.setdefault(name, entries[pattern])
+            named_by.setdefault(name, pattern)
+    return values
+
+
+def unmatched(key: str, known: Iterable[str], *, field: str, what: str) -> UnmatchedKeyError:
+    """Return the error for a key that names nothing, with the names closest to it."""
+    close = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+    hint = f" Close to it: {', '.join(repr(name) for name in close)}." if close else ""
+    return UnmatchedKeyError(
+        f"{field} has the key {key!r}, but the module has no attribute of that name: it matches no {what}.",
+        field=field,
+        key=key,
+        what_to_do=f"Correct or remove the key.{hint}",
+    )
+
+
+def _disagreement(field: str, key: str, other: str, name: str) -> KeyConflictError:
+    return KeyConflictError(
+        f"{field} has two keys for {name!r} that disagree: {other!r} and {key!r}.",
+        field=field,
+        key=key,
+        other=other,
+        what_to_do="Keep one of them, or give both the same value.",
+    )

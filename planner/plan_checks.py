@@ -1,0 +1,46 @@
+"""Checks of single plan entries that need no module: types, and layouts against the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cost_model.layout import Layout, MeshSpec, format_layout, sharded_dim
+from planner.errors import PlanLayoutError, PlanTypeError
+from planner.ports import Port, is_layout
+
+
+def wrong_type(name: str, key: str, value: object, advice: str) -> PlanTypeError:
+    """Return the error for ``value`` at ``key`` of the field ``name``."""
+    detail = f"{name} has {type(value).__name__} for {key!r}, which a plan cannot hold."
+    return PlanTypeError(detail, field=name, key=key, what_to_do=advice)
+
+
+def check_ports(name: str, key: str, spec: object) -> None:
+    """Raise ``PlanTypeError`` where ``spec`` is no ``PortSpec`` with at least one port."""
+    advice = "Give a layout, a list with a layout or None for each tensor, or a dict from argument name to layout."
+    ports = [spec] if isinstance(spec, Port) else list(spec.values() if isinstance(spec, Mapping) else ())
+    if isinstance(spec, tuple):
+        ports = [port for port in spec if port is not None]
+    if not ports:
+        raise wrong_type(name, key, spec, advice)
+    for port in ports:
+        if not isinstance(port, Port) or not all(is_layout(layout) for layout in port.layouts()):
+            raise wrong_type(name, key, port, advice)
+
+
+def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
+    """Raise ``PlanLayoutError`` where ``layout`` cannot be on ``mesh``, whatever the tensor."""
+    text = f"({', '.join(format_layout(layout))})"
+    if len(layout) != len(mesh.axes):
+        raise PlanLayoutError(
+            f"{name} gives {key!r} the layout {text}: {len(layout)} placement(s) for {len(mesh.axes)} axes ({mesh}).",
+            field=name,
+            key=key,
+            what_to_do="Give one placement for each axis, outermost first.",
+        )
+    if any((sharded_dim(placement) or 0) < 0 for placement in layout):
+        detail = f"{name} gives {key!r} the layout {text}, which shards a negative dim."
+        raise PlanLayoutError(detail, field=name, key=key, what_to_do="Count dims from 0.")
+    if name in ("plan", "compute_plan") and any(placement.is_partial() for placement in layout):
+        detail = f"{name} gives {key!r} the layout {text}, but a parameter cannot be partial."
+        raise PlanLayoutError(detail, field=name, key=key, what_to_do="Shard or replicate it on that axis.")

@@ -1,0 +1,178 @@
+"""The choice to be made, as numbers: choices of nodes, pairs of choices on edges, and what each adds to a step.
+
+A `Charge` says what a choice adds to the quantities of a step: seconds of compute, seconds on a link, bytes of memory.
+Time and memory of a step follow from the totals by `step_time_s` and `peak_bytes`; the integer program states the same two
+formulas as linear constraints, and the estimator evaluates them. Nothing here knows of tensors or layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Charge = Mapping[str, float]
+"""Quantity name -> amount. Names: see `step_time_s` and `peak_bytes`."""
+
+COMPUTE_FORWARD = "compute.forward"
+COMPUTE_BACKWARD = "compute.backward"
+EXPOSED = "exposed"
+MEMORY = "memory."
+BLOCKING_FORWARD = "blocking.forward."
+BLOCKING_BACKWARD = "blocking.backward."
+PREFETCH_FORWARD = "prefetch.forward."
+PREFETCH_BACKWARD = "prefetch.backward."
+TRANSIENT = "transient."
+RECOMPUTED = "recomputed."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Something to decide: ``charges[c]`` is what choice ``c`` adds."""
+
+    name: str
+    charges: tuple[Charge, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """Two nodes whose choices meet: choice ``c`` of the producer shows port ``producer_ports[c]``, and so on.
+
+    ``pairs`` are the (producer port, consumer port) that can meet; each adds its charge.
+    """
+
+    producer: int
+    consumer: int
+    producer_ports: tuple[int, ...]
+    consumer_ports: tuple[int, ...]
+    pairs: Mapping[tuple[int, int], Charge]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A charge that is paid once if any of ``members`` (edge, producer port, consumer port) is chosen."""
+
+    charge: Charge
+    members: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Choose one choice per node, such that every edge shows a pair that can meet, at least step time, within memory."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    units: tuple[Unit, ...]
+    constant: Charge = field(default_factory=dict)
+
+    def quantities(self) -> list[str]:
+        """Return the name of every quantity that anything adds to."""
+        names = set(self.constant)
+        for node in self.nodes:
+            names.update(name for charge in node.charges for name in charge)
+        for edge in self.edges:
+            names.update(name for charge in edge.pairs.values() for name in charge)
+        for unit in self.units:
+            names.update(unit.charge)
+        return sorted(names)
+
+
+Assignment = Sequence[int]
+"""The choice of each node."""
+
+
+class InfeasibleAssignment(ValueError):
+    """An assignment in which two choices cannot meet."""
+
+
+def edge_pair(problem: Problem, edge: Edge, assignment: Assignment) -> tuple[int, int]:
+    """Return the ports that meet on ``edge``."""
+    return edge.producer_ports[assignment[edge.producer]], edge.consumer_ports[assignment[edge.consumer]]
+
+
+def totals(problem: Problem, assignment: Assignment) -> dict[str, float]:
+    """Return the total of every quantity under ``assignment``.
+
+    Raises:
+        InfeasibleAssignment: two choices cannot meet.
+    """
+    total: dict[str, float] = defaultdict(float)
+
+    def add(charge: Charge) -> None:
+        for name, amount in charge.items():
+            total[name] += amount
+
+    add(problem.constant)
+    for node, choice in zip(problem.nodes, assignment, strict=True):
+        add(node.charges[choice])
+    shown = []
+    for edge in problem.edges:
+        pair = edge_pair(problem, edge, assignment)
+        if pair not in edge.pairs:
+            raise InfeasibleAssignment(f"{problem.nodes[edge.producer].name} and {problem.nodes[edge.consumer].name} cannot meet")
+        add(edge.pairs[pair])
+        shown.append(pair)
+    for unit in problem.units:
+        if any(shown[edge] == (p, q) for edge, p, q in unit.members):
+            add(unit.charge)
+    return dict(total)
+
+
+def _links(names: Iterator[str] | Sequence[str]) -> list[str]:
+    prefixes = (BLOCKING_FORWARD, BLOCKING_BACKWARD, PREFETCH_FORWARD, PREFETCH_BACKWARD)
+    return sorted({name[len(prefix) :] for name in names for prefix in prefixes if name.startswith(prefix)})
+
+
+def phase_time_s(total: Mapping[str, float], compute: str, blocking: str, prefetch: str) -> float:
+    """Return the seconds of one phase: compute and blocking communication in turn, or the busiest link if that is more."""
+    links = _links(list(total))
+    blocked = sum(total.get(blocking + link, 0.0) for link in links)
+    busiest = max((total.get(blocking + link, 0.0) + total.get(prefetch + link, 0.0) for link in links), default=0.0)
+    return max(total.get(compute, 0.0) + blocked, busiest)
+
+
+def step_time_s(total: Mapping[str, float]) -> float:
+    """Return the seconds of a step from the totals of its quantities.
+
+    Forward and backward each take their compute plus their blocking communication, or, where a link is the bottleneck,
+    all that this link carries; what is exposed in any case (first gather, last reduction, optimizer) is added.
+    """
+    forward = phase_time_s(total, COMPUTE_FORWARD, BLOCKING_FORWARD, PREFETCH_FORWARD)
+    backward = phase_time_s(total, COMPUTE_BACKWARD, BLOCKING_BACKWARD, PREFETCH_BACKWARD)
+    return forward + backward + total.get(EXPOSED, 0.0)
+
+
+def peak_bytes(total: Mapping[str, float]) -> float:
+    """Return the peak memory from the totals: what stays, plus the largest transient, plus the largest recomputed block."""
+    largest = max((amount for name, amount in total.items() if name.startswith(TRANSIENT)), default=0.0)
+    block = max((amount for name, amount in total.items() if name.startswith(RECOMPUTED)), default=0.0)
+    stays = sum(amount for name, amount in total.items() if name.startswith(MEMORY))
+    return stays + largest + block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A solver's answer: the assignment, its price, and how far from the best it can be."""
+
+    assignment: tuple[int, ...]
+    objective_s: float
+    bound_s: float
+    status: str
+    time_s: float
+
+
+def brute_force(problem: Problem, memory_bytes: float | None) -> tuple[tuple[int, ...], float] | None:
+    """Return the best assignment and its step time by trying all of them; None where none fits. For tests."""
+    best: tuple[tuple[int, ...], float] | None = None
+    for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
+        try:
+            total = totals(problem, assignment)
+        except InfeasibleAssignment:
+            continue
+        if memory_bytes is not None and peak_bytes(total) > memory_bytes:
+            continue
+        time_s = step_time_s(total)
+        if best is None or time_s < best[1]:
+            best = assignment, time_s
+    return best

@@ -1,0 +1,177 @@
+"""What each op costs before it is split: FLOPs, bytes, and what autograd keeps of it for the backward pass.
+
+The graph is run once, op by op, on meta tensors with autograd on. What autograd packs is what it would save; tensors that
+share a storage are one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from planner.graph import Op, OpGraph, Value
+from planner.strategies.dtensor_rules import run_op
+from planner.strategies.own_rules import is_shardable_cross_entropy
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+FLASH_BACKWARD_FLOPS = 2.5
+"""FLOPs of flash attention's backward per FLOP of its forward: five matrix products against two (Dao, FlashAttention-2, 2023)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpProfile:
+    """One op, unsplit.
+
+    Attributes:
+        flops: of the forward, multiply-add counted as two; 0 where no matrix product runs.
+        backward_flops: of the backward.
+        nbytes: read and written by the forward; 0 for a view.
+        backward_nbytes: read and written by the backward.
+        saved: values (roots of their storage) that autograd keeps for this op.
+        saved_extra_nbytes: bytes kept beside them, of tensors that exist only inside the op.
+    """
+
+    flops: float
+    backward_flops: float
+    nbytes: int
+    backward_nbytes: int
+    saved: tuple[str, ...]
+    saved_extra_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphProfile:
+    """Every op's profile by name, and for every value the value whose storage it shares."""
+
+    ops: Mapping[str, OpProfile]
+    root: Mapping[str, str]
+
+
+class _FlopCount(TorchDispatchMode):
+    """Adds up the FLOPs of what runs, by torch's own formulas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._overloadpacket not in flop_registry:
+            # As FlopCounterMode: count what a composite op is made of.
+            decomposed = func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
+            if decomposed is not NotImplemented:
+                return decomposed
+        out = func(*args, **kwargs)
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        return out
+
+
+class _Walk:
+    """Runs the graph on meta tensors and notes what each op does."""
+
+    def __init__(self, graph: OpGraph, flash_attention: bool) -> None:
+        self._graph = graph
+        self._flash = flash_attention
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._roots: dict[int, str] = {}
+        self._root_of: dict[str, str] = {}
+
+    def run(self) -> GraphProfile:
+        produced = {name for op in self._graph.ops for name in op.outputs}
+        for name, value in self._graph.values.items():
+            if name not in produced:
+                tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                self._keep(name, tensor.requires_grad_(value.requires_grad))
+        profiles = {op.name: self._profile(op) for op in self._graph.ops}
+        return GraphProfile(ops=profiles, root=self._root_of)
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self._tensors[name] = tensor
+        storage = tensor.untyped_storage()._cdata
+        self._root_of[name] = self._roots.setdefault(storage, name)
+
+    def _profile(self, op: Op) -> OpProfile:
+        inputs = [self._graph.values[name] for name in op.inputs]
+        outputs = [self._graph.values[name] for name in op.outputs]
+        saved: list[str] = []
+        extra: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._roots:
+                saved.append(self._roots[storage._cdata])
+            else:
+                extra[storage._cdata] = storage.nbytes()
+                kept.append(tensor)
+            return tensor
+
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlopCount() as count:
+            result = run_op(op, [self._tensors[name] for name in op.inputs])
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for name, tensor in zip(op.outputs, results, strict=True):
+            self._keep(name, tensor)
+            storage = tensor.untyped_storage()._cdata
+            if storage in extra:
+                del extra[storage]
+                saved.append(self._root_of[name])
+        if op.target is ATTENTION and self._flash:
+            return self._flash_attention(op, inputs, outputs, count.flops)
+        if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
+            saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
+        is_view = all(self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs) and "_." not in str(op.target)
+        return self._sum_up(op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view)
+
+    def _sum_up(
+        self, op: Op, inputs: list[Value], outputs: list[Value], flops: float, saved: tuple[str, ...], extra: int, is_view: bool
+    ) -> OpProfile:
+        read, written = sum(v.nbytes for v in inputs), sum(v.nbytes for v in outputs)
+        if op.target_name == "aten.embedding.default":
+            read = written + inputs[1].nbytes
+        differentiable = [v for v in inputs if v.requires_grad]
+        backward = bool(differentiable) and any(v.requires_grad for v in outputs)
+        gradient_bytes = sum(v.nbytes for v in differentiable)
+        saved_bytes = sum(self._graph.values[name].nbytes for name in saved)
+        return OpProfile(
+            flops=flops,
+            backward_flops=flops * len([v for v in differentiable if len(v.shape) > 1]) if backward else 0.0,
+            nbytes=0 if is_view else read + written,
+            backward_nbytes=0 if is_view or not backward else written + saved_bytes + gradient_bytes,
+            saved=saved if backward else (),
+            saved_extra_nbytes=extra if backward else 0,
+        )
+
+    def _flash_attention(self, op: Op, inputs: list[Value], outputs: list[Value], flops: float) -> OpProfile:
+        """Return the profile of a fused kernel: it keeps its inputs, its output and one float32 per row of scores."""
+        batch, heads, length, width = inputs[0].shape
+        keys = inputs[1].shape[2]
+        flops = 4.0 * batch * heads * length * keys * width
+        moved = sum(v.nbytes for v in inputs) + sum(v.nbytes for v in outputs)
+        saved = tuple(dict.fromkeys(self._root_of[name] for name in (*op.inputs, *op.outputs)))
+        return OpProfile(
+            flops=flops,
+            backward_flops=FLASH_BACKWARD_FLOPS * flops,
+            nbytes=moved,
+            backward_nbytes=2 * moved,
+            saved=saved,
+            saved_extra_nbytes=4 * math.prod((batch, heads, length)),
+        )
+
+
+def profile(graph: OpGraph, *, flash_attention: bool) -> GraphProfile:
+    """Return what every op of ``graph`` costs on one device, unsplit.
+
+    Args:
+        graph: the traced model.
+        flash_attention: whether attention runs in a fused kernel; otherwise its scores are kept.
+    """
+    with torch.enable_grad():
+        return _Walk(graph, flash_attention).run()

@@ -1,0 +1,83 @@
+"""What a plan says about itself: what a step costs, and how far from the best it can be at most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Phase = Literal["forward", "backward", "recompute", "grad_reduce"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveEstimate:
+    """All calls of a step that agree in kind, axis, phase and size.
+
+    Attributes:
+        kind: the collective.
+        axis: name of the mesh axis that it runs on.
+        phase: the part of the step that it runs in.
+        count: calls per step.
+        bytes: of one call, as nccl-tests counts: the full buffer.
+        time_s: of all ``count`` calls, exposed or not.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    phase: Phase
+    count: int
+    bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Seconds and bytes of one step on one device.
+
+    Attributes:
+        step_time_s: the whole step.
+        forward_s: of it, the forward passes of all micro-batches, with the communication that is not hidden.
+        backward_s: the backward passes likewise, recomputation included.
+        grad_reduce_s: the reduction of gradients that the backward pass does not hide.
+        optimizer_s: the optimizer's update.
+        compute_s: computing alone, all phases.
+        communication_s: communicating alone, hidden or not.
+        exposed_communication_s: of that, what compute does not hide.
+        peak_memory_bytes: the largest number of bytes live on a device.
+        memory: the peak by role: parameters, gradients, optimizer_state, activations, ...
+        collectives: every collective of a step.
+    """
+
+    step_time_s: float
+    forward_s: float
+    backward_s: float
+    grad_reduce_s: float
+    optimizer_s: float
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_communication_s: float = 0.0
+    peak_memory_bytes: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    collectives: tuple[CollectiveEstimate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How the plan was found.
+
+    Attributes:
+        name: of the solver or planner.
+        status: "optimal", "within-gap", "given" (a baseline: nothing was solved), ...
+        objective_s: the solver's own value of the step, in seconds.
+        bound_s: no plan of this search space can be faster.
+        gap: (objective - bound) / objective; None where nothing was proven.
+        time_s: spent solving.
+    """
+
+    name: str
+    status: str
+    objective_s: float | None = None
+    bound_s: float | None = None
+    gap: float | None = None
+    time_s: float = 0.0

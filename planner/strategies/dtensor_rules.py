@@ -1,0 +1,176 @@
+"""What DTensor itself does with one op: the one file that touches its private rules.
+
+A strategy is not taken from a table. The op is run, forward and backward, on DTensors whose local tensors live on the meta
+device, over a mesh without process groups: no data, no communication, no GPU. A collective has nowhere to go on such a mesh
+and raises, so whatever comes through is what DTensor runs without one, with the layouts that it really gives the outputs
+and the gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from cost_model.layout import Layout, divides, local_shape
+from planner.graph import Op, Value
+from planner.regions import fill, op_signature
+
+SUPPORTED_TORCH = ((2, 13), (2, 14))
+"""From the first, up to and without the second: DTensor's rules are private and change between releases."""
+
+Layouts = tuple[Layout | None, ...]
+"""One layout per tensor of an op; None for plain tensors, and for gradients that do not exist."""
+
+
+class UnsupportedTorchError(ImportError):
+    """The installed torch is not one whose DTensor rules this version of shardplan knows."""
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Refuse a torch outside the supported range.
+
+    Raises:
+        UnsupportedTorchError: naming the version found and the range.
+    """
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED_TORCH
+    if not low <= found < high:
+        raise UnsupportedTorchError(
+            f"shardplan needs torch>={low[0]}.{low[1]},<{high[0]}.{high[1]} and found {version}; "
+            f'install it with: pip install "torch>={low[0]}.{low[1]},<{high[0]}.{high[1]}"'
+        )
+
+
+def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
+    """Return a mesh of ``shape``, seen from rank 0, on which no collective can run."""
+    names = tuple(f"axis{i}" for i in range(len(shape)))
+    ranks = torch.arange(math.prod(shape)).view(*shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("torch.distributed.tensor")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def functional_target(target: Any) -> Any:
+    """Return the out-of-place variant of an in-place aten op (``add_`` -> ``add``), other targets as they are."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return target
+    packet = target._overloadpacket
+    name = packet.__name__
+    if not name.endswith("_") or name.endswith("__"):
+        return target
+    functional = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(functional, target._overloadname, target) if functional is not None else target
+
+
+class DTensorRules:
+    """DTensor's behaviour on one mesh shape, op by op; every answer is remembered."""
+
+    def __init__(self, mesh_shape: Sequence[int]) -> None:
+        check_torch_version()
+        self.mesh_shape = tuple(mesh_shape)
+        self._mesh = mesh_without_groups(mesh_shape)
+        self._forward: dict[Hashable, Layouts | None] = {}
+        self._backward: dict[Hashable, Layouts | None] = {}
+
+    def forward(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
+        """Return the layouts of the op's outputs, or None where DTensor would communicate or refuses.
+
+        Args:
+            op: the op.
+            inputs: its input values, global shapes.
+            layouts: one per input; None for a plain tensor.
+        """
+        key = (op_signature(op, tuple(inputs)), layouts)
+        if key not in self._forward:
+            self._forward[key] = self._attempt(op, inputs, layouts, None)
+        return self._forward[key]
+
+    def backward(self, op: Op, inputs: Sequence[Value], layouts: Layouts, output_gradients: Layouts) -> Layouts | None:
+        """Return the layouts of the gradients of the op's inputs, or None where DTensor would communicate or refuses.
+
+        Args:
+            output_gradients: one per output; None where no gradient arrives.
+        """
+        key = (op_signature(op, tuple(inputs)), layouts, output_gradients)
+        if key not in self._backward:
+            self._backward[key] = self._attempt(op, inputs, layouts, output_gradients)
+        return self._backward[key]
+
+    def _attempt(self, op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts | None) -> Layouts | None:
+        for value, layout in zip(inputs, layouts, strict=True):
+            if layout is not None and not divides(value.shape, layout, self.mesh_shape):
+                return None
+        try:
+            with _quiet(), implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+                return self._run(op, inputs, layouts, gradients)
+        except (RuntimeError, AttributeError, ValueError, NotImplementedError, IndexError, AssertionError, TypeError, KeyError):
+            # DTensor has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
+            return None
+
+    def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts | None) -> Layouts | None:
+        tensors = [self._tensor(value, layout, gradients is not None) for value, layout in zip(inputs, layouts, strict=True)]
+        results = [
+            result for result in pytree.tree_leaves(run_op(op, tensors, functional=True)) if isinstance(result, torch.Tensor)
+        ]
+        if any(not isinstance(result, DTensor) for result in results):
+            return None
+        if gradients is None:
+            return tuple(result.placements for result in results)
+        pairs = [(result, layout) for result, layout in zip(results, gradients, strict=True) if layout is not None and result.requires_grad]
+        wanted = [tensor for tensor, value in zip(tensors, inputs, strict=True) if value.requires_grad]
+        arriving = [self._like(result, layout) for result, layout in pairs]
+        found = iter(torch.autograd.grad([result for result, _ in pairs], wanted, arriving, allow_unused=True))
+        return tuple(
+            self._layout_of(next(found)) if value.requires_grad else None for value in inputs
+        )
+
+    @staticmethod
+    def _layout_of(gradient: torch.Tensor | None) -> Layout | None:
+        if gradient is None:
+            return None
+        if not isinstance(gradient, DTensor):
+            raise RuntimeError("the gradient of a DTensor came out as a plain tensor")
+        return tuple(gradient.placements)
+
+    def _tensor(self, value: Value, layout: Layout | None, differentiable: bool) -> torch.Tensor:
+        if layout is None:
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        local = torch.empty(local_shape(value.shape, layout, self.mesh_shape), dtype=value.dtype, device="meta")
+        tensor = DTensor.from_local(local, self._mesh, layout, run_check=False)
+        return tensor.requires_grad_() if differentiable and value.requires_grad else tensor
+
+    def _like(self, result: DTensor, layout: Layout) -> DTensor:
+        local = torch.empty(local_shape(tuple(result.shape), layout, self.mesh_shape), dtype=result.dtype, device="meta")
+        return DTensor.from_local(local, self._mesh, layout, run_check=False)
+
+
+def run_op(op: Op, tensors: list[torch.Tensor], *, functional: bool = False) -> Any:
+    """Run ``op`` on ``tensors``, which stand for its inputs in order."""
+    args, kwargs = fill((op.args, dict(op.kwargs)), list(tensors))
+    kwargs = _on_meta(kwargs)
+    target = functional_target(op.target) if functional else op.target
+    with torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
+        return target(*args, **kwargs)
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: torch.device("meta") if isinstance(value, torch.device) else value for key, value in kwargs.items()}

@@ -1,0 +1,166 @@
+"""Rules of ours, for ops that DTensor refuses, gathers for, or gets wrong. The executor runs these ops by the same rules.
+
+`embedding`  DTensor's vocabulary-sharded lookup leaves a full-size replicated gradient.
+`conv2d`     DTensor refuses a batch that is sharded on two axes.
+`cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages ranks that ignore different numbers of labels.
+`scaled_dot_product_attention`  runs as DTensor runs it, but only batch and heads are split: what every kernel can do.
+
+Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from cost_model.layout import Layout, split_factor
+from planner.graph import Op, Value
+
+R = Replicate()
+P = Partial()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRule:
+    """One way to run an op on one axis: placements of inputs (None: plain), of the output, and of their gradients."""
+
+    inputs: tuple[Placement | None, ...]
+    output: Placement
+    output_gradient: Placement
+    input_gradients: tuple[Placement | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerCollective:
+    """A collective that an op runs inside itself: ``nbytes`` is the full buffer on one rank, ``axis`` a mesh axis."""
+
+    kind: Literal["all_reduce"]
+    axis: int
+    nbytes: int
+
+
+def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    weight, ids = inputs
+    width = len(ids.shape)
+    rules = [
+        AxisRule(inputs=(R, R), output=R, output_gradient=R, input_gradients=(R, None)),
+        AxisRule(inputs=(R, R), output=R, output_gradient=P, input_gradients=(P, None)),
+        AxisRule(inputs=(Shard(0), R), output=P, output_gradient=R, input_gradients=(Shard(0), None)),
+        AxisRule(inputs=(Shard(1), R), output=Shard(width), output_gradient=Shard(width), input_gradients=(Shard(1), None)),
+    ]
+    for dim in range(width):
+        rules.append(AxisRule(inputs=(R, Shard(dim)), output=Shard(dim), output_gradient=Shard(dim), input_gradients=(P, None)))
+    if ids.kind == "plain":
+        rules += [
+            AxisRule(inputs=(rule.inputs[0], None), output=rule.output, output_gradient=rule.output_gradient, input_gradients=rule.input_gradients)
+            for rule in rules
+            if rule.inputs[1] == R
+        ]
+    return rules
+
+
+def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    bias = len(inputs) == 3
+    image = inputs[0].requires_grad
+
+    def rule(x: Placement, weight: Placement, output: Placement, gradient: Placement, gx: Placement, gw: Placement) -> AxisRule:
+        tail_in: tuple[Placement, ...] = (weight,) if bias else ()
+        tail_out: tuple[Placement, ...] = (gw,) if bias else ()
+        return AxisRule(
+            inputs=(x, weight, *tail_in),
+            output=output,
+            output_gradient=gradient,
+            input_gradients=(gx if image else None, gw, *tail_out),
+        )
+
+    rules = [rule(R, R, R, R, R, R), rule(R, R, R, P, P, P), rule(Shard(0), R, Shard(0), Shard(0), Shard(0), P)]
+    if _groups(op) == 1:
+        rules.append(rule(R, Shard(0), Shard(1), Shard(1), P, Shard(0)))
+    return rules
+
+
+def _groups(op: Op) -> int:
+    groups = op.kwargs.get("groups", op.args[6] if len(op.args) > 6 else 1)
+    return int(groups)
+
+
+def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    labels: tuple[Placement | None, ...] = (None,) if inputs[1].kind == "plain" else (R,)
+    rules = [AxisRule(inputs=(R, *labels), output=R, output_gradient=R, input_gradients=(R, None))]
+    if is_shardable_cross_entropy(op, inputs):
+        rows = (Shard(0),) if inputs[1].kind != "plain" else (None,)
+        rules.append(AxisRule(inputs=(Shard(0), *rows), output=R, output_gradient=R, input_gradients=(Shard(0), None)))
+        rules.append(AxisRule(inputs=(Shard(1), *labels), output=R, output_gradient=R, input_gradients=(Shard(1), None)))
+    return rules
+
+
+def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
+    """Tell whether the loss is one that ours computes: class indices, two-dim logits, a mean or a sum, no smoothing."""
+    if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
+        return False
+    reduction = op.args[3] if len(op.args) > 3 else op.kwargs.get("reduction", 1)
+    smoothing = op.args[5] if len(op.args) > 5 else op.kwargs.get("label_smoothing", 0.0)
+    return reduction in (1, 2) and not smoothing
+
+
+_OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule]]] = {
+    "aten.embedding.default": _embedding,
+    "aten.conv2d.default": _convolution,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+}
+
+
+def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
+    """Return our rules for ``op``, or None where DTensor's hold."""
+    if op.target_name == "aten.embedding.default" and len(op.args) > 4 and op.args[4]:
+        return None  # sparse gradients
+    builder = _OWN.get(op.target_name)
+    return builder(op, inputs) if builder is not None else None
+
+
+def may_run(op: Op, placements: Sequence[Placement | None]) -> bool:
+    """Tell whether we let DTensor run ``op`` with inputs so placed on one axis (beyond what DTensor itself accepts)."""
+    if op.target is torch.ops.aten.scaled_dot_product_attention.default:
+        query, key, value = placements[:3]
+        return query == key == value and query in (R, Shard(0), Shard(1))
+    # Sums that are still spread over ranks pass through linear ops on their own only: mixed with whole tensors they gain
+    # nothing that reducing them at the boundary before does not.
+    given = [placement for placement in placements if placement is not None]
+    return all(placement == P for placement in given) or P not in given
+
+
+def inner_collectives(op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> tuple[InnerCollective, ...]:
+    """Return the collectives that an op of ours runs inside its forward.
+
+    Cross entropy over split classes reduces the rows' maxima, then their sums of exponentials and target logits together
+    (float32); over split rows it reduces the sum of losses and the count of labels.
+    """
+    if op.target_name != "aten.cross_entropy_loss.default" or not is_shardable_cross_entropy(op, inputs):
+        return ()
+    layout = layouts[0]
+    assert layout is not None
+    axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
+    rows = inputs[0].shape[0]
+    for axis in axes:
+        if layout[axis] == Shard(0):
+            rows //= mesh_shape[axis]
+    classes = [axis for axis in axes if layout[axis] == Shard(1)]
+    found = [InnerCollective(kind="all_reduce", axis=axis, nbytes=4 * rows) for axis in classes]
+    found += [InnerCollective(kind="all_reduce", axis=axis, nbytes=8 * rows) for axis in classes]
+    found += [InnerCollective(kind="all_reduce", axis=axis, nbytes=8) for axis in axes if layout[axis] == Shard(0)]
+    return tuple(found)
+
+
+def work_split(layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:
+    """Return over how many ranks an op's work is divided: every axis on which any of its tensors is split."""
+    split = 1
+    for axis, size in enumerate(mesh_shape):
+        one = [(layout[axis],) for layout in layouts if layout is not None]
+        if any(split_factor(layout, (size,)) > 1 for layout in one):
+            split *= size
+    return split

@@ -1,0 +1,255 @@
+"""The service as a client meets it: a real server, real worker processes, small models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server
+
+from api.client import RemotePlanningError, RemoteShardingPlanner
+from api.models import load_model
+from planner.errors import InfeasibleError, ModelError
+from planner.plan import ShardingPlan
+
+PROBLEM = "application/problem+json"
+
+
+def without_timings(plan: ShardingPlan) -> dict[str, Any]:
+    """Return all of a plan but how long it took to find."""
+    data = plan.to_dict()
+    del data["timings"]
+    del data["solver"]["time_s"]
+    return data
+
+
+def submit(server: Server, request: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/plans", json=request, timeout=30)
+
+
+def test_health_and_description(server: Server) -> None:
+    health = httpx.get(f"{server.url}/healthz").json()
+    assert health["status"] == "ok"
+    description = httpx.get(f"{server.url}/openapi.json").json()
+    assert set(description["paths"]) == {"/healthz", "/v1/plans", "/v1/plans/{job_id}"}
+    assert httpx.get(f"{server.url}/docs").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": {"hf_config": {}, "code": "x"}}, "code"),
+        ({"model": {"hf_config": {"hidden_size": 8}}}, "no model_type"),
+        ({"model": "os:system"}, "there is no model 'os:system'"),
+        ({"model": "/etc/passwd"}, "there is no model '/etc/passwd'"),
+        ({"model": "pyproject.toml"}, "there is no model"),
+        ({"cluster": "4x8xh100"}, "did you mean"),
+        ({"cluster": "/etc/cluster.yaml"}, "reads no files"),
+        ({"cluster": {"nodes": 1, "devices_per_node": 4, "device": "toy", "colour": "red"}}, "colour"),
+        ({"mesh": "dp=3"}, "3 devices"),
+        ({"mesh": "dp"}, "cannot read mesh"),
+        ({"batch": 0}, "batch"),
+        ({"batch": "8"}, "batch"),
+        ({"batch": 8, "micro_batches": 3}, "does not divide"),
+        ({"seq": -1}, "seq"),
+        ({"ac": "some"}, "ac"),
+        ({"memory_gb": -1}, "memory_gb"),
+        ({"optimizer": "magic"}, "no optimizer 'magic'"),
+        ({"planner": "random"}, "planner"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_request_that_cannot_be_is_422_with_problem_details(
+    server: Server, tiny_request: dict[str, Any], change: dict[str, Any], said: str
+) -> None:
+    answer = submit(server, {**tiny_request, **change})
+    assert answer.status_code == 422, answer.text
+    assert answer.headers["content-type"] == PROBLEM
+    problem = answer.json()
+    assert problem["status"] == 422
+    assert problem["title"]
+    assert said in problem["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"text"', b"\x80\x04\x95pickle", b"[" * 100_000, b'{"memory_gb": NaN}', b"\xff\xfe"],
+    ids=["empty", "cut off", "list", "text", "pickle", "deep", "nan", "not utf-8"],
+)
+def test_body_that_is_no_request_is_a_client_error_with_problem_details(server: Server, body: bytes) -> None:
+    answer = httpx.post(f"{server.url}/v1/plans", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in {400, 422}
+    assert answer.headers["content-type"] == PROBLEM
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_body_that_is_too_large_is_413(server: Server, announced: bool) -> None:
+    body = json.dumps({"model": "x" * 2_000_000}).encode()
+
+    def pieces() -> Iterator[bytes]:
+        yield body
+
+    answer = httpx.post(
+        f"{server.url}/v1/plans",
+        content=body if announced else pieces(),
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code == 413
+    assert answer.headers["content-type"] == PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/plans/none", 404), ("GET", "/x", 404), ("PUT", "/v1/plans", 405)]
+)
+def test_what_is_not_there_is_told_in_problem_details(server: Server, method: str, path: str, status: int) -> None:
+    answer = httpx.request(method, server.url + path)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == PROBLEM
+    assert answer.json()["status"] == status
+
+
+def test_plan_is_the_one_that_python_makes_and_comes_at_once_the_second_time(
+    server: Server, tiny_request: dict[str, Any]
+) -> None:
+    from planner import build_plan
+
+    first = submit(server, tiny_request)
+    assert first.status_code == 202
+    assert first.json()["status"] in {"queued", "running"}
+    assert first.headers["location"] == f"/v1/plans/{first.json()['id']}"
+    ended = server.until_ended(first.json()["id"])
+    assert ended["status"] == "succeeded", ended["error"]
+    assert ended["error"] is None
+
+    second = submit(server, tiny_request)
+    assert second.status_code == 200
+    assert second.json() == ended
+
+    options = {name: value for name, value in tiny_request.items() if name != "model"}
+    expected = build_plan(load_model(tiny_request["model"]).module, **options)
+    assert without_timings(ShardingPlan.from_dict(ended["plan"])) == without_timings(expected)
+
+
+def test_remote_planner_gives_the_plan_of_a_module(server: Server, tiny_request: dict[str, Any]) -> None:
+    from planner import build_plan
+
+    module = load_model(tiny_request["model"]).module
+    options = {name: value for name, value in tiny_request.items() if name != "model"}
+    plan = RemoteShardingPlanner(server.url, **options).build_plan(module)
+    assert without_timings(plan) == without_timings(build_plan(module, **options))
+
+
+def test_impossible_request_fails_with_the_least_that_would_fit(server: Server, tiny_request: dict[str, Any]) -> None:
+    answer = submit(server, {**tiny_request, "memory_gb": 1e-6})
+    ended = server.until_ended(answer.json()["id"])
+    assert ended["status"] == "failed"
+    assert ended["plan"] is None
+    assert ended["error"]["title"] == "No plan fits the memory"
+    assert ended["error"]["budget_bytes"] == 1000
+    assert ended["error"]["least_bytes"] > 1000
+    assert submit(server, {**tiny_request, "memory_gb": 1e-6}).status_code == 200
+
+
+def test_remote_planner_raises_what_the_planner_would(server: Server, tiny_request: dict[str, Any]) -> None:
+    module = load_model(tiny_request["model"]).module
+    options = {name: value for name, value in tiny_request.items() if name != "model"}
+    with pytest.raises(InfeasibleError) as caught:
+        RemoteShardingPlanner(server.url, **{**options, "memory_gb": 1e-6}).build_plan(module)
+    assert caught.value.least_bytes is not None
+
+
+def test_config_that_builds_nothing_fails_with_the_reason(server: Server, tiny_request: dict[str, Any]) -> None:
+    model = {"hf_config": {**tiny_request["model"]["hf_config"], "num_attention_heads": 0}}
+    ended = server.until_ended(submit(server, {**tiny_request, "model": model}).json()["id"])
+    assert ended["status"] == "failed"
+    assert "ZeroDivisionError" in ended["error"]["detail"]
+    assert "Traceback" not in json.dumps(ended)
+
+
+def test_code_that_a_config_names_is_never_run(server: Server, tiny_request: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    model = {
+        "hf_config": {
+            **tiny_request["model"]["hf_config"],
+            "auto_map": {"AutoModelForCausalLM": f"{tmp_path}--evil.Model"},
+            "_attn_implementation": "evil/kernel",
+            "_name_or_path": str(tmp_path),
+            "architectures": ["evil.Model"],
+        }
+    }
+    ended = server.until_ended(submit(server, {**tiny_request, "model": model}).json()["id"])
+    assert ended["status"] == "succeeded", ended["error"]
+    assert any("never run" in note for note in ended["plan"]["notes"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_waiting_job_can_be_cancelled_and_asked_for_again(
+    run_server: Callable[..., Server], tmp_path: Path, tiny_request: dict[str, Any]
+) -> None:
+    server = run_server(tmp_path / "data")
+    # Its one worker takes seconds to start, so both wait.
+    slow = submit(server, {**tiny_request, "seq": 96}).json()["id"]
+    job = submit(server, {**tiny_request, "seq": 64}).json()["id"]
+    cancelled = httpx.delete(f"{server.url}/v1/plans/{job}").json()
+    assert cancelled["status"] == "cancelled"
+    assert httpx.delete(f"{server.url}/v1/plans/{job}").status_code == 409
+    again = submit(server, {**tiny_request, "seq": 64})
+    assert (again.status_code, again.json()["id"]) == (202, job)
+    assert {server.until_ended(name)["status"] for name in (slow, job)} == {"succeeded"}
+
+
+def test_jobs_survive_a_server_that_is_killed(
+    run_server: Callable[..., Server], tmp_path: Path, tiny_request: dict[str, Any]
+) -> None:
+    first = run_server(tmp_path / "data")
+    jobs = [submit(first, {**tiny_request, "seq": seq}).json()["id"] for seq in (32, 64)]
+    helpers = first.children()
+    first.kill()
+    assert helpers
+    assert all(helper.until_gone() for helper in helpers)
+    second = run_server(tmp_path / "data")
+    assert [second.until_ended(job)["status"] for job in jobs] == ["succeeded", "succeeded"]
+    assert submit(second, {**tiny_request, "seq": 32}).status_code == 200
+    second.stop()
+    assert '"event": "stopped"' in second.log.read_text()
+
+
+def test_second_server_on_the_same_data_is_refused(run_server: Callable[..., Server], tmp_path: Path) -> None:
+    run_server(tmp_path / "data")
+    with pytest.raises(AssertionError, match="another server works on"):
+        run_server(tmp_path / "data")
+
+
+def test_server_turns_away_more_than_it_may_hold(
+    run_server: Callable[..., Server], tmp_path: Path, tiny_request: dict[str, Any]
+) -> None:
+    server = run_server(tmp_path / "data", SHARDPLAN_MAX_QUEUED="1")
+    answers = [submit(server, {**tiny_request, "seq": seq}) for seq in (8, 16, 24, 32)]
+    assert answers[-1].status_code == 503
+    assert answers[-1].headers["content-type"] == PROBLEM
+
+
+def test_remote_planner_names_a_server_that_does_not_answer() -> None:
+    planner = RemoteShardingPlanner("http://127.0.0.1:9", cluster="1x4xtoy", model="gpt2")
+    with pytest.raises(RemotePlanningError, match=r"cannot reach http://127.0.0.1:9"):
+        planner.build_plan(load_model("gpt2").module)
+
+
+def test_remote_planner_passes_on_what_the_server_says(server: Server) -> None:
+    planner = RemoteShardingPlanner(server.url, cluster="1x4xtoi", model="gpt2", batch=8, seq=8)
+    with pytest.raises(RemotePlanningError, match="unknown device 'toi'") as caught:
+        planner.build_plan(load_model("gpt2").module)
+    assert caught.value.problem["status"] == 422
+
+
+def test_remote_planner_sends_configs_only() -> None:
+    from torch import nn
+
+    with pytest.raises(ModelError, match="it has no config"):
+        RemoteShardingPlanner("http://127.0.0.1:9", cluster="1x4xtoy").build_plan(nn.Linear(2, 2))

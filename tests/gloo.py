@@ -1,0 +1,95 @@
+"""Run a function on real gloo processes: ``run_on_gloo(fn, 4, ...)`` in a test, without ports and without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(AssertionError):
+    """What a rank raised: its traceback as text, since an exception itself need not be picklable."""
+
+
+def run_on_gloo(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any
+) -> list[Any]:
+    """Return ``fn(rank, *args, **kwargs)`` of every rank; each rank is a process in one gloo process group.
+
+    Starting costs some seconds of importing torch for each process, so let one call do the work of many.
+
+    Args:
+        fn: at the top level of its file.
+        world_size: number of processes.
+        *args: picklable, as are the results.
+        timeout_s: of each collective, so that a rank that waits in vain fails and does not hang.
+        **kwargs: picklable.
+
+    Raises:
+        RankError: a rank raised; holds the traceback of the first that did.
+    """
+    call = pickle.dumps((args, kwargs))
+    with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
+        # Test files are no importable modules, so a rank loads fn's file by its path, under the same name.
+        source = (fn.__module__, inspect.getfile(fn), fn.__qualname__)
+        try:
+            mp.spawn(_rank_main, args=(source, world_size, folder, timeout_s, call), nprocs=world_size)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            # A failing rank makes the others fail too, with less to say: the first to fail has the cause.
+            failed = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+            cause = f"{failed[0].name}:\n{failed[0].read_text()}" if failed else str(error)
+            raise RankError(cause) from None
+        # Our own pickles, written by the processes above.
+        return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301
+
+
+def _rank_main(
+    rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
+) -> None:
+    torch.set_num_threads(1)
+    # A file store, because ports clash.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        fn = _load(*source)
+        args, kwargs = pickle.loads(call)  # noqa: S301
+        result = pickle.dumps(fn(rank, *args, **kwargs))
+        (Path(folder) / f"result-{rank}").write_bytes(result)
+        dist.barrier()
+    except BaseException:
+        (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _load(module: str, file: str, qualname: str) -> Callable[..., Any]:
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, file)
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        # Before it runs: pickles of its classes name it.
+        sys.modules[module] = loaded
+        spec.loader.exec_module(loaded)
+    fn: Any = sys.modules[module]
+    for name in qualname.split("."):
+        fn = getattr(fn, name)
+    found: Callable[..., Any] = fn
+    return found

@@ -1,0 +1,84 @@
+"""A real ``shardplan serve`` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of a server's."""
+
+    pid: int
+
+    def until_gone(self, timeout_s: float = 30.0) -> bool:
+        """Return whether it ended in that time."""
+        pause = threading.Event()
+        for _ in range(int(timeout_s / 0.1)):
+            status = Path(f"/proc/{self.pid}/status")
+            if not status.exists() or "State:\tZ" in status.read_text():
+                return True
+            pause.wait(0.1)
+        return False
+
+
+@dataclass
+class Server:
+    """A running server; its log is in ``log``."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """End it without a chance to tidy up."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=60)
+
+    def stop(self) -> int:
+        """Ask it to end; return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def children(self) -> list[Child]:
+        """Return the processes that it has started."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}").parent.glob("*/children")
+        return [Child(int(pid)) for file in pids for pid in file.read_text().split()]
+
+    def until_ended(self, job_id: str, timeout_s: float = 120.0) -> dict[str, Any]:
+        """Return the job once it has ended."""
+        pause = threading.Event()
+        for _ in range(int(timeout_s / 0.1)):
+            job: dict[str, Any] = httpx.get(f"{self.url}/v1/plans/{job_id}").raise_for_status().json()
+            if job["status"] not in {"queued", "running"}:
+                return job
+            pause.wait(0.1)
+        raise AssertionError(f"job {job_id} is still {job['status']} after {timeout_s} s:\n{self.log.read_text()}")
+
+
+def start_server(data_dir: Path, **environment: str) -> Server:
+    """Return a server on a free port of the loopback address, once it listens."""
+    command = [Path(sys.executable).with_name("shardplan"), "serve", "--port", "0", "--data-dir", data_dir]
+    log = data_dir.with_name(f"{data_dir.name}.log")
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream, env={**os.environ, **environment})
+    pause = threading.Event()
+    for _ in range(600):
+        for line in log.read_text().splitlines():
+            if '"event": "listening"' in line:
+                return Server(json.loads(line)["url"], process, log)
+        if process.poll() is not None:
+            break
+        pause.wait(0.1)
+    process.kill()
+    raise AssertionError(f"the server did not start:\n{log.read_text()}")
