@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -38,15 +39,51 @@ class PhaseClock:
             self._phases.pop()
 
 
-@contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Within it DTensor takes plain tensors as replicated; unlike torch's own context it can be nested."""
-    before = torch_internals.allows_implicit_replication()
-    torch_internals.allow_implicit_replication(True)
-    try:
-        yield
-    finally:
-        torch_internals.allow_implicit_replication(before)
+class ImplicitReplication:
+    """Has DTensor take plain tensors as replicated while somebody needs it; torch's own context cannot be nested.
+
+    A backward pass needs it as well, from the start: the engine gives each of its nodes the flag as it was when the
+    pass began, so that no hook on a gradient can set it. So it stays on while a graph lives that could be run backward.
+    """
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._before = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Within it the flag is on."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def hold_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Keep the flag on until the graphs that ``outputs`` end are freed."""
+        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        if not nodes:
+            return
+        graph = _Graph()
+        for node in nodes:
+            node.metadata[self] = graph
+        self._acquire()
+        weakref.finalize(graph, self._release)
+
+    def _acquire(self) -> None:
+        if self._holders == 0:
+            self._before = torch_internals.allows_implicit_replication()
+        self._holders += 1
+        torch_internals.allow_implicit_replication(True)
+
+    def _release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0:
+            torch_internals.allow_implicit_replication(self._before)
+
+
+class _Graph:
+    """Lives as long as the autograd nodes whose metadata it is in."""
 
 
 class RunContexts:
@@ -79,10 +116,11 @@ class RunContexts:
         self._own_ops = own_ops
         self._presented_parameters = presented_parameters
         self._device_type = device_type
+        self._implicit = ImplicitReplication()
         self._forward: ExitStack | None = None
 
     def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call it after all other hooks are there, so that it is the first to enter and last to leave."""
+        """Hook ``root``. Call it after all other hooks are there, so that it enters first and leaves last."""
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
 
@@ -95,7 +133,7 @@ class RunContexts:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(implicit_replication())
+            stack.enter_context(self._implicit.on())
             stack.enter_context(self._shared.scope())
             if self._device_type == "cpu":
                 # DTensor has no rule for the CPU's flash attention.
@@ -117,14 +155,5 @@ class RunContexts:
         if self._forward is not None:
             self._forward.close()
             self._forward = None
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(_enter_backward)
-
-
-def _enter_backward(gradient: torch.Tensor) -> None:
-    """Switch implicit replication on for the rest of this backward pass, at its first gradient."""
-    if torch_internals.allows_implicit_replication():
-        return
-    torch_internals.allow_implicit_replication(True)
-    torch_internals.at_end_of_backward(lambda: torch_internals.allow_implicit_replication(False))
+        leaves = pytree.tree_leaves(output)
+        self._implicit.hold_for_backward(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

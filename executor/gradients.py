@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cost_model.layout import Layout
 from executor.contexts import PhaseClock
 from executor.redistribute import Redistributor
 from executor.torch_internals import local_of, make_dtensor
@@ -34,9 +33,9 @@ class GradientReduction:
         self._clock = clock
         self._passes: dict[nn.Parameter, tuple[int, weakref.ref[torch.Tensor]]] = {}
 
-    def attach(self, stored: Mapping[nn.Parameter, Layout]) -> None:
-        """Hook every parameter that needs a gradient; ``stored`` has each once, however many names it has."""
-        for parameter in stored:
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hook every parameter that needs a gradient; ``parameters`` has each once, however many names it has."""
+        for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 

@@ -71,9 +71,7 @@ def parameter_uses(module: nn.Module, plan: ShardingPlan) -> dict[nn.Module, tup
                 continue
             fqn = f"{owner_fqn}.{name}" if owner_fqn else name
             layout = stored[parameter]
-            use = ParameterUse(
-                name=name, stored=layout, compute=compute.get(fqn, layout), gradient=gradient.get(fqn)
-            )
+            use = ParameterUse(name=name, stored=layout, compute=compute.get(fqn, layout), gradient=gradient.get(fqn))
             found.append(use)
         if found:
             uses[owner] = tuple(found)

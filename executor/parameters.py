@@ -100,9 +100,7 @@ def _gathered(resting: DTensor, redistributor: Redistributor, layout: Layout) ->
     return local_of(redistributor.to_layout(resting, layout))
 
 
-def materialize_parameters(
-    uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor
-) -> None:
+def materialize_parameters(uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor) -> None:
     """Wrap the forward of every module that needs a parameter in another layout than it is stored in."""
     for module, owned in uses.items():
         needed = [use for use in owned if use.is_materialized]

@@ -1,8 +1,8 @@
 """Everything that torch keeps to itself and the executor needs: the one file to look at when torch moves.
 
 Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor``, the functional collectives, the
-dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, the engine's callbacks, and the
-names of the operators that communicate.
+dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, and the names of the operators
+that communicate.
 """
 
 from __future__ import annotations
@@ -67,12 +67,6 @@ def allows_implicit_replication() -> bool:
 def allow_implicit_replication(allowed: bool) -> None:
     """Let DTensor take plain tensors as replicated, or not, in this thread; torch's own context cannot be nested."""
     DTensor._op_dispatcher._allow_implicit_replication = allowed
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once when the backward pass that is running has ended."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def current_saved_tensor_hooks() -> SavedTensorHooks | None:
@@ -141,9 +135,13 @@ def is_communication(func: torch._ops.OpOverload) -> bool:
     """Tell whether ``func`` is an operator that moves data between ranks."""
     name = func.name().partition(".")[0]
     namespace, _, op = name.partition("::")
-    return namespace in {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor"} and not (
-        op.startswith(NOT_COUNTED)
-    )
+    return namespace in {
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "c10d_functional",
+        "c10d",
+        "_dtensor",
+    } and not (op.startswith(NOT_COUNTED))
 
 
 def collective_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[CollectiveKind, int, str]:

@@ -1,1 +1,29 @@
-"""What is best? A module becomes a graph, strategies, costs, an integer program and a plan."""
+"""What is best? A model, a cluster and a job in; a `ShardingPlan` out.
+
+The names below are imported on first use: errors and ports stay cheap to import, without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "DataParallelPlanner": "planner.planners",
+    "FullyShardedPlanner": "planner.planners",
+    "ILPShardingPlanner": "planner.planners",
+    "RandomPlanner": "planner.planners",
+    "TensorParallelPlanner": "planner.planners",
+    "ShardingPlan": "planner.plan",
+    "ShardingPlanner": "planner.base",
+    "build_plan": "planner.search",
+    "estimate_plan": "planner.search",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'planner' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

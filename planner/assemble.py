@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cost_model.layout import Layout, format_layout
-from planner.costs import Price, add_prices
+from cost_model.layout import Layout, format_layout, replicated
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator, Layer, StoredChoice, hook_key
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
-from planner.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
+from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
-from planner.strategies.enumerate import Strategy, StrategyTable, gradient_options
+from planner.strategies.enumerate import Strategy
 
 T = TypeVar("T")
 
@@ -38,8 +37,8 @@ class PlanEntries:
     plan: Mapping[str, Layout]
     compute_plan: Mapping[str, Layout]
     gradient_plan: Mapping[str, Layout]
-    input_plan: Mapping[str, Mapping[str, Port]]
-    output_plan: Mapping[str, Mapping[str, Port]]
+    input_plan: Mapping[str, PortSpec]
+    output_plan: Mapping[str, PortSpec]
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
@@ -86,15 +85,11 @@ def entries_of(layer: Layer, decision: Decision, module: nn.Module) -> PlanEntri
                 stored[name] = choice.stored
                 if choice.accumulated is not None:
                     gradients[name] = choice.accumulated
-    unused = (0,) * 0
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     mesh_axes = len(next(iter(stored.values()))) if stored else 0
     for name in names:
         if name not in stored and mesh_axes:
-            from cost_model.layout import replicated
-
             stored[name] = replicated(mesh_axes)
-    del unused
     compute: dict[str, Layout] = {}
     inputs: dict[str, dict[str, Port]] = defaultdict(dict)
     outputs: dict[str, dict[str, Port]] = defaultdict(dict)
@@ -115,9 +110,14 @@ def entries_of(layer: Layer, decision: Decision, module: nn.Module) -> PlanEntri
         plan=fold_names(stored, names),
         compute_plan=fold_names(compute, names),
         gradient_plan=fold_names(gradients, names),
-        input_plan={input_key(fqn): ports for fqn, ports in fold_names(inputs, modules).items()},
-        output_plan={output_key(fqn): ports for fqn, ports in fold_names(outputs, modules).items()},
+        input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(inputs, modules).items()},
+        output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(outputs, modules).items()},
     )
+
+
+def _spec(ports: Mapping[str, Port]) -> PortSpec:
+    """Return the shortest way to write ports by argument name."""
+    return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
 
 
 def _port(layer: Layer, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
@@ -128,8 +128,8 @@ def _port(layer: Layer, decision: Decision, region: Region, position: int, strat
     if slot.source is None:
         if slot.value.kind == "input":
             return Port(layout=layout)
-        whole = tuple(placement for placement in layout)
-        return Port(layout=whole, source=_replicated_like(layout)) if whole != _replicated_like(layout) else None
+        whole = replicated(len(layout))
+        return Port(layout=layout, source=whole) if layout != whole else None
     link = next(link for link in layer.regions.links if link.consumer == region.index and link.consumer_slot == position)
     producer = decision.strategies[layer.regions.class_of[link.producer]]
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
@@ -138,16 +138,10 @@ def _port(layer: Layer, decision: Decision, region: Region, position: int, strat
     return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient)
 
 
-def _replicated_like(layout: Layout) -> Layout:
-    from cost_model.layout import replicated
-
-    return replicated(len(layout))
-
-
 class _Reader:
     """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
 
-    def __init__(self, layer: Layer, table: StrategyTable, plan: ShardingPlan, module: nn.Module) -> None:
+    def __init__(self, layer: Layer, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> None:
         self._layer = layer
         self._regions = layer.regions
         self._mesh = plan.mesh.shape
@@ -167,13 +161,11 @@ class _Reader:
                 for path, port in ports_of(spec):
                     self._ports[fqn, direction, path] = port
         self._candidates = [
-            [s for s in table.on_mesh(layer.representative(i), self._mesh) if self._fits(i, s)]
+            [s for s in formulator.strategies(i) if self._fits(i, s)]
             for i in range(len(self._regions.classes))
         ]
 
     def _replicated(self) -> Layout:
-        from cost_model.layout import replicated
-
         return replicated(len(self._mesh))
 
     def _fits(self, index: int, strategy: Strategy) -> bool:
@@ -274,22 +266,11 @@ class _Reader:
         return (strategy.forward[slot], strategy.gradient[slot]) if port is None else (None, None)
 
 
-def decision_from_plan(layer: Layer, table: StrategyTable, plan: ShardingPlan, module: nn.Module) -> Decision:
+def decision_from_plan(layer: Layer, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> Decision:
     """Return the decision that ``plan`` writes down.
 
     Raises:
         PlanMismatchError: the plan's layouts are none that this model's modules can run in.
         PlanKeyError: a key that matches nothing, or two that disagree.
     """
-    return _Reader(layer, table, plan, module).read()
-
-
-def price_decision(formulator: Formulator, decision: Decision) -> tuple[Formulation, Price]:
-    """Return a problem that has only ``decision`` as a choice, and the full price with its collectives."""
-    formulation = formulator.of([(s,) for s in decision.strategies], [(c,) for c in decision.stored])
-    return formulation, add_prices(formulator.itemise(decision))
-
-
-def conjugate_ok(layout: Layout, gradient: Layout) -> bool:
-    """Tell whether a gradient may be in ``gradient`` where its tensor is in ``layout``."""
-    return all(g in gradient_options(p) for p, g in zip(layout, gradient, strict=True))
+    return _Reader(layer, formulator, plan, module).read()

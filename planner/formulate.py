@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from cost_model import reserve_bytes
 from cost_model.layout import Layout, divides, replicated
 from planner import problem as quantity
 from planner.blocks import Blocks
 from planner.costs import Port, Price, Pricer, add_prices
-from planner.graph import Value
 from planner.problem import Charge, Edge, Node, Problem, Unit
 from planner.profile import GraphProfile
-from planner.regions import OUTSIDE, Crossing, Region, RegionGraph
+from planner.graph import Crossing, Value
+from planner.regions import Region, RegionGraph
 from planner.strategies.enumerate import Strategy, StrategyTable
 
 Accepts = Callable[[Region, Strategy], bool]
@@ -265,15 +265,15 @@ class Formulation:
     problem: Problem
     strategies: tuple[tuple[Strategy, ...], ...]
     stored: tuple[tuple[StoredChoice, ...], ...]
-    prices: dict[tuple[str, int, int], Price] = field(default_factory=dict)
 
 
 class Formulator:
     """Builds the `Problem` of one run."""
 
-    def __init__(self, layer: Layer, pricer: Pricer, table: StrategyTable) -> None:
+    def __init__(self, layer: Layer, pricer: Pricer, table: StrategyTable, base: RegionGraph | None = None) -> None:
         self._layer = layer
-        self._pricer = pricer
+        self._base = base or layer.regions
+        self.pricer = pricer
         self._table = table
         self._mesh = pricer.run.mesh.shape
         self._pairs: dict[tuple[object, ...], Price | None] = {}
@@ -283,7 +283,7 @@ class Formulator:
         strategies = []
         for index in range(len(self._layer.regions.classes)):
             region = self._layer.representative(index)
-            found = [s for s in self._table.on_mesh(region, self._mesh) if accepts is None or accepts(region, s)]
+            found = [s for s in self.strategies(index) if accepts is None or accepts(region, s)]
             if not found:
                 return None
             strategies.append(tuple(found))
@@ -301,8 +301,13 @@ class Formulator:
         units = list(self._units(edges, ports))
         edges += [self._agreement(edges[a], edges[b]) for a, b in self._layer.agreements]
         edges += list(self._parameter_edges(strategies, stored, ports))
-        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=self._constant())
-        return Formulation(layer=self._layer, pricer=self._pricer, problem=problem, strategies=tuple(strategies), stored=tuple(stored))
+        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=self.constant())
+        return Formulation(layer=self._layer, pricer=self.pricer, problem=problem, strategies=tuple(strategies), stored=tuple(stored))
+
+    def strategies(self, index: int) -> tuple[Strategy, ...]:
+        """Return every strategy of a region class on the run's mesh."""
+        region = self._layer.representative(index)
+        return self._table.on_mesh(region, self._mesh, self._base.regions[region.index])
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
@@ -314,13 +319,13 @@ class Formulator:
         held: dict[str, int] = Counter(
             layer.blocks.of_region[m] for m in members if layer.blocks.of_region.get(m) in layer.blocks.representatives
         )
-        price = self._pricer.region(region, strategy, count=len(members), block=layer.block(region), in_representative=held)
+        price = self.pricer.region(region, strategy, count=len(members), block=layer.block(region), in_representative=held)
         read = sum(
-            self._pricer.local_nbytes(slot.value, strategy.forward[i])
+            self.pricer.local_nbytes(slot.value, strategy.forward[i])
             for i, slot in enumerate(region.slots)
             if slot.origin == "entry" and slot.source is None
         )
-        seconds = read * self._pricer.run.micro_batches / self._pricer.run.cluster.device.memory_bandwidth_bytes_per_s
+        seconds = read * self.pricer.run.micro_batches / self.pricer.run.cluster.device.memory_bandwidth_bytes_per_s
         return add_prices((price, Price(charge={quantity.COMPUTE_FORWARD: seconds}))) if read else price
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
@@ -333,7 +338,7 @@ class Formulator:
         value = self._layer.regions.graph.values[parameter.values[0]]
         names = self._layer.regions.graph.parameters[parameter.values[0]]
         layouts = [layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)]
-        if len(parameter.uses) < 2 or not value.requires_grad or not self._pricer.run.job.training:
+        if len(parameter.uses) < 2 or not value.requires_grad or not self.pricer.run.job.training:
             return tuple(StoredChoice(stored=layout, accumulated=None) for layout in layouts)
         natural = {s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]}
         choices = []
@@ -345,10 +350,10 @@ class Formulator:
     def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced to it."""
         value = self._layer.regions.graph.values[parameter.values[0]]
-        price = self._pricer.parameter(value, choice.stored, len(parameter.values))
+        price = self.pricer.parameter(value, choice.stored, len(parameter.values))
         if choice.accumulated is None:
             return price
-        reduced = self._pricer.accumulated_gradient(value, choice.accumulated, choice.stored, len(parameter.values))
+        reduced = self.pricer.accumulated_gradient(value, choice.accumulated, choice.stored, len(parameter.values))
         return None if reduced is None else add_prices((price, reduced))
 
     def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StoredChoice]) -> Node:
@@ -357,15 +362,16 @@ class Formulator:
         names = self._layer.regions.graph.parameters[parameter.values[0]]
         return Node(name=names[0], charges=tuple(price.charge for price in prices if price is not None))
 
-    def _constant(self) -> Charge:
+    def constant(self) -> Charge:
+        """Return what a step costs whatever is chosen."""
         layer = self._layer
         saved = {name for profile in layer.profile.ops.values() for name in profile.saved}
         values = layer.regions.graph.values
         plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
-        device = self._pricer.run.cluster.device
+        device = self.pricer.run.cluster.device
         return {
             quantity.MEMORY + "reserve": float(reserve_bytes(device)),
-            quantity.MEMORY + "activations": float(plain if self._pricer.run.job.training else 0),
+            quantity.MEMORY + "activations": float(plain if self.pricer.run.job.training else 0),
         }
 
     # --- edges ---------------------------------------------------------------------------------------------------
@@ -374,7 +380,7 @@ class Formulator:
         """Return the price of one redistribution, forward and backward; None where it cannot be."""
         key = (value.shape, value.dtype, value.requires_grad, source, target)
         if key not in self._pairs:
-            self._pairs[key] = Price() if source == target else self._pricer.redistribution(value, source, target, 1)
+            self._pairs[key] = Price() if source == target else self.pricer.redistribution(value, source, target, 1)
         return self._pairs[key]
 
     def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]], ports: _Ports) -> Edge:
@@ -415,10 +421,10 @@ class Formulator:
         for tally in self._layer.recompute:
             for p, q, members in _meeting(edges, tally.edges):
                 if ports.port(p)[0] != ports.port(q)[0]:
-                    price = self._pricer.recomputed_redistribution(self._value(tally), ports.port(p), ports.port(q), tally.count)
+                    price = self.pricer.recomputed_redistribution(self._value(tally), ports.port(p), ports.port(q), tally.count)
                     if price.charge:
                         yield Unit(charge=price.charge, members=members)
-        if self._pricer.run.job.training:
+        if self.pricer.run.job.training:
             yield from self._memory_units(edges, ports)
 
     def _memory_units(self, edges: Sequence[Edge], ports: _Ports) -> Iterator[Unit]:
@@ -429,13 +435,13 @@ class Formulator:
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
             for layout, found in by_layout.items():
-                charge = self._pricer.copy(self._value(tally), layout, tally.count, tally.quantity).charge
+                charge = self.pricer.copy(self._value(tally), layout, tally.count, tally.quantity).charge
                 yield Unit(charge=charge, members=tuple(found))
         for tally in self._layer.copied:
             for p, q, members in _meeting(edges, tally.edges):
                 target = ports.port(q)[0]
                 if target is not None and ports.port(p)[0] != target:
-                    charge = self._pricer.copy(self._value(tally), target, tally.count, tally.quantity).charge
+                    charge = self.pricer.copy(self._value(tally), target, tally.count, tally.quantity).charge
                     yield Unit(charge=charge, members=members)
 
     def _value(self, tally: Tally) -> Value:
@@ -454,7 +460,7 @@ class Formulator:
         assert name is not None
         block = layer.block(region)
         saved = any(layer.profile.root[value.name] in layer.profile.ops[o.op.name].saved for o in region.ops)
-        return self._pricer.parameter_use(
+        return self.pricer.parameter_use(
             value,
             choice.stored,
             choice.accumulated,
@@ -520,15 +526,8 @@ def _times(charge: Charge, count: float) -> Charge:
 
 def stored_layouts(value: Value, mesh_shape: Sequence[int]) -> list[Layout]:
     """Return every layout that a parameter can rest in: replicated or evenly split, per axis."""
-    from torch.distributed.tensor import Shard
-
     found: list[Layout] = [()]
     for size in mesh_shape:
         options = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))] if size > 1 else [Replicate()]
         found = [(*layout, option) for layout in found for option in options]
     return [layout for layout in found if divides(value.shape, layout, mesh_shape)] or [replicated(len(mesh_shape))]
-
-
-def is_outside(region: Region) -> bool:
-    """Tell whether a region stands for what the caller of the model does with its loss."""
-    return region.call == OUTSIDE

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-_MAPPINGS = ("plan", "compute_plan", "input_plan", "output_plan", "activation_checkpointing")
+_MAPPINGS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan", "activation_checkpointing")
 """Fields whose keys are FQN patterns."""
 
 
@@ -67,6 +67,7 @@ class ShardingPlan:
         mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices.
         plan: parameters -> stored layout; or modules -> the name of a Sharder given to ``shard_module``.
         compute_plan: parameters -> layout at use, where it differs from the stored one.
+        gradient_plan: parameters with several uses (tied) -> the layout that their gradient accumulates in.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
@@ -86,6 +87,7 @@ class ShardingPlan:
     mesh: PlanMesh
     plan: Mapping[str, Layout | str] = field(default_factory=dict)
     compute_plan: Mapping[str, Layout] = field(default_factory=dict)
+    gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     return_local_tensor: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         if isinstance(self.mesh, MeshSpec) and not isinstance(self.mesh, PlanMesh):
             object.__setattr__(self, "mesh", PlanMesh.of(self.mesh))
-        for name in ("plan", "compute_plan"):
+        for name in ("plan", "compute_plan", "gradient_plan"):
             entries = getattr(self, name)
             if isinstance(entries, Mapping):
                 layouts = {key: tuple(value) if is_layout(value) else value for key, value in entries.items()}
@@ -132,9 +134,10 @@ class ShardingPlan:
                     "Give a layout, one placement per mesh axis, or a Sharder's name (with sharders={name: sharder})."
                 )
                 raise wrong_type("plan", key, value, advice)
-        for key, layout in self.compute_plan.items():
-            if not is_layout(layout):
-                raise wrong_type("compute_plan", key, layout, "Give a layout, one placement per mesh axis.")
+        for name, layouts in (("compute_plan", self.compute_plan), ("gradient_plan", self.gradient_plan)):
+            for key, layout in layouts.items():
+                if not is_layout(layout):
+                    raise wrong_type(name, key, layout, "Give a layout, one placement per mesh axis.")
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
             for key, spec in entries.items():
                 check_ports(name, key, spec)
@@ -148,8 +151,9 @@ class ShardingPlan:
         for key, value in self.plan.items():
             if not isinstance(value, str):
                 yield "plan", key, value
-        for key, value in self.compute_plan.items():
-            yield "compute_plan", key, value
+        for name, layouts in (("compute_plan", self.compute_plan), ("gradient_plan", self.gradient_plan)):
+            for key, layout in layouts.items():
+                yield name, key, layout
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
             for key, spec in entries.items():
                 for _, port in ports_of(spec):
@@ -168,6 +172,7 @@ class ShardingPlan:
             "mesh": {"names": list(self.mesh.names), "shape": list(self.mesh.shape), "device": self.mesh.device},
             "plan": {key: plan_json.layout_text(value) for key, value in self.plan.items()},
             "compute_plan": {key: plan_json.layout_text(layout) for key, layout in self.compute_plan.items()},
+            "gradient_plan": {key: plan_json.layout_text(layout) for key, layout in self.gradient_plan.items()},
             "input_plan": {key: plan_json.ports_text(spec) for key, spec in self.input_plan.items()},
             "output_plan": {key: plan_json.ports_text(spec) for key, spec in self.output_plan.items()},
             "return_local_tensor": list(self.return_local_tensor),
@@ -197,7 +202,7 @@ class ShardingPlan:
             raise plan_json.invalid(f"{len(names)} names for {len(shape)} sizes", file=file, where="mesh")
         try:
             fields["mesh"] = PlanMesh(axes=tuple(zip(names, shape, strict=True)), device=document.mesh.device)
-            for name in ("plan", "compute_plan"):
+            for name in ("plan", "compute_plan", "gradient_plan"):
                 entries = fields[name].items()
                 fields[name] = {key: value if isinstance(value, str) else parse_layout(value) for key, value in entries}
             for name in ("input_plan", "output_plan"):

@@ -86,6 +86,8 @@ class PlanDocument(_Document):
     """FQN pattern of parameters -> stored layout; or FQN pattern of modules -> name of a registered Sharder."""
     compute_plan: dict[str, LayoutText] = {}
     """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
+    gradient_plan: dict[str, LayoutText] = {}
+    """FQN pattern of parameters with several uses -> the layout that their gradient accumulates in."""
     input_plan: dict[str, PortsText] = {}
     """FQN pattern of modules + ".input" -> layouts of what enters."""
     output_plan: dict[str, PortsText] = {}

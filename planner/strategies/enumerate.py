@@ -211,9 +211,14 @@ class StrategyTable:
             self._axis[key] = tuple(dict.fromkeys(search.run()))
         return self._axis[key]
 
-    def on_mesh(self, region: Region, mesh_shape: Sequence[int]) -> tuple[Strategy, ...]:
-        """Return the strategies of ``region`` on a mesh: one per axis, all splits even; axes of size one replicate."""
-        per_axis = [self.on_axis(region, size) if size > 1 else (self._replicated(region),) for size in mesh_shape]
+    def on_mesh(self, region: Region, mesh_shape: Sequence[int], base: Region | None = None) -> tuple[Strategy, ...]:
+        """Return the strategies of ``region`` on a mesh: one per axis, all splits even; axes of size one replicate.
+
+        Args:
+            base: the same region as traced at another batch, to look the strategies up by; None: ``region`` itself.
+        """
+        base = base or region
+        per_axis = [self.on_axis(base, size) if size > 1 else (self._replicated(base),) for size in mesh_shape]
         shapes = [slot.value.shape for slot in region.slots]
         found = []
         for combination in itertools.product(*per_axis):

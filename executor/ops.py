@@ -1,0 +1,48 @@
+"""Ops of ours: embedding, convolution and cross entropy run by ``planner/strategies/own_rules.py``, not by DTensor.
+
+A ``TorchFunctionMode`` sees the calls before DTensor does. What a rule of ours covers runs on local pieces with explicit
+layouts, forward and backward; anything else falls through to DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from executor.op_convolution import conv2d
+from executor.op_cross_entropy import cross_entropy
+from executor.op_embedding import embedding
+from executor.redistribute import Redistributor
+
+OwnOp = Callable[..., Any]
+"""Takes the redistributor and the call's arguments; returns NotImplemented where our rule does not cover the call."""
+
+_OWN: dict[Callable[..., Any], OwnOp] = {F.embedding: embedding, torch.conv2d: conv2d, F.cross_entropy: cross_entropy}
+
+
+class OwnOps(TorchFunctionMode):
+    """While entered, runs our ops wherever one of their arguments is a DTensor."""
+
+    def __init__(self, redistributor: Redistributor) -> None:
+        super().__init__()
+        self._redistributor = redistributor
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        own = _OWN.get(func)
+        if own is not None and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+            result = own(self._redistributor, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)

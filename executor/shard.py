@@ -1,0 +1,92 @@
+"""``shard_module``: a plain module, in place, becomes one that runs as its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from executor.boundaries import attach_boundaries
+from executor.boundaries_plain import apply_local_outputs
+from executor.checkpointing import checkpoint_blocks
+from executor.checks import check_plan
+from executor.contexts import PhaseClock, RunContexts
+from executor.gradients import GradientReduction
+from executor.ops import OwnOps
+from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
+from executor.parameters import PresentedParameters, materialize_parameters
+from executor.place import place_parameters
+from executor.redistribute import Redistributor
+from executor.sharder import Sharder, apply_sharders
+from executor.sharing import SharedRedistributions
+from planner.plan import ShardingPlan
+
+
+def shard_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: ShardingPlan,
+    *,
+    sharders: Mapping[str, Sharder] | None = None,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Return ``module``, which from now on runs on ``device_mesh`` as ``plan`` says; a training loop stays as it was.
+
+    Feed each rank its slice of the batch (``executor.batch.local_batch``). Gradients are those of the loss over the
+    global batch, and in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of
+    each micro-batch by ``1 / plan.micro_batches``.
+
+    Args:
+        module: plain, on the mesh's device or on meta; changed in place.
+        device_mesh: of the ranks that all call this.
+        plan: for this module and this mesh.
+        sharders: by the names that the plan uses.
+        src_data_rank: the rank whose parameter values count; None takes each rank's own, without communication.
+
+    Raises:
+        PlanError: plan, module and mesh do not fit together; nothing has been touched.
+    """
+    return _shard(module, device_mesh, plan, PhaseClock(), sharders=sharders, src_data_rank=src_data_rank)
+
+
+def shard_with_clock(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, clock: PhaseClock) -> nn.Module:
+    """Do as ``shard_module`` does, with this rank's own values, and tell ``clock`` of each phase that runs."""
+    return _shard(module, device_mesh, plan, clock, sharders=None, src_data_rank=None)
+
+
+def _shard(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: ShardingPlan,
+    clock: PhaseClock,
+    *,
+    sharders: Mapping[str, Sharder] | None,
+    src_data_rank: int | None,
+) -> nn.Module:
+    check_plan(module, device_mesh, plan, sharders)
+    apply_sharders(module, plan, sharders or {})
+    uses = parameter_uses(module, plan)
+    place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank)
+    redistributor = Redistributor.of_plan(device_mesh, plan)
+    shared = SharedRedistributions(redistributor)
+    presented = PresentedParameters(uses, compute_dtype(plan))
+    contexts = RunContexts(
+        clock=clock,
+        shared=shared,
+        own_ops=lambda: OwnOps(redistributor),
+        presented_parameters=presented.presented,
+        device_type=device_mesh.device_type,
+    )
+    attach_boundaries(module, plan, shared)
+    apply_local_outputs(module, plan)
+    # From the inside out: a recomputed block gathers its own parameters again.
+    materialize_parameters(uses, redistributor)
+    checkpoint_blocks(module, plan, contexts, presented)
+    reduction = GradientReduction(
+        redistributor, micro_batches=plan.micro_batches, dtype=reduce_dtype(plan), clock=clock
+    )
+    reduction.attach([parameter for parameter in module.parameters() if isinstance(parameter, DTensor)])
+    contexts.attach(module)
+    return module

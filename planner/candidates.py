@@ -1,0 +1,162 @@
+"""What the search walks over: the traced model at any batch, and the meshes of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from cost_model import ClusterSpec, op_time_s
+from cost_model.layout import MeshSpec
+from planner.blocks import Blocks, find_blocks
+from planner.costs import Run
+from planner.errors import MeshError
+from planner.formulate import Layer, build_layer
+from planner.graph import OpGraph, at_batch
+from planner.inputs import ExampleInputs, with_batch, with_dtype
+from planner.profile import GraphProfile, profile
+from planner.regions import RegionGraph, build_regions
+from planner.trace import quiet, to_meta, trace
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+TRACE_BATCHES = (12, 24)
+"""Batches at which a model is traced when the micro-batch is still open: even under axes of 2, 3 and 4 ranks."""
+
+
+@dataclass(slots=True)
+class TracedModel:
+    """A model's graph at any micro-batch, with what follows from it; every answer is remembered."""
+
+    low: OpGraph
+    high: OpGraph | None
+    batches: tuple[int, int]
+    flash_attention: bool
+    _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
+    _layers: dict[tuple[int, str], Layer] = field(default_factory=dict)
+
+    @property
+    def base(self) -> RegionGraph:
+        """The regions as traced: strategies are looked up on these, since they do not depend on the batch."""
+        return self._at(self.batches[0])[0]
+
+    @property
+    def blocks(self) -> Blocks:
+        """The repeated modules."""
+        return self._at(self.batches[0])[2]
+
+    def _at(self, batch: int) -> tuple[RegionGraph, GraphProfile, Blocks]:
+        if batch not in self._regions:
+            low, high = self.batches
+            graph = self.low if self.high is None or batch == low else at_batch(self.low, self.high, low, high, batch)
+            regions = build_regions(graph)
+            found = profile(graph, flash_attention=self.flash_attention)
+            self._regions[batch] = regions, found, find_blocks(regions)
+        return self._regions[batch]
+
+    def layer(self, batch: int, ac: str) -> Layer:
+        """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
+        if (batch, ac) not in self._layers:
+            regions, found, blocks = self._at(batch)
+            self._layers[batch, ac] = build_layer(regions, found, blocks, ac)
+        return self._layers[batch, ac]
+
+    def profile(self, batch: int) -> GraphProfile:
+        """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
+        return self._at(batch)[1]
+
+    def graph(self, batch: int) -> OpGraph:
+        """Return the graph at a micro-batch of ``batch`` samples."""
+        return self._at(batch)[0].graph
+
+
+def trace_model(
+    module: nn.Module, inputs: ExampleInputs, given_batch: int, micro_batch: int | None, dtype: str, flash_attention: bool
+) -> TracedModel:
+    """Return the traced model: at ``micro_batch`` alone, or at any batch where that is None."""
+    torch_dtype = TORCH_DTYPES[dtype]
+    copy = to_meta(module, torch_dtype)
+    inputs = with_dtype(inputs, torch_dtype)
+
+    def at(batch: int) -> OpGraph:
+        with quiet():
+            return trace(copy, with_batch(inputs, given_batch, batch))
+
+    if micro_batch is not None:
+        return TracedModel(low=at(micro_batch), high=None, batches=(micro_batch, micro_batch), flash_attention=flash_attention)
+    low, high = TRACE_BATCHES
+    return TracedModel(low=at(low), high=at(high), batches=(low, high), flash_attention=flash_attention)
+
+
+def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
+    """Return every mesh of the whole cluster with up to ``axes`` (1 or 2) axes, the inner one inside or across whole nodes."""
+    found = [MeshSpec(axes=(("dp", cluster.size),))]
+    per_node = cluster.devices_per_node
+    if axes == 2:
+        for inner in range(2, cluster.size // 2 + 1):
+            whole = per_node % inner == 0 or inner % per_node == 0
+            if cluster.size % inner == 0 and whole:
+                found.append(MeshSpec(axes=(("dp", cluster.size // inner), ("tp", inner))))
+    return found
+
+
+def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
+    """Refuse a mesh that is not the whole cluster.
+
+    Raises:
+        MeshError: naming both sizes.
+    """
+    if mesh.size != cluster.size:
+        raise MeshError(
+            f"mesh {mesh} has {mesh.size} devices and the cluster {cluster.name} has {cluster.size}.",
+            what_to_do=f"Choose axis sizes whose product is {cluster.size}.",
+        )
+
+
+def micro_batch_counts(batch: int) -> list[int]:
+    """Return the numbers of micro-batches to try: the powers of two that divide the batch."""
+    counts = [1]
+    while batch % (counts[-1] * 2) == 0:
+        counts.append(counts[-1] * 2)
+    return counts
+
+
+def least_compute_s(traced: TracedModel, run: Run, batch: int) -> float:
+    """Return a time that no plan of ``run`` can beat: all compute, perfectly split, nothing else."""
+    device, size = run.cluster.device, run.mesh.size
+    total = 0.0
+    in_blocks = _ops_in_blocks(traced, batch)
+    for name, op in traced.profile(batch).ops.items():
+        if op.flops == 0:
+            continue
+        forward = op_time_s(flops=op.flops / size, nbytes=0, device=device, dtype=run.job.dtype, matmul=True)
+        backward = op_time_s(flops=op.backward_flops / size, nbytes=0, device=device, dtype=run.job.dtype, matmul=True)
+        again = forward if run.ac == "full" and name in in_blocks else 0.0
+        total += forward + ((backward + again) if run.job.training else 0.0)
+    return total * run.micro_batches
+
+
+def _ops_in_blocks(traced: TracedModel, batch: int) -> set[str]:
+    regions, _, blocks = traced._at(batch)
+    return {region_op.op.name for region in regions.regions if region.index in blocks.of_region for region_op in region.ops}
+
+
+def least_memory_bytes(traced: TracedModel, run: Run, batch: int, state_bytes_per_parameter: int) -> float:
+    """Return bytes per device that no plan of ``run`` can go below: states and, without checkpointing, saved activations."""
+    graph = traced.graph(batch)
+    states = sum(graph.values[name].nbytes // graph.values[name].dtype.itemsize for name in graph.parameters) * state_bytes_per_parameter
+    saved: set[str] = set()
+    extra = 0
+    if run.ac == "none" and run.job.training:
+        for op in traced.profile(batch).ops.values():
+            saved.update(op.saved)
+            extra += op.saved_extra_nbytes
+    activations = sum(graph.values[name].nbytes for name in saved if graph.values[name].kind == "activation") + extra
+    return (states + activations) / run.mesh.size
+
+
+def walk(traced: TracedModel) -> Iterator[str]:
+    """Yield the FQN of every module that the model calls."""
+    yield from (call.fqn for call in traced.low.calls)

@@ -1,0 +1,147 @@
+"""The estimator: what a step costs under a decision, item by item, from the prices alone.
+
+It walks the decision directly (every region, parameter, redistribution and saved copy) and knows nothing of the integer
+program, whose objective must come to the same figure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from planner import problem as quantity
+from planner.assemble import Decision
+from planner.costs import Port, Price, add_prices
+from planner.formulate import EdgeKey, Formulator, Layer, Tally
+from planner.graph import Value
+from planner.problem import peak_bytes, phase_time_s, step_time_s
+from planner.report import CollectiveEstimate, Estimate
+
+
+class _Itemiser:
+    def __init__(self, formulator: Formulator, layer: Layer, decision: Decision) -> None:
+        self._formulator = formulator
+        self._pricer = formulator.pricer
+        self._layer = layer
+        self._decision = decision
+
+    def prices(self) -> Iterator[Price]:
+        yield Price(charge=self._formulator.constant())
+        for index, strategy in enumerate(self._decision.strategies):
+            yield self._formulator.region_price(index, strategy)
+        for parameter, choice in zip(self._layer.parameters, self._decision.stored, strict=True):
+            yield _some(self._formulator.parameter_price(parameter, choice))
+            for use in parameter.uses:
+                index, slot = use
+                strategy = self._decision.strategies[index]
+                port = strategy.forward[slot], strategy.gradient[slot]
+                yield _some(self._formulator.use_price(parameter, use, choice, port))
+        yield from self._redistributions()
+        if self._pricer.run.job.training:
+            yield from self._copies()
+
+    def _ports(self, key: EdgeKey) -> tuple[Port, Port]:
+        producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
+        return (
+            (producer.forward[key.producer_slot], producer.gradient[key.producer_slot]),
+            (consumer.forward[key.consumer_slot], consumer.gradient[key.consumer_slot]),
+        )
+
+    def _value(self, tally: Tally) -> Value:
+        key = self._layer.edges[tally.edges[0]]
+        return self._layer.representative(key.consumer).slots[key.consumer_slot].value
+
+    def _wanted(self, tally: Tally) -> list[tuple[Port, Port]]:
+        """Return each (source, target) that the tally's consumers want, once."""
+        return list(dict.fromkeys(self._ports(self._layer.edges[edge]) for edge in tally.edges))
+
+    def _redistributions(self) -> Iterator[Price]:
+        for tally in self._layer.forward:
+            for source, target in self._wanted(tally):
+                if source != target:
+                    yield _some(self._pricer.redistribution(self._value(tally), source, target, tally.count))
+        for tally in self._layer.recompute:
+            for source, target in self._wanted(tally):
+                if source[0] != target[0]:
+                    yield self._pricer.recomputed_redistribution(self._value(tally), source, target, tally.count)
+
+    def _copies(self) -> Iterator[Price]:
+        for tally in self._layer.kept:
+            if any(tally.always or source[0] == target[0] for source, target in self._wanted(tally)):
+                source = self._wanted(tally)[0][0][0]
+                assert source is not None
+                yield self._pricer.copy(self._value(tally), source, tally.count, tally.quantity)
+        for tally in self._layer.copied:
+            for source, target in self._wanted(tally):
+                if source[0] != target[0] and target[0] is not None:
+                    yield self._pricer.copy(self._value(tally), target[0], tally.count, tally.quantity)
+
+
+def _some(price: Price | None) -> Price:
+    assert price is not None, "a decision that was checked cannot ask for an impossible redistribution"
+    return price
+
+
+def itemise(formulator: Formulator, layer: Layer, decision: Decision) -> Price:
+    """Return the full price of ``decision``: the totals of all quantities, and every collective."""
+    return add_prices(_Itemiser(formulator, layer, decision).prices())
+
+
+def estimate(formulator: Formulator, layer: Layer, decision: Decision) -> Estimate:
+    """Return seconds and bytes of one step under ``decision``."""
+    price = itemise(formulator, layer, decision)
+    total = price.charge
+    forward = phase_time_s(total, quantity.COMPUTE_FORWARD, quantity.BLOCKING_FORWARD, quantity.PREFETCH_FORWARD)
+    backward = phase_time_s(total, quantity.COMPUTE_BACKWARD, quantity.BLOCKING_BACKWARD, quantity.PREFETCH_BACKWARD)
+    compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
+    step = step_time_s(total)
+    optimizer = _optimizer_s(formulator, layer, decision)
+    collectives = collective_rows(price)
+    return Estimate(
+        step_time_s=step,
+        forward_s=forward,
+        backward_s=backward,
+        grad_reduce_s=max(total.get(quantity.EXPOSED, 0.0) - optimizer, 0.0),
+        optimizer_s=optimizer,
+        compute_s=compute,
+        communication_s=sum(row.time_s for row in collectives),
+        exposed_communication_s=max(step - compute - optimizer, 0.0),
+        peak_memory_bytes=round(peak_bytes(total)),
+        memory=memory_roles(total),
+        collectives=collectives,
+    )
+
+
+def _optimizer_s(formulator: Formulator, layer: Layer, decision: Decision) -> float:
+    values = layer.regions.graph.values
+    found = 0.0
+    for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
+        price = formulator.pricer.parameter(values[parameter.values[0]], choice.stored, len(parameter.values))
+        found += price.charge.get(quantity.EXPOSED, 0.0)
+    return found
+
+
+def collective_rows(price: Price) -> tuple[CollectiveEstimate, ...]:
+    """Return the collectives of a price, equal ones added up."""
+    counts: dict[tuple[str, str, str, int], int] = defaultdict(int)
+    times: dict[tuple[str, str, str, int], float] = defaultdict(float)
+    for c in price.collectives:
+        key = (c.kind, c.axis, c.phase, c.nbytes)
+        counts[key] += c.count
+        times[key] += c.count * c.time_s
+    return tuple(
+        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=counts[kind, axis, phase, nbytes], time_s=times[kind, axis, phase, nbytes])  # type: ignore[arg-type]
+        for kind, axis, phase, nbytes in sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
+    )
+
+
+_PHASES = ("forward", "recompute", "backward", "grad_reduce")
+
+
+def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
+    """Return the peak's bytes by role; they add up to the peak."""
+    roles = {name[len(quantity.MEMORY) :]: round(amount) for name, amount in total.items() if name.startswith(quantity.MEMORY)}
+    roles["recomputed_block"] = round(max((v for k, v in total.items() if k.startswith(quantity.RECOMPUTED)), default=0.0))
+    roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
+    roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
+    return roles

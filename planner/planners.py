@@ -1,0 +1,109 @@
+"""The planners as objects: which cluster and job is said once, then `build_plan(module)` for any module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from cost_model.layout import MeshSpec
+from planner.base import ShardingPlanner
+from planner.inputs import GivenInputs
+from planner.plan import ShardingPlan
+from planner.search import build_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LocalPlanner(ShardingPlanner):
+    """Plans in this process; see `planner.search.build_plan` for what each field means."""
+
+    cluster: str | ClusterSpec | Mapping[str, Any]
+    example_inputs: GivenInputs = None
+    mesh: str | MeshSpec | None = None
+    batch: int | None = None
+    seq: int | None = None
+    micro_batches: int | None = None
+    ac: str | None = None
+    memory_gb: float | None = None
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+
+    kind: ClassVar[str]
+
+    def _planner(self) -> str:
+        return self.kind
+
+    def _tp_plan(self) -> Mapping[str, str] | None:
+        return None
+
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """Return the plan for ``module``.
+
+        Raises:
+            PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
+        """
+        return build_plan(
+            module,
+            cluster=self.cluster,
+            example_inputs=self.example_inputs,
+            mesh=self.mesh,
+            batch=self.batch,
+            seq=self.seq,
+            micro_batches=self.micro_batches,
+            ac=self.ac,
+            memory_gb=self.memory_gb,
+            optimizer=self.optimizer,
+            dtype=self.dtype,
+            planner=self._planner(),
+            tp_plan=self._tp_plan(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ILPShardingPlanner(_LocalPlanner):
+    """The main planner: the fastest plan that fits, by integer programming."""
+
+    kind = "ilp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelPlanner(_LocalPlanner):
+    """Whole parameters everywhere, the batch split."""
+
+    kind = "data-parallel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullyShardedPlanner(_LocalPlanner):
+    """Parameters, gradients and optimizer state split over all devices, the batch split (FSDP, ZeRO-3)."""
+
+    kind = "fully-sharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelPlanner(_LocalPlanner):
+    """The expert's tensor-parallel plan that a Hugging Face config carries, on the innermost axis.
+
+    Attributes:
+        tp_plan: FQN pattern of modules -> style; None takes the model's own.
+    """
+
+    tp_plan: Mapping[str, str] | None = None
+    kind = "tensor-parallel"
+
+    def _tp_plan(self) -> Mapping[str, str] | None:
+        return self.tp_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomPlanner(_LocalPlanner):
+    """A random feasible assignment: to test the executor and the estimator with, never to run."""
+
+    seed: int = 0
+    kind = "random"
+
+    def _planner(self) -> str:
+        return f"random:{self.seed}"
