@@ -49,15 +49,15 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
                 f"The batch has a tensor {name!r}, but the plan has no layout for that input of the root.",
                 field="input_plan",
                 key=name,
-                what_to_do=f"The plan knows {', '.join(map(repr, layouts)) or 'none'}: pass the arguments that it was made for.",
+                what_to_do=f"Pass the arguments that it was made for: {', '.join(map(repr, layouts)) or 'none'}.",
             )
-        return slice_of(leaf, layout, tuple(device_mesh.shape), coordinate, name)
+        return slice_of(leaf, layout, tuple(device_mesh.shape), tuple(coordinate), name)
 
     return pytree.tree_map_with_path(piece, batch)
 
 
 def slice_of(
-    tensor: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...], coordinate: list[int], name: str
+    tensor: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], name: str
 ) -> torch.Tensor:
     """Return the piece of ``tensor`` that the rank at ``coordinate`` holds under ``layout``.
 

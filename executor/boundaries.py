@@ -89,7 +89,7 @@ class _Entry:
             return None
         if not isinstance(leaf, torch.Tensor):
             raise _no_tensor("input_plan", self.fqn, name, leaf)
-        # A plan made by the planner traced whether a tensor inside the model is plain; what a user hands over is a piece.
+        # The planner knows which tensors inside the model are plain, and whole; what a user hands over is a piece.
         return through_port(leaf, port, self.shared, local_piece=self.fqn == "" or port.source is None)
 
 

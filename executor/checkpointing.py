@@ -65,7 +65,7 @@ class CheckpointedForward:
         self._contexts = contexts
         self._presented = presented
         self._slots = presented.slots_below(block)
-        functools.update_wrapper(self, self._forward)
+        functools.update_wrapper(self, self._forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -116,5 +116,5 @@ class _Renewed:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, trace)

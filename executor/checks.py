@@ -61,7 +61,8 @@ def check_plan(
     stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
     fields: dict[str, Iterable[str]] = {
         "plan": [*_planned_parameters(module, stored, "plan"), *paths],
-        "compute_plan": _planned_parameters(module, plan.compute_plan, "compute_plan"),
+        "compute_plan": _uses(module, plan.compute_plan, "compute_plan"),
+        "gradient_plan": _uses(module, plan.gradient_plan, "gradient_plan"),
         "input_plan": inputs,
         "output_plan": outputs,
         "return_local_tensor": local,
@@ -133,12 +134,15 @@ def _check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None
 
 def _check_parameters(module: nn.Module, plan: ShardingPlan) -> None:
     names = {parameter: fqn for fqn, parameter in module.named_parameters()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    stored = {names[parameter]: layout for parameter, layout in stored_layouts(module, plan).items()}
     for field, layouts in (
-        ("plan", stored_layouts(module, plan)),
-        ("compute_plan", parameter_layouts(module, plan.compute_plan, field="compute_plan")),
+        ("plan", stored),
+        ("compute_plan", _uses(module, plan.compute_plan, "compute_plan")),
+        ("gradient_plan", _uses(module, plan.gradient_plan, "gradient_plan")),
     ):
-        for parameter, layout in layouts.items():
-            fqn = names[parameter]
+        for fqn, layout in layouts.items():
+            parameter = parameters[fqn]
             if isinstance(parameter, DTensor):
                 raise PlanMismatchError(
                     f"{fqn!r} is a DTensor already.",
@@ -164,6 +168,12 @@ def _why_not(parameter: nn.Parameter, layout: Layout, plan: ShardingPlan) -> str
     counts = shard_counts(layout, plan.mesh.shape, parameter.dim())
     dim = next(dim for dim, count in enumerate(counts) if parameter.shape[dim] % count)
     return f"but dim {dim} of size {parameter.shape[dim]} does not divide into {counts[dim]}"
+
+
+def _uses(module: nn.Module, entries: Mapping[str, Layout], field: str) -> dict[str, Layout]:
+    """Return FQN -> layout; a tied parameter is used by each of its names, and may be computed differently by each."""
+    names = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False)]
+    return resolve_keys(entries, names, field=field, what="parameter")
 
 
 def _planned_parameters(module: nn.Module, entries: Mapping[str, Layout], field: str) -> Iterator[str]:

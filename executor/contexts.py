@@ -66,7 +66,8 @@ class ImplicitReplication:
             return
         graph = _Graph()
         for node in nodes:
-            node.metadata[self] = graph
+            metadata: Any = node.metadata
+            metadata[self] = graph
         self._acquire()
         weakref.finalize(graph, self._release)
 

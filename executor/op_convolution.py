@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layout import Layout
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import local_of, make_dtensor, run_function
 
 R = Replicate()
 
@@ -40,7 +40,7 @@ def conv2d(
     # torch takes a number for a pair, and "valid" for no padding.
     pad = 0 if padding == "valid" else padding
     sizes = tuple((value, value) if isinstance(value, int) else tuple(value) for value in (stride, pad, dilation))
-    return _Convolution.apply(images, kernel, offset, redistributor, output, (*sizes, groups))
+    return run_function(_Convolution, images, kernel, offset, redistributor, output, (*sizes, groups))
 
 
 def _output_layout(images: DTensor, kernel: DTensor, offset: DTensor | None, groups: int) -> Layout | None:
@@ -79,13 +79,13 @@ class _Convolution(torch.autograd.Function):
         return make_dtensor(found.contiguous(), redistributor.device_mesh, output, shape, contiguous_stride(shape))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 6
         redistributor: Redistributor = ctx.redistributor
         arrived = redistributor.as_dtensor(gradient)
         # The convolution is linear: on an axis where nothing is split, what is partial may stay so.
-        wanted = tuple(
+        wanted: Layout = tuple(
             came if out == R and came.is_partial() else out
             for came, out in zip(arrived.placements, ctx.output, strict=True)
         )
@@ -96,8 +96,10 @@ class _Convolution(torch.autograd.Function):
         found = torch.ops.aten.convolution_backward.default(
             local, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, needed
         )
-        image_layout = tuple(Partial() if place == Shard(1) else place for place in wanted)
-        weight_layout = tuple({Shard(0): Partial(), Shard(1): Shard(0)}.get(place, place) for place in wanted)
+        image_layout: Layout = tuple(Partial() if place == Shard(1) else place for place in wanted)
+        weight_layout: Layout = tuple(
+            Partial() if place == Shard(0) else Shard(0) if place == Shard(1) else place for place in wanted
+        )
         layouts = (image_layout, weight_layout, weight_layout)
         shapes = (*ctx.shapes, ctx.shapes[1][:1])
         gradients = [

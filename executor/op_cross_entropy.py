@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from cost_model.layout import Layout, format_layout
 from executor.op_embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 
 
@@ -34,7 +34,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return the replicated loss of ``input`` [rows, classes] and class indices ``target`` [rows]; arguments as in torch.
+    """Return the loss, replicated, of ``input`` [rows, classes] and indices ``target`` [rows]; arguments as in torch.
 
     NotImplemented for what our rule does not cover, where everything is replicated.
 
@@ -55,14 +55,14 @@ def cross_entropy(
         if layout == redistributor.replicated:
             return NotImplemented
         raise PlanLayoutError(
-            f"cross_entropy got logits of shape {tuple(logits.shape)} in the layout ({', '.join(format_layout(layout))}), "
-            "with options that run on replicated logits only.",
+            f"cross_entropy got logits of shape {tuple(logits.shape)} in the layout "
+            f"({', '.join(format_layout(layout))}), with options that run on replicated logits only.",
             field="input_plan",
             what_to_do="Shard only logits [rows, classes] with class indices, reduction mean or sum, no weights.",
         )
     rows = tuple(placement if placement == Shard(0) else Replicate() for placement in layout)
     labels = redistributor.to_layout(redistributor.as_dtensor(target), rows)
-    return _CrossEntropy.apply(logits, local_of(labels), redistributor, ignore_index, reduction == "mean")
+    return run_function(_CrossEntropy, logits, local_of(labels), redistributor, ignore_index, reduction == "mean")
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -91,9 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         return make_dtensor(loss, redistributor.device_mesh, redistributor.replicated, (), ())
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient: torch.Tensor | None
-    ) -> tuple[DTensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None, None]:
         if gradient is None:
             return None, None, None, None, None
         redistributor: Redistributor = ctx.redistributor

@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layout import Layout
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import local_of, make_dtensor, run_function
 
 
 def embedding(
@@ -36,14 +36,14 @@ def embedding(
     if output is None:
         return NotImplemented
     padding = -1 if padding_idx is None else padding_idx % table.shape[0]
-    return _Embedding.apply(table, ids, redistributor, output, padding)
+    return run_function(_Embedding, table, ids, redistributor, output, padding)
 
 
 def _output_layout(ids: Layout, table: Layout, width: int) -> Layout | None:
     output: list[Placement] = []
     for at, of in zip(ids, table, strict=True):
         if at == Replicate() and of in (Replicate(), Shard(0), Shard(1)):
-            output.append({Shard(0): Partial(), Shard(1): Shard(width)}.get(of, Replicate()))
+            output.append(Partial() if of == Shard(0) else Shard(width) if of == Shard(1) else Replicate())
         elif isinstance(at, Shard) and of == Replicate():
             output.append(at)
         else:
@@ -83,9 +83,7 @@ class _Embedding(torch.autograd.Function):
         return make_dtensor(found, redistributor.device_mesh, output, shape, contiguous_stride(shape))
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient: torch.Tensor | None
-    ) -> tuple[DTensor | None, None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None, None]:
         if gradient is None:
             return None, None, None, None, None
         redistributor: Redistributor = ctx.redistributor

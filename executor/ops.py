@@ -1,7 +1,7 @@
-"""Ops of ours: embedding, convolution and cross entropy run by ``planner/strategies/own_rules.py``, not by DTensor.
+"""Ops of ours: embedding, convolution, attention and cross entropy, by the rules of ``planner.strategies.own_rules``.
 
-A ``TorchFunctionMode`` sees the calls before DTensor does. What a rule of ours covers runs on local pieces with explicit
-layouts, forward and backward; anything else falls through to DTensor.
+A ``TorchFunctionMode`` sees the calls before DTensor does. What a rule of ours covers runs on local pieces with
+explicit layouts, forward and backward; anything else falls through to DTensor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from executor.op_attention import attention
 from executor.op_convolution import conv2d
 from executor.op_cross_entropy import cross_entropy
 from executor.op_embedding import embedding
@@ -22,7 +23,12 @@ from executor.redistribute import Redistributor
 OwnOp = Callable[..., Any]
 """Takes the redistributor and the call's arguments; returns NotImplemented where our rule does not cover the call."""
 
-_OWN: dict[Callable[..., Any], OwnOp] = {F.embedding: embedding, torch.conv2d: conv2d, F.cross_entropy: cross_entropy}
+_OWN: dict[Callable[..., Any], OwnOp] = {
+    F.embedding: embedding,
+    torch.conv2d: conv2d,
+    F.scaled_dot_product_attention: attention,
+    F.cross_entropy: cross_entropy,
+}
 
 
 class OwnOps(TorchFunctionMode):

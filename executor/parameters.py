@@ -21,7 +21,7 @@ from cost_model.layout import Layout
 from executor.parameter_uses import ParameterUse
 from executor.redistribute import Redistributor
 from executor.saved_copies import CopySource, save_no_copies
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import local_of, make_dtensor, run_function
 
 Copies = Mapping[nn.Parameter, DTensor]
 """Parameter -> itself in the compute dtype."""
@@ -45,7 +45,7 @@ class PresentedParameters:
     def presented(self) -> Iterator[None]:
         """Within it, a forward, modules have their parameters cast; gradients reach the parameters themselves."""
         parameters = dict.fromkeys(p for slots in self._slots.values() for p in slots.values())
-        with self.presenting({p: _Cast.apply(p, self._dtype) for p in parameters}, self._slots):
+        with self.presenting({p: run_function(_Cast, p, self._dtype) for p in parameters}, self._slots):
             yield
 
     def slots_below(self, block: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
@@ -77,7 +77,7 @@ class MaterializedForward:
         self._uses = tuple(uses)
         self._redistributor = redistributor
         # Signatures are looked up on forward, by us and by transformers.
-        functools.update_wrapper(self, self._forward)
+        functools.update_wrapper(self, self._forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots = self._module._parameters
@@ -86,10 +86,12 @@ class MaterializedForward:
         try:
             for use in self._uses:
                 resting = before[use.name]
-                copy = _Materialize.apply(resting, self._redistributor, use.compute, use.gradient)
+                copy = run_function(_Materialize, resting, self._redistributor, use.compute, use.gradient)
                 slots[use.name] = copy
                 if use.compute != use.stored:
-                    copies[copy] = functools.partial(_gathered, resting.detach(), self._redistributor, use.compute)
+                    copies[copy] = functools.partial(
+                        _gathered, cast(DTensor, resting.detach()), self._redistributor, use.compute
+                    )
             with save_no_copies(copies):
                 return self._forward(*args, **kwargs)
         finally:
@@ -118,7 +120,7 @@ class _Cast(torch.autograd.Function):
         return _cast(parameter, dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None]:
         return (None if gradient is None else _cast(gradient, ctx.dtype)), None
 
 
@@ -142,9 +144,7 @@ class _Materialize(torch.autograd.Function):
         return make_dtensor(local_of(resting), resting.device_mesh, layout, resting.shape, resting.stride())
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, gradient: torch.Tensor | None
-    ) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
             return None, None, None, None
         redistributor: Redistributor = ctx.redistributor

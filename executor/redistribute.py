@@ -14,7 +14,7 @@ from cost_model.collectives import axis_group, collective_time_s
 from cost_model.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
 from executor import torch_internals
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.plan import ShardingPlan
 
 
@@ -37,7 +37,7 @@ class Redistributor:
     """Takes tensors from one layout to another on one device mesh, along the paths that the planner prices."""
 
     def __init__(self, device_mesh: DeviceMesh, cluster: ClusterSpec, mesh_spec: MeshSpec) -> None:
-        """Choose paths by the prices of ``mesh_spec`` on ``cluster``; run them on ``device_mesh``, of the same shape."""
+        """Choose paths by what they cost on ``mesh_spec`` of ``cluster``, and run them on ``device_mesh``."""
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
         def price_step(kind: CollectiveKind, axis: int, nbytes: int) -> float:
@@ -93,18 +93,21 @@ class Redistributor:
         return make_dtensor(local.contiguous(), self.device_mesh, target, shape, contiguous_stride(shape))
 
     def _walk(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
-        # On an axis of one rank all placements are the same.
-        start = tuple(b if size == 1 else a for a, b, size in zip(source, target, self._mesh_shape, strict=True))
+        start, reached = self._without_axes_of_one(source), self._without_axes_of_one(target)
         # A gradient that the plan has as partial may arrive reduced, for instance as zeros: there is no step R -> P.
         reduced = tuple(
-            Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, target, strict=True)
+            Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, reached, strict=True)
         )
         for step in self._paths.path(shape, local.element_size(), start, reduced).steps:
             local = self._step(local, step)
-        for axis, (a, b) in enumerate(zip(reduced, target, strict=True)):
+        for axis, (a, b) in enumerate(zip(reduced, reached, strict=True)):
             if a != b and self._coordinate[axis] != 0:
                 local = torch.zeros_like(local)
         return local
+
+    def _without_axes_of_one(self, layout: Layout) -> Layout:
+        # On an axis of one rank all placements are the same.
+        return tuple(Replicate() if n == 1 else place for place, n in zip(layout, self._mesh_shape, strict=True))
 
     def _step(self, local: torch.Tensor, step: Step) -> torch.Tensor:
         before, after = step.before[step.axis], step.after[step.axis]
@@ -148,7 +151,7 @@ class Redistributor:
         back = conjugate(tuple(source.placements)) if source_grad is None else source_grad
         if not (source.requires_grad and torch.is_grad_enabled()):
             return self.to_layout(source, layout)
-        result: DTensor = _Redistribute.apply(source, self, layout, back)
+        result: DTensor = run_function(_Redistribute, source, self, layout, back)
         return result
 
 
@@ -166,7 +169,7 @@ class _Redistribute(torch.autograd.Function):
         return make_dtensor(local_of(tensor), mesh, layout, shape, stride)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
             return None, None, None, None
         redistributor: Redistributor = ctx.redistributor

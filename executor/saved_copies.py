@@ -44,7 +44,7 @@ def save_no_copies(copies: Mapping[DTensor, CopySource]) -> Iterator[None]:
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, _Note):
             return packed.tensor()
-        return packed if around is None else around[1](packed)  # type: ignore[no-any-return]
+        return packed if around is None else around[1](packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -69,6 +69,12 @@ def allow_implicit_replication(allowed: bool) -> None:
     DTensor._op_dispatcher._allow_implicit_replication = allowed
 
 
+def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return ``function.apply(*args)``, which torch leaves without types."""
+    apply: Callable[..., Any] = function.apply
+    return apply(*args)
+
+
 def current_saved_tensor_hooks() -> SavedTensorHooks | None:
     """Return the innermost (pack, unpack) hooks on saved tensors: torch runs these alone, not those around them."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)

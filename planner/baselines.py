@@ -57,9 +57,14 @@ def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
     return divides(value.shape, layout, mesh.shape)
 
 
+def _axes(mesh: MeshSpec) -> list[int]:
+    """Return the axes with more than one rank."""
+    return [axis for axis, size in enumerate(mesh.shape) if size > 1]
+
+
 def data_parallel(mesh: MeshSpec) -> Restriction:
     """Return data parallelism over all axes: every parameter whole everywhere, the batch split."""
-    axes = range(len(mesh.shape))
+    axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: _batch_only(region, strategy, axes, mesh),
         accepts_stored=lambda value, names, layout: all(placement == R for placement in layout),
@@ -68,7 +73,7 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
 
 def fully_sharded(mesh: MeshSpec) -> Restriction:
     """Return fully sharded data parallelism over all axes: parameters rest split on their first dim that divides."""
-    axes = range(len(mesh.shape))
+    axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: _batch_only(region, strategy, axes, mesh),
         accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, axes),
@@ -78,7 +83,7 @@ def fully_sharded(mesh: MeshSpec) -> Restriction:
 def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
     """Return the layout that splits the first dim which divides over all ``axes``, replicated where none does."""
     for dim in range(len(value.shape)):
-        layout: Layout = tuple(Shard(dim) if axis in axes and mesh.shape[axis] > 1 else R for axis in range(len(mesh.shape)))
+        layout: Layout = tuple(Shard(dim) if axis in axes else R for axis in range(len(mesh.shape)))
         if divides(value.shape, layout, mesh.shape):
             return layout
     return tuple(R for _ in mesh.shape)
@@ -100,7 +105,7 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
         )
     wanted = _expert_layouts(styles, graph)
     axis = len(mesh.shape) - 1
-    others = [a for a in range(len(mesh.shape)) if a != axis]
+    others = [a for a in _axes(mesh) if a != axis]
 
     def accepts(region: Region, strategy: Strategy) -> bool:
         if not _batch_only_on(region, strategy, others, mesh):

@@ -312,21 +312,14 @@ class Formulator:
     # --- nodes ---------------------------------------------------------------------------------------------------
 
     def region_price(self, index: int, strategy: Strategy) -> Price:
-        """Return the price of all regions of a class under ``strategy``, with what its model inputs cost to read."""
+        """Return the price of all regions of a class under ``strategy``."""
         layer = self._layer
         region = layer.representative(index)
         members = layer.regions.classes[index].members
         held: dict[str, int] = Counter(
             layer.blocks.of_region[m] for m in members if layer.blocks.of_region.get(m) in layer.blocks.representatives
         )
-        price = self.pricer.region(region, strategy, count=len(members), block=layer.block(region), in_representative=held)
-        read = sum(
-            self.pricer.local_nbytes(slot.value, strategy.forward[i])
-            for i, slot in enumerate(region.slots)
-            if slot.origin == "entry" and slot.source is None
-        )
-        seconds = read * self.pricer.run.micro_batches / self.pricer.run.cluster.device.memory_bandwidth_bytes_per_s
-        return add_prices((price, Price(charge={quantity.COMPUTE_FORWARD: seconds}))) if read else price
+        return self.pricer.region(region, strategy, count=len(members), block=layer.block(region), in_representative=held)
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
         charges = tuple(self.region_price(index, strategy).charge for strategy in choices)
@@ -335,7 +328,7 @@ class Formulator:
     def _stored(
         self, parameter: ParameterClass, strategies: Sequence[tuple[Strategy, ...]], accepts: AcceptsStored | None
     ) -> tuple[StoredChoice, ...]:
-        value = self._layer.regions.graph.values[parameter.values[0]]
+        value = self.value_of(parameter)
         names = self._layer.regions.graph.parameters[parameter.values[0]]
         layouts = [layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)]
         if len(parameter.uses) < 2 or not value.requires_grad or not self.pricer.run.job.training:
@@ -347,9 +340,13 @@ class Formulator:
                 choices.append(StoredChoice(stored=layout, accumulated=accumulated))
         return tuple(choices)
 
+    def value_of(self, parameter: ParameterClass) -> Value:
+        """Return one of the equal parameters of a class."""
+        return self._layer.regions.graph.values[parameter.values[0]]
+
     def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced to it."""
-        value = self._layer.regions.graph.values[parameter.values[0]]
+        value = self.value_of(parameter)
         price = self.pricer.parameter(value, choice.stored, len(parameter.values))
         if choice.accumulated is None:
             return price
@@ -456,8 +453,6 @@ class Formulator:
         layer = self._layer
         region = layer.representative(index)
         value = region.slots[slot].value
-        name = region.slots[slot].parameter
-        assert name is not None
         block = layer.block(region)
         saved = any(layer.profile.root[value.name] in layer.profile.ops[o.op.name].saved for o in region.ops)
         return self.pricer.parameter_use(
@@ -467,7 +462,7 @@ class Formulator:
             port,
             count=len(parameter.values) * parameter.uses[use],
             saved=saved,
-            recomputed=block is not None and name.rpartition(".")[0] != block,
+            recomputed=block is not None,
             first=index == layer.first_class,
         )
 

@@ -39,6 +39,7 @@ from planner.ilp import least_memory, solve
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import Job
 from planner.plan import PlanMesh, ShardingPlan
+from planner.polish import polish
 from planner.problem import Solution
 from planner.random_assignment import random_assignment
 from planner.report import Estimate, SolverReport
@@ -121,6 +122,7 @@ class Search:
             decision = decision_of(formulation, solution.assignment)
             refused = self._refused(run, formulation, decision)
             if not refused:
+                decision = polish(formulator, layer, decision)
                 found = estimate(formulator, layer, decision)
                 return Candidate(run=run, layer=layer, decision=decision, estimate=found, solution=solution)
             formulation = _without(formulator, formulation, decision, refused)

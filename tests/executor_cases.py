@@ -19,7 +19,12 @@ from planner.plan import PlanMesh, Port, ShardingPlan
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 BATCH, SEQ, VOCAB = 8, 16, 256
-_SIZES: dict[str, Any] = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=8)
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
 
 
 class MLP(nn.Module):
@@ -40,7 +45,35 @@ def make_model(family: str) -> nn.Module:
         ),
         "gpt2": lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
-                n_embd=64, n_layer=2, n_head=8, vocab_size=VOCAB, n_positions=64, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0
+                n_embd=64,
+                n_layer=2,
+                n_head=8,
+                vocab_size=VOCAB,
+                n_positions=64,
+                attn_pdrop=0,
+                embd_pdrop=0,
+                resid_pdrop=0,
+            )
+        ),
+        "bert": lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(
+                **_SIZES,
+                vocab_size=VOCAB,
+                max_position_embeddings=64,
+                hidden_dropout_prob=0,
+                attention_probs_dropout_prob=0,
+            )
+        ),
+        "t5": lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                decoder_start_token_id=0,
+                d_model=64,
+                d_kv=8,
+                d_ff=128,
+                num_layers=2,
+                num_heads=8,
+                vocab_size=VOCAB,
+                dropout_rate=0,
             )
         ),
         "vit": lambda: transformers.ViTForImageClassification(
@@ -64,14 +97,17 @@ def make_batch(family: str, seed: int = 1) -> dict[str, Any]:
     labels = ids.clone()
     for row in range(BATCH):
         labels[row, : 2 * row] = -100
-    return {"input_ids": ids, "labels": labels, "use_cache": False}
+    batch = {"input_ids": ids, "labels": labels}
+    if family == "t5":
+        batch["decoder_input_ids"] = ids.flip(1)
+    return batch if family == "bert" else {**batch, "use_cache": False}
 
 
 def tensor_names(batch: dict[str, Any]) -> list[str]:
     return [name for name, value in batch.items() if isinstance(value, torch.Tensor)]
 
 
-MESH = PlanMesh.parse("dp=2,tp=2") if hasattr(PlanMesh, "parse") else PlanMesh(axes=(("dp", 2), ("tp", 2)))
+MESH = PlanMesh(axes=(("dp", 2), ("tp", 2)), device="cpu")
 FP32 = Job(dtype="fp32", master_dtype=None, optimizer="sgd")
 
 
@@ -82,7 +118,7 @@ class Case:
 
 
 def _plan(**fields: Any) -> ShardingPlan:
-    return ShardingPlan(**{"mesh": PlanMesh(axes=MESH.axes, device="cpu"), "job": FP32} | fields)
+    return ShardingPlan(**{"mesh": MESH, "job": FP32} | fields)
 
 
 def data_parallel(family: str, **fields: Any) -> Case:
@@ -100,9 +136,7 @@ def data_parallel(family: str, **fields: Any) -> Case:
 def fully_sharded(family: str, **fields: Any) -> Case:
     """Stored split on both axes, computed whole."""
     model, batch = make_model(family), make_batch(family)
-    stored = {
-        name: (S0, S0) if divides(p.shape, (S0, S0), (2, 2)) else (R, R) for name, p in model.named_parameters()
-    }
+    stored = {name: (S0, S0) if divides(p.shape, (S0, S0), (2, 2)) else (R, R) for name, p in model.named_parameters()}
     computed = {name: (R, R) for name, layout in stored.items() if layout != (R, R)}
     ports = {name: Port(layout=(S0, S0)) for name in tensor_names(batch)}
     return Case(family, _plan(plan=stored, compute_plan=computed, input_plan={"input": ports}, **fields))

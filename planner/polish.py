@@ -1,0 +1,89 @@
+"""Of choices that cost the same, the one that a person would have written: inputs split over the batch, dims in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.assemble import Decision
+from planner.costs import Port, add_prices
+from planner.formulate import Formulator, Layer, ParameterClass, StoredChoice, stored_layouts
+from planner.problem import Charge
+from planner.regions import Region
+from planner.strategies.enumerate import Strategy
+
+RELATIVE_TOLERANCE = 1e-12
+"""Charges that differ by no more are the same sum in another order."""
+
+
+def polish(formulator: Formulator, layer: Layer, decision: Decision) -> Decision:
+    """Return a decision of the same price in which ties are settled by taste."""
+    stored = [
+        _tidier(formulator, parameter, choice, decision) for parameter, choice in zip(layer.parameters, decision.stored, strict=True)
+    ]
+    strategies = [
+        _input_strategy(formulator, layer, index, decision) if _is_input(layer.representative(index)) else strategy
+        for index, strategy in enumerate(decision.strategies)
+    ]
+    return Decision(strategies=tuple(strategies), stored=tuple(stored))
+
+
+def _tidier(formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision) -> StoredChoice:
+    """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
+    wanted = _parameter_charge(formulator, parameter, choice, decision)
+    value = formulator.value_of(parameter)
+    for layout in sorted(stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]):
+        accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
+        other = StoredChoice(stored=layout, accumulated=accumulated)
+        if other == choice:
+            return choice
+        charge = _parameter_charge(formulator, parameter, other, decision)
+        if charge is not None and wanted is not None and _same(charge, wanted):
+            return other
+    return choice
+
+
+def _parameter_charge(formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision) -> Charge | None:
+    prices = [formulator.parameter_price(parameter, choice)]
+    for use in parameter.uses:
+        index, slot = use
+        strategy = decision.strategies[index]
+        prices.append(formulator.use_price(parameter, use, choice, (strategy.forward[slot], strategy.gradient[slot])))
+    found = [price for price in prices if price is not None]
+    return add_prices(found).charge if len(found) == len(prices) else None
+
+
+def _same(a: Charge, b: Charge) -> bool:
+    return all(abs(a.get(n, 0.0) - b.get(n, 0.0)) <= RELATIVE_TOLERANCE * abs(b.get(n, 0.0)) for n in {*a, *b})
+
+
+def _is_input(region: Region) -> bool:
+    """Tell whether a region does nothing but hand the model's inputs on."""
+    return not region.ops and all(slot.origin == "entry" and slot.source is None for slot in region.slots)
+
+
+def _input_strategy(formulator: Formulator, layer: Layer, index: int, decision: Decision) -> Strategy:
+    """Return the way to take an input in that is split most, over the first dims, of those that need no communication."""
+    wanted: list[tuple[int, Port]] = []
+    for edge in layer.edges:
+        if edge.producer == index:
+            consumer = decision.strategies[edge.consumer]
+            wanted.append((edge.producer_slot, (consumer.forward[edge.consumer_slot], consumer.gradient[edge.consumer_slot])))
+    region = layer.representative(index)
+
+    def is_free(strategy: Strategy) -> bool:
+        for slot, port in wanted:
+            source = strategy.forward[slot], strategy.gradient[slot]
+            price = formulator.redistribution_price(region.slots[slot].value, source, port)
+            if price is None or price.collectives:
+                return False
+        return True
+
+    current = decision.strategies[index]
+    if not is_free(current):
+        return current
+    return min((s for s in formulator.strategies(index) if is_free(s)), key=_taste)
+
+
+def _taste(strategy: Strategy) -> tuple[int, Sequence[str]]:
+    placements = [str(placement) for layout in strategy.forward if layout is not None for placement in layout]
+    return sum(text.startswith("R") for text in placements), placements
