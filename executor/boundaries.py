@@ -22,8 +22,10 @@ def attach_boundaries(module: nn.Module, plan: ShardingPlan, shared: SharedRedis
     """Hook every module that ``input_plan`` or ``output_plan`` gives ports to. ``check_plan`` must have passed."""
     names = module_fqns(module)
     for fqn, spec in _once_each(module, resolve_input_ports(plan.input_plan, names)).items():
-        entry = _Entry(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
-        module.get_submodule(fqn).register_forward_pre_hook(entry, with_kwargs=True)
+        submodule = module.get_submodule(fqn)
+        names_of = tuple(parameter_names(submodule))
+        entry = _Entry(fqn=fqn, ports=dict(ports_of(spec)), names=names_of, shared=shared)
+        submodule.register_forward_pre_hook(entry, with_kwargs=True)
     for fqn, spec in _once_each(module, resolve_output_ports(plan.output_plan, names)).items():
         leaving = _Exit(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
         module.get_submodule(fqn).register_forward_hook(leaving)
@@ -53,16 +55,17 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A forward pre-hook."""
+    """A forward pre-hook; ``names`` are those of the arguments that may be passed by position."""
 
     fqn: str
     ports: Mapping[str, Port]
+    names: tuple[str, ...]
     shared: SharedRedistributions
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = parameter_names(module)
+        names = self.names
         first = "0" if args else next(iter(kwargs), "0")
         ports = {name or first: port for name, port in self.ports.items()}
 
@@ -133,7 +136,7 @@ class _Exit:
         missed = sorted(name for name, port in self.ports.items() if name not in met and port.source is None)
         if missed:
             raise UnmatchedKeyError(
-                f"output_plan names the results {missed} of {self.fqn or 'the root'!r}, which returned none of them.",
+                f"output_plan names the results {missed} of {_text(self.fqn)}, which returned none of them.",
                 field="output_plan",
                 key=self.fqn,
                 what_to_do="Name results by position (0, 1, ...) or by their key.",
@@ -142,8 +145,12 @@ class _Exit:
 
 def _no_tensor(field: str, fqn: str, name: str, value: object) -> PlanTypeError:
     return PlanTypeError(
-        f"{field} gives {name!r} of {fqn or 'the root'!r} a layout, but it is {type(value).__name__}, not a tensor.",
+        f"{field} gives {name!r} of {_text(fqn)} a layout, but it is {type(value).__name__}, not a tensor.",
         field=field,
         key=fqn,
         what_to_do="Remove that layout, or write None in its place in a list.",
     )
+
+
+def _text(fqn: str) -> str:
+    return repr(fqn) if fqn else "the root"

@@ -11,16 +11,17 @@ from torch.distributed.tensor import DTensor
 
 from executor.contexts import PhaseClock
 from executor.redistribute import Redistributor
-from executor.torch_internals import local_of, make_dtensor
+from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
 
 
 class GradientReduction:
-    """Takes ``param.grad`` to the parameter's stored layout after every ``micro_batches`` backward passes.
+    """Takes ``param.grad`` to the parameter's stored layout in every ``micro_batches``-th backward pass.
 
     Until then a gradient stays in the layout that autograd gives it, usually partial over the axes that the batch is
     split on. Nothing is divided: the loss is the mean over the global (micro-)batch already, so that with several
     micro-batches the caller scales each loss by ``1 / micro_batches``, as in any loop that accumulates gradients.
-    Clearing gradients before the step is full (``zero_grad(set_to_none=True)``) starts it again.
+    A pass is one call of ``backward``. Clearing the gradients (``zero_grad(set_to_none=True)``) before all passes of a
+    step have run starts the step again.
     """
 
     def __init__(
@@ -31,7 +32,9 @@ class GradientReduction:
         self._micro_batches = micro_batches
         self._dtype = dtype
         self._clock = clock
-        self._passes: dict[nn.Parameter, tuple[int, weakref.ref[torch.Tensor]]] = {}
+        self._passes = 0
+        self._pass_id: int | None = None
+        self._unreduced: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Hook every parameter that needs a gradient; ``parameters`` has each once, however many names it has."""
@@ -41,18 +44,40 @@ class GradientReduction:
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        gradient = parameter.grad
-        assert gradient is not None
-        passes, last = self._passes.get(parameter, (0, None))
-        if last is not None and last() is not gradient:
-            passes = 0
-        if passes + 1 < self._micro_batches:
-            self._passes[parameter] = (passes + 1, weakref.ref(gradient))
+        assert parameter.grad is not None
+        if self._pass_id != current_backward_pass():
+            self._begin_pass(parameter)
+        if self._passes + 1 == self._micro_batches:
+            # At once, not at the end of the pass, so that gradients need not all be held unreduced.
+            self._unreduced.pop(parameter, None)
+            self._reduce(parameter)
+        else:
+            self._unreduced[parameter] = weakref.ref(parameter.grad)
+
+    def _begin_pass(self, parameter: nn.Parameter) -> None:
+        last = self._unreduced.get(parameter)
+        if last is not None and last() is not parameter.grad:
+            self._unreduced.clear()
+            self._passes = 0
+        self._pass_id = current_backward_pass()
+        at_end_of_backward(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self._passes += 1
+        if self._passes < self._micro_batches:
             return
-        self._passes.pop(parameter, None)
+        # Parameters that the last micro-batch did not use.
+        for parameter, gradient in self._unreduced.items():
+            if gradient() is parameter.grad:
+                self._reduce(parameter)
+        self._unreduced.clear()
+        self._passes = 0
+
+    def _reduce(self, parameter: nn.Parameter) -> None:
         assert isinstance(parameter, DTensor)
+        assert parameter.grad is not None
         with self._clock.of("grad_reduce"):
-            parameter.grad = self._reduced(self._redistributor.as_dtensor(gradient), parameter)
+            parameter.grad = self._reduced(self._redistributor.as_dtensor(parameter.grad), parameter)
 
     def _reduced(self, gradient: DTensor, parameter: DTensor) -> DTensor:
         layout = tuple(parameter.placements)

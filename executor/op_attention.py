@@ -71,6 +71,7 @@ def _local_mask(redistributor: Redistributor, mask: DTensor, layout: Layout) -> 
         covers = dim is not None and mask.shape[dim] > 1
         wanted.append(placement if covers else Replicate())
         gradient.append(Partial() if dim is not None and not covers else placement)
-    # A mask that is learned, as T5's, is one for the whole batch: each rank has its share of the gradient.
-    sliced = redistributor.redistribute(mask, tuple(wanted), tuple(gradient))
-    return sliced.to_local(grad_placements=tuple(gradient))
+    if tuple(wanted) != tuple(mask.placements):
+        mask = redistributor.redistribute(mask, tuple(wanted), tuple(gradient))
+    # A mask that is learned, as T5's, is one for the whole batch: each rank's gradient is an addend, and stays one.
+    return mask.to_local(grad_placements=tuple(gradient))

@@ -18,6 +18,7 @@ from executor.op_attention import attention
 from executor.op_convolution import conv2d
 from executor.op_cross_entropy import cross_entropy
 from executor.op_embedding import embedding
+from executor.op_where import where
 from executor.redistribute import Redistributor
 
 OwnOp = Callable[..., Any]
@@ -28,6 +29,7 @@ _OWN: dict[Callable[..., Any], OwnOp] = {
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
+    torch.where: where,
 }
 
 

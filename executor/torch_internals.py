@@ -1,8 +1,8 @@
 """Everything that torch keeps to itself and the executor needs: the one file to look at when torch moves.
 
 Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor``, the functional collectives, the
-dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, and the names of the operators
-that communicate.
+dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd
+engine, and the names of the operators that communicate.
 """
 
 from __future__ import annotations
@@ -67,6 +67,17 @@ def allows_implicit_replication() -> bool:
 def allow_implicit_replication(allowed: bool) -> None:
     """Let DTensor take plain tensors as replicated, or not, in this thread; torch's own context cannot be nested."""
     DTensor._op_dispatcher._allow_implicit_replication = allowed
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once when the backward pass that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def current_backward_pass() -> int:
+    """Return a number of its own for each backward pass; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
 
 
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -16,8 +16,9 @@ _HOMES = {
     "TensorParallelPlanner": "planner.planners",
     "ShardingPlan": "planner.plan",
     "ShardingPlanner": "planner.base",
-    "build_plan": "planner.search",
-    "estimate_plan": "planner.search",
+    "PlanningSession": "planner.session",
+    "build_plan": "planner.session",
+    "estimate_plan": "planner.session",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,17 +21,20 @@ from planner.trace import quiet, to_meta, trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-TRACE_BATCHES = (12, 24)
-"""Batches at which a model is traced when the micro-batch is still open: even under axes of 2, 3 and 4 ranks."""
+TRACE_BATCH = 99_991
+"""The batch at which a model is traced when the micro-batch is still open: a prime above any model's other sizes' factors."""
+
+BASE_BATCH = 12
+"""The batch at which strategies are looked up then: even under axes of 2, 3 and 4 ranks."""
 
 
 @dataclass(slots=True)
 class TracedModel:
     """A model's graph at any micro-batch, with what follows from it; every answer is remembered."""
 
-    low: OpGraph
-    high: OpGraph | None
-    batches: tuple[int, int]
+    graph: OpGraph
+    traced_batch: int
+    is_open: bool
     flash_attention: bool
     _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
     _layers: dict[tuple[int, str], Layer] = field(default_factory=dict)
@@ -40,17 +42,20 @@ class TracedModel:
     @property
     def base(self) -> RegionGraph:
         """The regions as traced: strategies are looked up on these, since they do not depend on the batch."""
-        return self._at(self.batches[0])[0]
+        return self._at(self._base_batch)[0]
 
     @property
     def blocks(self) -> Blocks:
         """The repeated modules."""
-        return self._at(self.batches[0])[2]
+        return self._at(self._base_batch)[2]
+
+    @property
+    def _base_batch(self) -> int:
+        return BASE_BATCH if self.is_open else self.traced_batch
 
     def _at(self, batch: int) -> tuple[RegionGraph, GraphProfile, Blocks]:
         if batch not in self._regions:
-            low, high = self.batches
-            graph = self.low if self.high is None or batch == low else at_batch(self.low, self.high, low, high, batch)
+            graph = at_batch(self.graph, self.traced_batch, batch) if self.is_open else self.graph
             regions = build_regions(graph)
             found = profile(graph, flash_attention=self.flash_attention)
             self._regions[batch] = regions, found, find_blocks(regions)
@@ -67,7 +72,7 @@ class TracedModel:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
         return self._at(batch)[1]
 
-    def graph(self, batch: int) -> OpGraph:
+    def graph_at(self, batch: int) -> OpGraph:
         """Return the graph at a micro-batch of ``batch`` samples."""
         return self._at(batch)[0].graph
 
@@ -84,10 +89,8 @@ def trace_model(
         with quiet():
             return trace(copy, with_batch(inputs, given_batch, batch))
 
-    if micro_batch is not None:
-        return TracedModel(low=at(micro_batch), high=None, batches=(micro_batch, micro_batch), flash_attention=flash_attention)
-    low, high = TRACE_BATCHES
-    return TracedModel(low=at(low), high=at(high), batches=(low, high), flash_attention=flash_attention)
+    batch = TRACE_BATCH if micro_batch is None else micro_batch
+    return TracedModel(graph=at(batch), traced_batch=batch, is_open=micro_batch is None, flash_attention=flash_attention)
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
@@ -145,7 +148,7 @@ def _ops_in_blocks(traced: TracedModel, batch: int) -> set[str]:
 
 def least_memory_bytes(traced: TracedModel, run: Run, batch: int, state_bytes_per_parameter: int) -> float:
     """Return bytes per device that no plan of ``run`` can go below: states and, without checkpointing, saved activations."""
-    graph = traced.graph(batch)
+    graph = traced.graph_at(batch)
     states = sum(graph.values[name].nbytes // graph.values[name].dtype.itemsize for name in graph.parameters) * state_bytes_per_parameter
     saved: set[str] = set()
     extra = 0
@@ -155,8 +158,3 @@ def least_memory_bytes(traced: TracedModel, run: Run, batch: int, state_bytes_pe
             extra += op.saved_extra_nbytes
     activations = sum(graph.values[name].nbytes for name in saved if graph.values[name].kind == "activation") + extra
     return (states + activations) / run.mesh.size
-
-
-def walk(traced: TracedModel) -> Iterator[str]:
-    """Yield the FQN of every module that the model calls."""
-    yield from (call.fqn for call in traced.low.calls)

@@ -132,39 +132,27 @@ def build_digraph(ops: list[Op]) -> nx.MultiDiGraph:
     return graph
 
 
-def _affine(low: Any, high: Any, low_batch: int, high_batch: int, batch: int) -> Any:
-    """Return what ``low`` (seen at ``low_batch``) and ``high`` (at ``high_batch``) become at ``batch``."""
-    if type(low) is not type(high):
-        raise ValueError(f"{low!r} and {high!r} differ in kind")
-    if isinstance(low, (tuple, list)):
-        if len(low) != len(high):
-            raise ValueError(f"{low!r} and {high!r} differ in length")
-        return type(low)(_affine(a, b, low_batch, high_batch, batch) for a, b in zip(low, high, strict=True))
-    if isinstance(low, Mapping):
-        return {key: _affine(low[key], high[key], low_batch, high_batch, batch) for key in low}
-    if isinstance(low, int) and not isinstance(low, bool) and low != high:
-        slope, rest = divmod(high - low, high_batch - low_batch)
-        if rest:
-            raise ValueError(f"{low} and {high} do not grow evenly with the batch")
-        return low + slope * (batch - low_batch)
-    return low
+def _scaled(item: Any, traced_batch: int, batch: int) -> Any:
+    """Return a shape, size or argument seen at ``traced_batch`` as it is at ``batch``."""
+    if isinstance(item, (tuple, list)):
+        return type(item)(_scaled(part, traced_batch, batch) for part in item)
+    if isinstance(item, Mapping):
+        return {key: _scaled(part, traced_batch, batch) for key, part in item.items()}
+    if isinstance(item, int) and not isinstance(item, bool) and item > 0 and item % traced_batch == 0:
+        return item // traced_batch * batch
+    return item
 
 
-def at_batch(low: OpGraph, high: OpGraph, low_batch: int, high_batch: int, batch: int) -> OpGraph:
-    """Return the graph as it would be traced at ``batch``, from traces at two other batches.
+def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
+    """Return ``graph``, traced at a batch of ``traced_batch``, as it would be traced at ``batch``.
 
-    Sizes in a graph grow affinely with the batch; two traces show the slope of each, so that no other number of
-    micro-batches needs a trace of its own.
-
-    Raises:
-        ValueError: the two graphs differ in more than sizes.
+    Args:
+        traced_batch: a prime that no other size of the model is a multiple of, so that whatever is a multiple of it is a
+            multiple of the batch. No other number of micro-batches then needs a trace of its own.
     """
-    if [op.name for op in low.ops] != [op.name for op in high.ops] or low.values.keys() != high.values.keys():
-        raise ValueError("the traces at two batch sizes hold different ops")
-    sizes = (low_batch, high_batch, batch)
     ops = [
-        replace(a, args=_affine(a.args, b.args, *sizes), kwargs=_affine(a.kwargs, b.kwargs, *sizes))
-        for a, b in zip(low.ops, high.ops, strict=True)
+        replace(op, args=_scaled(op.args, traced_batch, batch), kwargs=_scaled(dict(op.kwargs), traced_batch, batch))
+        for op in graph.ops
     ]
-    values = {name: replace(value, shape=_affine(value.shape, high.values[name].shape, *sizes)) for name, value in low.values.items()}
-    return replace(low, digraph=build_digraph(ops), values=values)
+    values = {name: replace(value, shape=_scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()}
+    return replace(graph, digraph=build_digraph(ops), values=values)

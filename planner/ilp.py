@@ -138,7 +138,8 @@ def _memory(program: _Program, memory_bytes: float | None) -> pulp.LpAffineExpre
 
 def _solver(mip_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
     if pulp.HiGHS(msg=False).available():
-        return pulp.HiGHS(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
+        # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
+        return pulp.HiGHS(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1, presolve="off")
     return pulp.PULP_CBC_CMD(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
 
 

@@ -3,7 +3,8 @@
 `embedding`  DTensor's vocabulary-sharded lookup leaves a full-size replicated gradient.
 `conv2d`     DTensor refuses a batch that is sharded on two axes.
 `cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages ranks that ignore different numbers of labels.
-`scaled_dot_product_attention`  runs as DTensor runs it, but only batch and heads are split: what every kernel can do.
+`scaled_dot_product_attention`  DTensor takes it apart where it has no rule for the kernel. Batch and heads are split.
+`where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
 
 Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
 """
@@ -14,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -99,6 +99,46 @@ def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     return rules
 
 
+def _attention(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    mask = inputs[3] if len(inputs) > 3 else None
+
+    def rule(placement: Placement) -> AxisRule:
+        masks: tuple[Placement | None, ...] = ()
+        gradients: tuple[Placement | None, ...] = ()
+        if mask is not None and mask.kind == "plain":
+            masks, gradients = (None,), (None,)
+        elif mask is not None:
+            covered = not isinstance(placement, Shard) or mask.shape[placement.dim] > 1
+            masks = (placement if covered else R,)
+            gradients = ((placement if covered else P) if mask.requires_grad else None,)
+        return AxisRule(
+            inputs=(placement, placement, placement, *masks),
+            output=placement,
+            output_gradient=placement,
+            input_gradients=(*(placement if value.requires_grad else None for value in inputs[:3]), *gradients),
+        )
+
+    if any(len(value.shape) != 4 for value in inputs):
+        return [rule(R)]
+    return [rule(R), rule(Shard(0)), rule(Shard(1))]
+
+
+def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
+    condition, tensor = inputs[0], inputs[-1]
+    if len(inputs) != 2 or condition.kind != "plain" or len(condition.shape) != len(tensor.shape):
+        return None
+    gradient = tensor.requires_grad
+    rules = [
+        AxisRule(inputs=(None, R), output=R, output_gradient=g, input_gradients=(None, g if gradient else None)) for g in (R, P)
+    ]
+    for dim in range(len(tensor.shape)):
+        split = Shard(dim)
+        rules.append(
+            AxisRule(inputs=(None, split), output=split, output_gradient=split, input_gradients=(None, split if gradient else None))
+        )
+    return rules
+
+
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether the loss is one that ours computes: class indices, two-dim logits, a mean or a sum, no smoothing."""
     if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
@@ -108,10 +148,12 @@ def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
     return reduction in (1, 2) and not smoothing
 
 
-_OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule]]] = {
+_OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.embedding.default": _embedding,
     "aten.conv2d.default": _convolution,
     "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.where.ScalarOther": _where,
 }
 
 
@@ -125,9 +167,6 @@ def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
 
 def may_run(op: Op, placements: Sequence[Placement | None]) -> bool:
     """Tell whether we let DTensor run ``op`` with inputs so placed on one axis (beyond what DTensor itself accepts)."""
-    if op.target is torch.ops.aten.scaled_dot_product_attention.default:
-        query, key, value = placements[:3]
-        return query == key == value and query in (R, Shard(0), Shard(1))
     # Sums that are still spread over ranks pass through linear ops on their own only: mixed with whole tensors they gain
     # nothing that reducing them at the boundary before does not.
     given = [placement for placement in placements if placement is not None]

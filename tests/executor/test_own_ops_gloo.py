@@ -66,6 +66,12 @@ def attentions() -> Iterator[tuple[str, Call, Inputs]]:
             )
 
 
+def masks() -> Iterator[tuple[str, Call, Inputs]]:
+    bias, per_head = torch.randn(4, 8, 8, 6), torch.rand(1, 8, 8, 6) > 0.5
+    for (layout,) in layouts((R,), (S0,), (S1,), (Shard(2),)):
+        yield "where", lambda x: torch.where(per_head, x, -1.5), ((bias, layout),)
+
+
 def losses() -> Iterator[tuple[str, Call, Inputs]]:
     logits, labels = 4 * torch.randn(16, 8), torch.randint(0, 8, (16,))
     labels[:7] = -100
@@ -84,7 +90,7 @@ def check_all(rank: int) -> list[str]:
     redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    for name, call, inputs in itertools.chain(embeddings(), convolutions(), attentions(), losses()):
+    for name, call, inputs in itertools.chain(embeddings(), convolutions(), attentions(), masks(), losses()):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         plain = [leaf(tensor) for tensor, _ in inputs]
         sharded = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]

@@ -1,0 +1,269 @@
+"""One model on one cluster, planned: by `build_plan` once, or by a `PlanningSession` as often as wanted.
+
+    module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Problem --ilp--> Assignment --> ShardingPlan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from cost_model.layout import MeshSpec
+from planner import baselines
+from planner.assemble import decision_from_plan, entries_of
+from planner.baselines import Restriction
+from planner.candidates import TracedModel, check_mesh, meshes_of, micro_batch_counts, trace_model
+from planner.errors import JobError, MeshError, PlanMismatchError
+from planner.estimate import estimate
+from planner.fingerprint import model_fingerprint, torch_fingerprint
+from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
+from planner.job import Job
+from planner.plan import PlanMesh, ShardingPlan
+from planner.report import SolverReport
+from planner.search import Candidate, Clock, Progress, Search
+
+
+class PlanningSession:
+    """A model that is traced once and planned as often as wanted: by several planners, on several meshes.
+
+    Attributes:
+        job: the job that is planned for.
+        cluster: what it is planned on.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        cluster: str | ClusterSpec | Mapping[str, Any],
+        example_inputs: GivenInputs = None,
+        batch: int | None = None,
+        seq: int | None = None,
+        micro_batches: int | None = None,
+        ac: str | None = None,
+        memory_gb: float | None = None,
+        optimizer: str = "adamw",
+        dtype: str = "bf16",
+        tp_plan: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._model = model
+        self._tp_plan = tp_plan
+        self._progress = progress
+        self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
+        inputs = inputs_for(model, batch=batch, seq=seq) if example_inputs is None else as_inputs(example_inputs)
+        given_batch = batch_of(inputs)
+        flash = self.cluster.device.flash_attention
+        self.job = Job(
+            batch=batch or given_batch,
+            seq=seq,
+            optimizer=optimizer,
+            dtype=dtype,
+            flash_attention=flash,
+            memory_bytes=None if memory_gb is None else _memory_bytes(memory_gb),
+            micro_batches=micro_batches,
+            ac=ac,  # type: ignore[arg-type]
+        )
+        self._batch = batch or given_batch
+        self._counts = [micro_batches] if micro_batches is not None else micro_batch_counts(self._batch)
+        self._clock = Clock()
+        started = time.perf_counter()
+        if progress is not None:
+            progress("tracing")
+        alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
+        self._traced: TracedModel = trace_model(model, inputs, given_batch, alone, dtype, flash)
+        self._clock.add("trace_s", started)
+        self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
+
+    def plan(self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None) -> ShardingPlan:
+        """Return the plan of ``planner`` on ``mesh`` (None: the best of all one- and two-axis meshes).
+
+        Raises:
+            PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
+        """
+        name, seed = baselines.parse_planner(planner)
+        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        if spec is not None:
+            check_mesh(spec, self.cluster)
+        modes = _modes(self._traced, self.job.ac)
+        candidate = self._random(spec, modes, seed) if seed is not None else self._best(spec, modes, name)
+        return self._write(candidate, planner)
+
+    def _random(self, spec: MeshSpec | None, modes: Sequence[str], seed: int) -> Candidate:
+        mesh = spec or meshes_of(self.cluster)[-1]
+        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], modes[0]), seed)
+        if candidate is None:
+            raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
+        return candidate
+
+    def _best(self, spec: MeshSpec | None, modes: Sequence[str], name: str) -> Candidate:
+        one_axis = name in ("data-parallel", "fully-sharded")
+        meshes = [spec] if spec is not None else meshes_of(self.cluster, axes=1 if one_axis else 2)
+        styles = self._tp_plan if self._tp_plan is not None else getattr(self._model, "tp_plan", None)
+
+        def restrict(mesh: MeshSpec) -> Restriction | None:
+            if name == "data-parallel":
+                return baselines.data_parallel(mesh)
+            if name == "fully-sharded":
+                return baselines.fully_sharded(mesh)
+            return baselines.tensor_parallel(mesh, styles, self._traced.graph) if name == "tensor-parallel" else None
+
+        found = self._search.best(meshes, self._counts, modes, restrict, self._progress)
+        if found is None:
+            raise self._search.refuse(meshes, self._counts, modes, restrict)
+        return found
+
+    def _write(self, candidate: Candidate, planner: str) -> ShardingPlan:
+        started = time.perf_counter()
+        run, cluster = candidate.run, self.cluster
+        entries = entries_of(candidate.layer, candidate.decision, self._model)
+        blocks = candidate.layer.blocks.patterns if run.ac != "none" else ()
+        job = dataclasses.replace(
+            self.job,
+            micro_batches=run.micro_batches,
+            ac=run.ac,  # type: ignore[arg-type]
+            memory_bytes=self._search.memory_bytes,
+        )
+        plan = ShardingPlan(
+            mesh=PlanMesh.of(run.mesh, "cpu" if cluster.device.kind == "cpu" else "cuda"),
+            plan=dict(entries.plan),
+            compute_plan=dict(entries.compute_plan),
+            gradient_plan=dict(entries.gradient_plan),
+            input_plan=dict(entries.input_plan),
+            output_plan=dict(entries.output_plan),
+            activation_checkpointing={pattern: run.ac for pattern in blocks},  # type: ignore[misc]
+            micro_batches=run.micro_batches,
+            estimate=candidate.estimate,
+            solver=_report(candidate, planner),
+            job=job,
+            cluster=cluster.to_dict(),
+            fingerprint={"model": model_fingerprint(self._model), "torch": torch_fingerprint()},
+        )
+        self._clock.add("write_s", started)
+        return dataclasses.replace(plan, timings=dict(self._clock.spent))
+
+
+def _report(candidate: Candidate, planner: str) -> SolverReport:
+    solution = candidate.solution
+    if solution is None:
+        return SolverReport(name=planner, status="given")
+    gap = (solution.objective_s - solution.bound_s) / solution.objective_s if solution.objective_s else 0.0
+    return SolverReport(
+        name=planner,
+        status=solution.status,
+        objective_s=solution.objective_s,
+        bound_s=solution.bound_s,
+        gap=max(gap, 0.0),
+        time_s=solution.time_s,
+    )
+
+
+def _memory_bytes(memory_gb: float) -> int:
+    if not memory_gb > 0:
+        raise JobError(f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes")
+    return int(memory_gb * 1e9)
+
+
+def _modes(traced: TracedModel, ac: str | None) -> list[str]:
+    if ac is not None and ac != "none" and not traced.blocks.patterns:
+        raise JobError(
+            f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
+        )
+    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.patterns else ["none"])
+
+
+def build_plan(
+    model: nn.Module,
+    *,
+    cluster: str | ClusterSpec | Mapping[str, Any],
+    example_inputs: GivenInputs = None,
+    mesh: str | MeshSpec | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    micro_batches: int | None = None,
+    ac: str | None = None,
+    memory_gb: float | None = None,
+    optimizer: str = "adamw",
+    dtype: str = "bf16",
+    planner: str = "ilp",
+    tp_plan: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> ShardingPlan:
+    """Return the fastest plan for training ``model`` on ``cluster`` within its memory.
+
+    Args:
+        model: any module; stays as it is, and may be on the meta device.
+        cluster: for example "4x8xh100-sxm-80gb".
+        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face config.
+        mesh: for example "dp=4,tp=8"; None: all one- and two-axis meshes of the cluster are tried.
+        batch: samples per step in all; None takes the example inputs'.
+        seq: tokens per sample, for models that read tokens.
+        micro_batches: None: chosen.
+        ac: activation checkpointing of all blocks, "none", "selective" or "full"; None: chosen.
+        memory_gb: cap on the peak per device in 1e9 bytes; None: the device's memory.
+        optimizer: a name of ``cost_model.memory.OPTIMIZERS``.
+        dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest, and gradients are reduced, in fp32.
+        planner: "ilp", a baseline's name, or "random:SEED".
+        tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
+        progress: told of each stage.
+
+    Raises:
+        PlannerError: the request cannot be planned; `InfeasibleError` where nothing fits.
+    """
+    baselines.parse_planner(planner)
+    cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
+    spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+    if spec is not None:
+        check_mesh(spec, cluster)
+    session = PlanningSession(
+        model,
+        cluster=cluster,
+        example_inputs=example_inputs,
+        batch=batch,
+        seq=seq,
+        micro_batches=1 if micro_batches is None and planner.startswith("random") else micro_batches,
+        ac=ac,
+        memory_gb=memory_gb,
+        optimizer=optimizer,
+        dtype=dtype,
+        tp_plan=tp_plan,
+        progress=progress,
+    )
+    return session.plan(planner=planner, mesh=spec)
+
+
+def estimate_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> ShardingPlan:
+    """Return ``plan`` priced anew from the plan alone, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+        MeshError: its mesh is not the whole cluster.
+    """
+    found = plan.fingerprint.get("model")
+    if found is not None and found != model_fingerprint(model):
+        raise PlanMismatchError("the plan was made for another model.", what_to_do="Plan this model, or name the one that the plan is for.")
+    cluster = cluster or ClusterSpec.from_dict(plan.cluster)
+    check_mesh(plan.mesh.spec, cluster)
+    inputs = inputs_for(model, batch=plan.job.batch, seq=plan.job.seq) if example_inputs is None else as_inputs(example_inputs)
+    batch = plan.job.batch or batch_of(inputs)
+    clock = Clock()
+    started = time.perf_counter()
+    flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
+    traced = trace_model(model, inputs, batch_of(inputs), batch // plan.micro_batches, plan.job.dtype, flash)
+    clock.add("trace_s", started)
+    modes = set(plan.activation_checkpointing.values())
+    search = Search(traced, plan.job, cluster, batch, clock)
+    run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
+    formulator, layer = search.formulator(run)
+    started = time.perf_counter()
+    decision = decision_from_plan(layer, formulator, plan, model)
+    priced = estimate(formulator, layer, decision)
+    clock.add("costs_s", started)
+    return dataclasses.replace(plan, estimate=priced, cluster=cluster.to_dict(), timings=dict(clock.spent))

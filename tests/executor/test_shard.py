@@ -1,0 +1,182 @@
+"""What ``shard_module`` leaves behind around runs: contexts, gradients, parameters; on fake processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from executor_cases import FP32, MESH, S0, S1, P, R, fully_sharded, make_batch, make_model, megatron
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.batch import local_batch
+from executor.mesh import device_mesh_for
+from executor.shard import shard_module
+from executor.torch_internals import allows_implicit_replication, fake_process_group
+from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
+from planner.job import Job
+from planner.plan import Port, ShardingPlan
+
+
+@pytest.fixture(autouse=True)
+def ranks() -> Iterator[None]:
+    with fake_process_group(4):
+        yield
+
+
+def sharded(module: nn.Module, plan: ShardingPlan) -> nn.Module:
+    return shard_module(module, device_mesh_for(plan), plan, src_data_rank=None)
+
+
+def two_layers(**fields: object) -> ShardingPlan:
+    fields = {"plan": {"*.*": (R, R)}, "input_plan": {"input": {"x": Port(layout=(S0, S0))}}} | fields
+    return ShardingPlan(mesh=MESH, job=FP32, **fields)
+
+
+class Either(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, which: str = "both") -> torch.Tensor:
+        if which == "fail":
+            raise RuntimeError("on purpose")
+        used = {"left": [self.left], "right": [self.right], "both": [self.left, self.right]}[which]
+        return torch.stack([layer(x).sum() for layer in used]).sum()
+
+
+def layouts_of_gradients(module: Either) -> dict[str, object]:
+    gradients = {"left": module.left.weight.grad, "right": module.right.weight.grad}
+    return {name: gradient.placements for name, gradient in gradients.items() if gradient is not None}
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch() -> None:
+    module, x = sharded(Either(), two_layers(micro_batches=2)), torch.randn(2, 8)
+    module(x).backward()
+    assert layouts_of_gradients(module) == {"left": (P, P), "right": (P, P)}
+    module(x).backward()
+    assert layouts_of_gradients(module) == {"left": (R, R), "right": (R, R)}
+
+
+def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same() -> None:
+    module, x = sharded(Either(), two_layers(micro_batches=2)), torch.randn(2, 8)
+    for _ in range(2):
+        module(x, which="left").backward()
+        module(x, which="right").backward()
+        assert layouts_of_gradients(module) == {"left": (R, R), "right": (R, R)}
+        module.zero_grad()
+
+
+def test_clearing_gradients_starts_a_step_again() -> None:
+    module, x = sharded(Either(), two_layers(micro_batches=2)), torch.randn(2, 8)
+    module(x).backward()
+    module.zero_grad()
+    module(x).backward()
+    assert layouts_of_gradients(module) == {"left": (P, P), "right": (P, P)}
+    module(x).backward()
+    assert layouts_of_gradients(module) == {"left": (R, R), "right": (R, R)}
+
+
+def test_contexts_end_with_the_run_whether_it_fails_or_not() -> None:
+    module, x = sharded(Either(), two_layers()), torch.randn(2, 8)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        module(x, which="fail")
+    assert not allows_implicit_replication()
+    assert not _get_current_function_mode_stack()
+    loss = module(x)
+    assert not _get_current_function_mode_stack()
+    # A backward pass may follow, and needs the flag from its start.
+    assert allows_implicit_replication()
+    loss.backward()
+    del loss
+    assert not allows_implicit_replication()
+    with torch.no_grad():
+        module(x)
+    assert not allows_implicit_replication()
+
+
+def test_parameters_are_themselves_again_after_a_run() -> None:
+    case = fully_sharded("mlp", job=Job(dtype="bf16"))
+    module = sharded(make_model("mlp"), case.plan)
+    before = dict(module.named_parameters())
+    seen = []
+    module.fc2.register_forward_pre_hook(lambda layer, args: seen.append((module.head.weight, layer.weight)))
+    batch = local_batch(make_batch("mlp"), device_mesh_for(case.plan), case.plan)
+    module(**{**batch, "x": batch["x"].bfloat16()}).backward()
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+    # For the length of the run everybody sees them in the compute dtype, and nobody but their owner gathered.
+    assert [tensor.dtype for tensor in seen[0]] == [torch.bfloat16] * 2
+    assert [tensor.placements for tensor in seen[0]] == [(S0, S0)] * 2
+    assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_a_mistyped_result_or_argument_is_named() -> None:
+    module = sharded(Either(), two_layers(output_plan={"left": {"1": Port(layout=(R, R))}}))
+    with pytest.raises(UnmatchedKeyError, match=r"\['1'\] of 'left'"):
+        module(torch.randn(2, 8))
+    plan = two_layers(input_plan={"input": {"which": Port(layout=(R, R))}})
+    with pytest.raises(PlanTypeError, match="'which' of the root"):
+        sharded(Either(), plan)(torch.randn(2, 8), which="left")
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products on local tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        # DTensor tries each op on fake tensors once.
+        if FakeTensor not in types:
+            self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def products(mode: str | None) -> int:
+    blocks = {} if mode is None else {"model.layers.*": mode}
+    case = fully_sharded("llama", activation_checkpointing=blocks)
+    module, batch = sharded(make_model("llama"), case.plan), make_batch("llama")
+    with Products() as counter:
+        module(**local_batch(batch, device_mesh_for(case.plan), case.plan)).loss.backward()
+    return counter.count
+
+
+def test_selective_checkpointing_repeats_no_product() -> None:
+    without, selective, full = products(None), products("selective"), products("full")
+    assert selective == without
+    # Seven in each of two blocks.
+    assert full == without + 14
+
+
+def test_each_rank_feeds_its_slice() -> None:
+    plan = megatron().plan
+    batch = make_batch("llama")
+    mine = local_batch(batch, device_mesh_for(plan), plan)
+    assert torch.equal(mine["input_ids"], batch["input_ids"][:4])
+    assert mine["use_cache"] is False
+    both = dataclasses.replace(plan, input_plan={"": (Port(layout=(S0, S1)), Port(layout=(R, R)))})
+    first, second = local_batch((batch["input_ids"], batch["labels"]), device_mesh_for(both), both)
+    assert torch.equal(first, batch["input_ids"][:4, :8])
+    assert torch.equal(second, batch["labels"])
+
+
+def test_batches_that_do_not_fit_are_refused() -> None:
+    plan = megatron().plan
+    with pytest.raises(PlanLayoutError, match="does not divide"):
+        local_batch({"input_ids": torch.zeros(7, 16)}, device_mesh_for(plan), plan)
+    with pytest.raises(UnmatchedKeyError, match="'attention_mask'"):
+        local_batch({"attention_mask": torch.zeros(8, 16)}, device_mesh_for(plan), plan)
+
+
+def test_only_planned_parameters_become_dtensors() -> None:
+    module = sharded(Either(), two_layers(plan={"left.*": (R, S0)}))
+    assert isinstance(module.left.weight, DTensor)
+    assert not isinstance(module.right.weight, DTensor)
