@@ -161,13 +161,13 @@ def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
         from planner.plan import ShardingPlan
 
         loaded = ShardingPlan.load(plan)
-        from executor import verify
-
         with _progress() as progress:
             progress("building the model")
             source = load_model(model, batch=loaded.job.batch, seq=loaded.job.seq)
             progress("running the plan on fake processes")
-            report = verify(source.module, loaded, example_inputs=source.example_inputs).to_dict()
+            from api.planning import verification
+
+            report = verification(source, loaded).to_dict()
         if as_json:
             typer.echo(json.dumps(report, indent=2))
         else:

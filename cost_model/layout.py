@@ -49,7 +49,9 @@ class MeshSpec:
         for part in text.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
             if not equals or not size.isdigit():
-                raise LayoutError(f"cannot read mesh {text!r} at {part!r}; write axes as name=size, for example dp=2,tp=8")
+                raise LayoutError(
+                    f"cannot read mesh {text!r} at {part!r}; write axes as name=size, for example dp=2,tp=8"
+                )
             axes.append((name, int(size)))
         return cls(axes=tuple(axes))
 
@@ -143,7 +145,9 @@ def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> 
     """Tell whether every split of ``shape`` under ``layout`` is even."""
     if any(dim is not None and dim >= len(shape) for dim in map(sharded_dim, layout)):
         return False
-    return all(length % count == 0 for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True))
+    return all(
+        length % count == 0 for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True)
+    )
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
@@ -153,10 +157,16 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
         LayoutError: a dim does not divide evenly.
     """
     if not divides(shape, layout, mesh_shape):
-        raise LayoutError(f"shape {tuple(shape)} does not divide evenly under {format_layout(layout)} on mesh {tuple(mesh_shape)}")
-    return tuple(length // count for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True))
+        raise LayoutError(
+            f"shape {tuple(shape)} does not divide evenly under {format_layout(layout)} on mesh {tuple(mesh_shape)}"
+        )
+    return tuple(
+        length // count for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True)
+    )
 
 
 def split_factor(layout: Layout, mesh_shape: Sequence[int]) -> int:
     """Return into how many pieces a tensor is split in all."""
-    return math.prod(size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None)
+    return math.prod(
+        size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None
+    )

@@ -128,7 +128,8 @@ class RedistributionPlanner:
         found = self.paths_from(shape, itemsize, source).get(target)
         if found is None:
             raise NoPathError(
-                f"no redistribution from {format_layout(source)} to {format_layout(target)} for shape {tuple(shape)} on mesh {self._mesh_shape}"
+                f"no redistribution from {format_layout(source)} to {format_layout(target)} "
+                f"for shape {tuple(shape)} on mesh {self._mesh_shape}"
             )
         return found
 
@@ -147,6 +148,13 @@ class RedistributionPlanner:
                     continue
                 cost = 0.0 if step.kind == "slice" else self._price_step(step.kind, step.axis, step.nbytes)
                 pushed += 1
-                entry = (time_s + cost, count + 1, (*text, *format_layout(step.after)), pushed, step.after, (*steps, step))
+                entry = (
+                    time_s + cost,
+                    count + 1,
+                    (*text, *format_layout(step.after)),
+                    pushed,
+                    step.after,
+                    (*steps, step),
+                )
                 heapq.heappush(queue, entry)
         return settled

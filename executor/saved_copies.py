@@ -1,6 +1,8 @@
 """Gathered copies of parameters that autograd wants to save: it gets a note instead, and the copy is made again.
 
 Without this a gathered parameter would stay in memory from forward to backward, and sharding it would save nothing.
+In a checkpointed block nothing stays anyway: there its recomputation gathers, and the backward pass of the block uses
+that copy.
 """
 
 from __future__ import annotations
@@ -16,6 +18,26 @@ from torch.distributed.tensor import DTensor
 
 from cost_model.layout import Layout
 from executor.torch_internals import current_saved_tensor_hooks, local_of, make_dtensor, storage_key
+
+
+class CheckpointedRegion:
+    """Tells whether the forward that runs is inside a checkpointed block, for the first time or again."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within it a checkpointed block runs."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
 
 CopySource = Callable[[], torch.Tensor]
 """Makes the local piece of a copy again, with the same strides."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -83,7 +82,7 @@ def verify(
 ) -> VerifyReport:
     """Return how the collectives of one step under ``plan`` compare with the plan's estimate.
 
-    One step is every micro-batch's forward and backward and the reduction of gradients, on fake tensors; the optimizer
+    One step is every micro-batch's forward and backward and the reduction of gradients, on meta tensors; the optimizer
     is not run. ``module`` itself is neither changed nor read.
 
     Args:
@@ -129,13 +128,11 @@ def observed_collectives(
     clock = PhaseClock()
     with ExitStack() as stack:
         stack.enter_context(_ranks(plan.mesh.size))
-        # Before tensors have no values any more: a mesh is made of real ones.
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         shown = dataclasses.replace(plan, micro_batches=run)
-        model = shard_with_clock(_fake_copy(module), device_mesh, shown, clock)
-        batch = local_batch(_fake_inputs(example_inputs), device_mesh, plan)
+        model = shard_with_clock(_meta_copy(module), device_mesh, shown, clock)
+        batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
         passes = [_run_once(model, batch, plan, device_mesh, clock) for _ in range(run)]
     total: Counts = Counter()
     for index, counts in enumerate(passes):
@@ -194,18 +191,18 @@ def _ranks(size: int) -> Iterator[None]:
         yield
 
 
-def _fake_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with fake parameters and buffers on cpu; ties stay tied. Call it inside a fake mode."""
+def _meta_copy(module: nn.Module) -> nn.Module:
+    """Return a copy with parameters and buffers on meta; ties stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     return copy.deepcopy(module, memo)
 
 
-def _fake_inputs(example_inputs: Any) -> Any:
+def _meta_inputs(example_inputs: Any) -> Any:
     return pytree.tree_map_only(
-        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
+        torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), example_inputs
     )

@@ -61,7 +61,9 @@ def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     folded: dict[str, T] = {}
     for name, entry in entries.items():
         pattern = _pattern(name)
-        if len(matched[pattern]) > 1 and all(other in entries and entries[other] == entry for other in matched[pattern]):
+        if len(matched[pattern]) > 1 and all(
+            other in entries and entries[other] == entry for other in matched[pattern]
+        ):
             folded[pattern] = entry
         else:
             folded[name] = entry
@@ -130,7 +132,9 @@ def _port(layer: Layer, decision: Decision, region: Region, position: int, strat
             return Port(layout=layout)
         whole = replicated(len(layout))
         return Port(layout=layout, source=whole) if layout != whole else None
-    link = next(link for link in layer.regions.links if link.consumer == region.index and link.consumer_slot == position)
+    link = next(
+        link for link in layer.regions.links if link.consumer == region.index and link.consumer_slot == position
+    )
     producer = decision.strategies[layer.regions.class_of[link.producer]]
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
     if (source, source_gradient) == (layout, gradient):
@@ -149,7 +153,9 @@ class _Reader:
         modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
         layouts: dict[str, Any] = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
         self._stored: dict[str, Layout] = resolve_keys(layouts, names, field="plan", what="parameter")
-        self._compute: dict[str, Layout] = resolve_keys(dict(plan.compute_plan), names, field="compute_plan", what="parameter")
+        self._compute: dict[str, Layout] = resolve_keys(
+            dict(plan.compute_plan), names, field="compute_plan", what="parameter"
+        )
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
         self._ports: dict[tuple[str, str, str], Port] = {}
@@ -161,8 +167,7 @@ class _Reader:
                 for path, port in ports_of(spec):
                     self._ports[fqn, direction, path] = port
         self._candidates = [
-            [s for s in formulator.strategies(i) if self._fits(i, s)]
-            for i in range(len(self._regions.classes))
+            [s for s in formulator.strategies(i) if self._fits(i, s)] for i in range(len(self._regions.classes))
         ]
 
     def _replicated(self) -> Layout:
@@ -182,7 +187,9 @@ class _Reader:
                     if slot.source is None and layout != self._replicated():
                         return False
                     continue
-                if layout != port.layout or (port.grad is not None and strategy.gradient[position] not in (port.grad, None)):
+                if layout != port.layout or (
+                    port.grad is not None and strategy.gradient[position] not in (port.grad, None)
+                ):
                     return False
         return True
 
@@ -193,7 +200,8 @@ class _Reader:
 
     def read(self) -> Decision:
         links = [
-            (self._regions.class_of[link.producer], link.producer_slot, self._regions.class_of[link.consumer], link.consumer_slot,
+            (self._regions.class_of[link.producer], link.producer_slot, self._regions.class_of[link.consumer],
+            link.consumer_slot,
              self._port(self._regions.regions[link.consumer], link.consumer_slot))
             for link in self._regions.links
         ]  # fmt: skip
@@ -226,14 +234,18 @@ class _Reader:
 
     def _refuse(self, index: int) -> None:
         region = self._layer.representative(index)
-        wanted = [
-            f"{slot.parameter} computed {format_layout(self._compute.get(slot.parameter, self._stored.get(slot.parameter, self._replicated())))}"
-            for slot in region.slots
-            if slot.parameter is not None
-        ]
+        wanted = []
+        for slot in region.slots:
+            if slot.parameter is not None:
+                stored = self._stored.get(slot.parameter, self._replicated())
+                text = ", ".join(format_layout(self._compute.get(slot.parameter, stored)))
+                wanted.append(f"{slot.parameter} computed ({text})")
         raise PlanMismatchError(
             f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
             + (f" ({'; '.join(wanted)})" if wanted else ""),
+            subject="layouts",
+            expected="layouts that its ops can run in",
+            found="; ".join(wanted),
             what_to_do="Redistribute at the module's inputs (input_plan) or gather its parameters (compute_plan).",
         )
 
@@ -246,7 +258,10 @@ class _Reader:
                 left = {self._sent(s, producer_slot, port) for s in self._candidates[producer]}
                 right = {self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]}
                 both = left & right
-                for index, slot, side in ((producer, producer_slot, self._sent), (consumer, consumer_slot, self._wanted)):
+                for index, slot, side in (
+                    (producer, producer_slot, self._sent),
+                    (consumer, consumer_slot, self._wanted),
+                ):
                     kept = [s for s in self._candidates[index] if side(s, slot, port) in both]
                     if len(kept) < len(self._candidates[index]):
                         self._candidates[index] = kept
@@ -259,7 +274,11 @@ class _Reader:
             return strategy.forward[slot], strategy.gradient[slot]
         source = strategy.forward[slot] if port.source is None else port.source
         gradient = strategy.gradient[slot] if port.source_grad is None else port.source_grad
-        return (None, None) if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient) else (source, gradient)
+        return (
+            (None, None)
+            if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient)
+            else (source, gradient)
+        )
 
     @staticmethod
     def _wanted(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:

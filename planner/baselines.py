@@ -24,7 +24,14 @@ R = Replicate()
 
 NAMES = ("data-parallel", "fully-sharded", "tensor-parallel")
 
-_COLWISE = ("colwise", "packed_colwise", "colwise_gather_output", "colwise_rep", "local_colwise", "local_packed_rowwise")
+_COLWISE = (
+    "colwise",
+    "packed_colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "local_colwise",
+    "local_packed_rowwise",
+)
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "packed_rowwise")
 
 
@@ -37,7 +44,7 @@ class Restriction:
 
 
 def _batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
-    """Tell whether, on ``axes``, parameters are computed whole and activations are split over the batch or not at all."""
+    """Tell whether, on ``axes``, parameters are computed whole and activations split over the batch or not at all."""
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         if layout is None:
             continue
@@ -117,7 +124,9 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
             if slot.origin == "parameter" and slot.parameter is not None:
                 placement = wanted.get(slot.parameter, R)
                 planned = planned or slot.parameter in wanted
-                if mesh.shape[axis] > 1 and layout[axis] != (placement if _splits(slot.value, placement, mesh.shape[axis]) else R):
+                if mesh.shape[axis] > 1 and layout[axis] != (
+                    placement if _splits(slot.value, placement, mesh.shape[axis]) else R
+                ):
                     return False
             elif slot.value.kind == "input" and layout[axis] != R:
                 return False
@@ -161,7 +170,8 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Shar
     if not wanted:
         known = sorted(set(styles.values()))
         raise BaselineError(
-            f"no module of this model matches its tensor-parallel plan in a style that is known here (it has {', '.join(known)}).",
+            "no module of this model matches its tensor-parallel plan in a style that is known here "
+            f"(it has {', '.join(known)}).",
             what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
         )
     return wanted
@@ -178,4 +188,6 @@ def parse_planner(name: str) -> tuple[str, int | None]:
         return "random", int(match[1])
     if name == "ilp" or name in NAMES:
         return name, None
-    raise BaselineError(f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED.")
+    raise BaselineError(
+        f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED."
+    )

@@ -14,15 +14,15 @@ from planner.costs import Run
 from planner.errors import MeshError
 from planner.formulate import Layer, build_layer
 from planner.graph import OpGraph, at_batch
-from planner.inputs import ExampleInputs, with_batch, with_dtype
+from planner.inputs import with_batch, with_dtype
 from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
-from planner.trace import quiet, to_meta, trace
+from planner.trace import ExampleInputs, quiet, to_meta, trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TRACE_BATCH = 99_991
-"""The batch at which a model is traced when the micro-batch is still open: a prime above any model's other sizes' factors."""
+"""The batch at which a model is traced when the micro-batch is still open: a prime that divides no other size."""
 
 BASE_BATCH = 12
 """The batch at which strategies are looked up then: even under axes of 2, 3 and 4 ranks."""
@@ -78,7 +78,12 @@ class TracedModel:
 
 
 def trace_model(
-    module: nn.Module, inputs: ExampleInputs, given_batch: int, micro_batch: int | None, dtype: str, flash_attention: bool
+    module: nn.Module,
+    inputs: ExampleInputs,
+    given_batch: int,
+    micro_batch: int | None,
+    dtype: str,
+    flash_attention: bool,
 ) -> TracedModel:
     """Return the traced model: at ``micro_batch`` alone, or at any batch where that is None."""
     torch_dtype = TORCH_DTYPES[dtype]
@@ -90,11 +95,13 @@ def trace_model(
             return trace(copy, with_batch(inputs, given_batch, batch))
 
     batch = TRACE_BATCH if micro_batch is None else micro_batch
-    return TracedModel(graph=at(batch), traced_batch=batch, is_open=micro_batch is None, flash_attention=flash_attention)
+    return TracedModel(
+        graph=at(batch), traced_batch=batch, is_open=micro_batch is None, flash_attention=flash_attention
+    )
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
-    """Return every mesh of the whole cluster with up to ``axes`` (1 or 2) axes, the inner one inside or across whole nodes."""
+    """Return every mesh of the cluster with up to ``axes`` (1 or 2) axes, the inner one in or across whole nodes."""
     found = [MeshSpec(axes=(("dp", cluster.size),))]
     per_node = cluster.devices_per_node
     if axes == 2:
@@ -127,29 +134,45 @@ def micro_batch_counts(batch: int) -> list[int]:
 
 
 def least_compute_s(traced: TracedModel, run: Run, batch: int) -> float:
-    """Return a time that no plan of ``run`` can beat: all compute, perfectly split, nothing else."""
+    """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
     device, size = run.cluster.device, run.mesh.size
     total = 0.0
     in_blocks = _ops_in_blocks(traced, batch)
+    planned = _planned_ops(traced, batch)
     for name, op in traced.profile(batch).ops.items():
-        if op.flops == 0:
+        if name not in planned:
             continue
-        forward = op_time_s(flops=op.flops / size, nbytes=0, device=device, dtype=run.job.dtype, matmul=True)
-        backward = op_time_s(flops=op.backward_flops / size, nbytes=0, device=device, dtype=run.job.dtype, matmul=True)
-        again = forward if run.ac == "full" and name in in_blocks else 0.0
+        matmul = op.flops > 0
+        dtype = run.job.dtype
+        forward = op_time_s(flops=op.flops / size, nbytes=op.nbytes / size, device=device, dtype=dtype, matmul=matmul)
+        backward = op_time_s(
+            flops=op.backward_flops / size, nbytes=op.backward_nbytes / size, device=device, dtype=dtype, matmul=matmul
+        )
+        again = forward if name in in_blocks and (run.ac == "full" or (run.ac == "selective" and not matmul)) else 0.0
         total += forward + ((backward + again) if run.job.training else 0.0)
     return total * run.micro_batches
 
 
+def _planned_ops(traced: TracedModel, batch: int) -> set[str]:
+    """Return the ops that regions are made of: all but those on plain values, which every rank runs whole."""
+    regions, _, _ = traced._at(batch)
+    return {region_op.op.name for region in regions.regions for region_op in region.ops}
+
+
 def _ops_in_blocks(traced: TracedModel, batch: int) -> set[str]:
     regions, _, blocks = traced._at(batch)
-    return {region_op.op.name for region in regions.regions if region.index in blocks.of_region for region_op in region.ops}
+    return {
+        region_op.op.name for region in regions.regions if region.index in blocks.of_region for region_op in region.ops
+    }
 
 
 def least_memory_bytes(traced: TracedModel, run: Run, batch: int, state_bytes_per_parameter: int) -> float:
-    """Return bytes per device that no plan of ``run`` can go below: states and, without checkpointing, saved activations."""
+    """Return bytes per device that no plan of ``run`` can go below: states and, unless recomputed, activations."""
     graph = traced.graph_at(batch)
-    states = sum(graph.values[name].nbytes // graph.values[name].dtype.itemsize for name in graph.parameters) * state_bytes_per_parameter
+    states = (
+        sum(graph.values[name].nbytes // graph.values[name].dtype.itemsize for name in graph.parameters)
+        * state_bytes_per_parameter
+    )
     saved: set[str] = set()
     extra = 0
     if run.ac == "none" and run.job.training:

@@ -1,7 +1,7 @@
 """What each decision costs: a region's strategy, a redistribution, a parameter's stored layout and its gathers.
 
-Every price is a `Price`: what it adds to the quantities of a step (see `planner.problem`), and the collectives it stands
-for. The integer program and the estimator both ask here, so that they cannot disagree.
+Every price is a `Price`: what it adds to the quantities of a step (see `planner.problem`), and the collectives it
+stands for. The integer program and the estimator both ask here, so that they cannot disagree.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cost_model import ClusterSpec, axis_group, collective_time_s, op_time_s, optimizer_step_time_s, parameter_state_bytes
+from cost_model import (
+    ClusterSpec,
+    axis_group,
+    collective_time_s,
+    op_time_s,
+    optimizer_step_time_s,
+    parameter_state_bytes,
+)
 from cost_model.layout import Layout, MeshSpec, split_factor
 from cost_model.redistribute import NoPathError, Redistribution, RedistributionPlanner
 from planner import problem as quantity
@@ -20,7 +27,7 @@ from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT, Job
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, find_op_inputs
-from planner.report import Phase
+from planner.report import CollectiveKind, Phase
 from planner.strategies.enumerate import Strategy
 from planner.strategies.own_rules import inner_collectives, work_split
 
@@ -34,7 +41,7 @@ Port = tuple[Layout | None, Layout | None]
 class Collective:
     """``count`` equal calls in a step: ``nbytes`` is the full buffer of one, ``time_s`` the seconds of one."""
 
-    kind: str
+    kind: CollectiveKind
     axis: str
     phase: Phase
     nbytes: int
@@ -88,8 +95,8 @@ class Pricer:
 
     # --- communication -------------------------------------------------------------------------------------------
 
-    def _step_time_s(self, kind: str, axis: int, nbytes: int) -> float:
-        return collective_time_s(kind, nbytes, self._groups[self.run.mesh.names[axis]], self.run.cluster)  # type: ignore[arg-type]
+    def _step_time_s(self, kind: CollectiveKind, axis: int, nbytes: int) -> float:
+        return collective_time_s(kind, nbytes, self._groups[self.run.mesh.names[axis]], self.run.cluster)
 
     def _link(self, axis: str) -> str:
         """Name the wires that ``axis`` communicates over."""
@@ -105,11 +112,15 @@ class Pricer:
     def _communicate(self, path: Redistribution, phase: Phase, count: int, prefix: str) -> Price:
         charge: dict[str, float] = defaultdict(float)
         collectives = []
-        for step in path.collectives:
+        for step in path.steps:
+            if step.kind == "slice":
+                continue
             axis = self.run.mesh.names[step.axis]
             time_s = self._step_time_s(step.kind, step.axis, step.nbytes)
             charge[prefix + self._link(axis)] += count * time_s
-            collectives.append(Collective(kind=step.kind, axis=axis, phase=phase, nbytes=step.nbytes, count=count, time_s=time_s))
+            collectives.append(
+                Collective(kind=step.kind, axis=axis, phase=phase, nbytes=step.nbytes, count=count, time_s=time_s)
+            )
         return Price(charge=charge, collectives=tuple(collectives))
 
     def redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price | None:
@@ -134,7 +145,8 @@ class Pricer:
 
     def recomputed_redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price:
         """Return the price of repeating ``count`` forward redistributions while blocks are recomputed."""
-        assert source[0] is not None and target[0] is not None
+        assert source[0] is not None
+        assert target[0] is not None
         path = self.path(value.shape, value.dtype.itemsize, source[0], target[0])
         assert path is not None
         return self._communicate(path, "recompute", count * self.run.micro_batches, quantity.BLOCKING_BACKWARD)
@@ -155,13 +167,21 @@ class Pricer:
         whole = sum(region.slots[i].value.nbytes for i in touched) or 1
         share = sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in touched) / whole
         matmul = profile.flops > 0
-        forward = op_time_s(flops=profile.flops / split, nbytes=profile.nbytes * share, device=device, dtype=dtype, matmul=matmul)
+        forward = op_time_s(
+            flops=profile.flops / split, nbytes=profile.nbytes * share, device=device, dtype=dtype, matmul=matmul
+        )
         backward = op_time_s(
-            flops=profile.backward_flops / split, nbytes=profile.backward_nbytes * share, device=device, dtype=dtype, matmul=matmul
+            flops=profile.backward_flops / split,
+            nbytes=profile.backward_nbytes * share,
+            device=device,
+            dtype=dtype,
+            matmul=matmul,
         )
         return forward, backward, matmul
 
-    def region(self, region: Region, strategy: Strategy, *, count: int, block: str | None, in_representative: Mapping[str, int]) -> Price:
+    def region(
+        self, region: Region, strategy: Strategy, *, count: int, block: str | None, in_representative: Mapping[str, int]
+    ) -> Price:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
         Args:
@@ -184,7 +204,9 @@ class Pricer:
         charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
         return add_prices((Price(charge=charge), *prices))
 
-    def _inner(self, region: Region, region_op: RegionOp, strategy: Strategy, calls: int, recomputes: bool) -> list[Price]:
+    def _inner(
+        self, region: Region, region_op: RegionOp, strategy: Strategy, calls: int, recomputes: bool
+    ) -> list[Price]:
         inputs = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]
         prices = []
@@ -195,7 +217,9 @@ class Pricer:
             if recomputes:
                 phases.append(("recompute", quantity.BLOCKING_BACKWARD))
             for phase, prefix in phases:
-                collective = Collective(kind=inner.kind, axis=axis, phase=phase, nbytes=inner.nbytes, count=calls, time_s=time_s)
+                collective = Collective(
+                    kind=inner.kind, axis=axis, phase=phase, nbytes=inner.nbytes, count=calls, time_s=time_s
+                )
                 prices.append(Price(charge={prefix + self._link(axis): calls * time_s}, collectives=(collective,)))
         return prices
 
@@ -208,7 +232,7 @@ class Pricer:
         recomputes: bool,
         in_representative: Mapping[str, int],
     ) -> None:
-        """Add what autograd keeps of tensors made in the region: until the backward, or while its block is recomputed."""
+        """Add what autograd keeps of tensors made in the region: to the backward, or while its block is recomputed."""
         kept, matmul_outputs = self._saved_inside(region, strategy)
         activations = quantity.MEMORY + "activations"
         if not recomputes:
@@ -266,7 +290,7 @@ class Pricer:
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype that parameters rest in: the master copy's, where there is one (it is what is gathered and cast)."""
+        """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
         return self.run.job.master_dtype or self.run.job.dtype
 
     def parameter(self, value: Value, stored: Layout, count: int) -> Price:
@@ -275,7 +299,12 @@ class Pricer:
         job = self.run.job
         trainable = job.training and value.requires_grad
         state = parameter_state_bytes(
-            numel, optimizer=job.optimizer, dtype=self.stored_dtype, master_dtype=self.stored_dtype, gradient_dtype=self.stored_dtype, training=trainable
+            numel,
+            optimizer=job.optimizer,
+            dtype=self.stored_dtype,
+            master_dtype=self.stored_dtype,
+            gradient_dtype=self.stored_dtype,
+            training=trainable,
         )
         if self.run.micro_batches > 1:
             state["gradients"] = 0  # they accumulate unreduced: see parameter_use
@@ -292,7 +321,16 @@ class Pricer:
         return Price(charge=charge)
 
     def parameter_use(
-        self, value: Value, stored: Layout, accumulated: Layout | None, use: Port, *, count: int, saved: bool, recomputed: bool, first: bool
+        self,
+        value: Value,
+        stored: Layout,
+        accumulated: Layout | None,
+        use: Port,
+        *,
+        count: int,
+        saved: bool,
+        recomputed: bool,
+        first: bool,
     ) -> Price | None:
         """Return the price of using ``count`` equal parameters: gathers, and the reduction of the gradient.
 
@@ -337,7 +375,9 @@ class Pricer:
         nbytes = self.local_nbytes(value, layout) / value.dtype.itemsize * self._stored_nbytes
         return Price(charge={quantity.MEMORY + "gradients": count * nbytes})
 
-    def _reduction(self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool) -> Price | None:
+    def _reduction(
+        self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool
+    ) -> Price | None:
         """Price bringing a gradient from one layout to another: once a step, or with every micro-batch."""
         path = self.path(value.shape, BYTES_PER_ELEMENT[self.run.job.reduce_dtype], gradient, target)
         if path is None:

@@ -21,7 +21,7 @@ def unpacked_sequences() -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None),
-        mock.patch.object(masking, "is_torchdynamo_exporting", lambda: False),
+        mock.patch.object(masking, "find_packed_sequence_indices", return_value=None),
+        mock.patch.object(masking, "is_torchdynamo_exporting", return_value=False),
     ):
         yield

@@ -15,7 +15,7 @@ from planner.costs import Port, Price, add_prices
 from planner.formulate import EdgeKey, Formulator, Layer, Tally
 from planner.graph import Value
 from planner.problem import peak_bytes, phase_time_s, step_time_s
-from planner.report import CollectiveEstimate, Estimate
+from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase
 
 
 class _Itemiser:
@@ -68,9 +68,9 @@ class _Itemiser:
     def _copies(self) -> Iterator[Price]:
         for tally in self._layer.kept:
             if any(tally.always or source[0] == target[0] for source, target in self._wanted(tally)):
-                source = self._wanted(tally)[0][0][0]
-                assert source is not None
-                yield self._pricer.copy(self._value(tally), source, tally.count, tally.quantity)
+                layout = self._wanted(tally)[0][0][0]
+                assert layout is not None
+                yield self._pricer.copy(self._value(tally), layout, tally.count, tally.quantity)
         for tally in self._layer.copied:
             for source, target in self._wanted(tally):
                 if source[0] != target[0] and target[0] is not None:
@@ -123,15 +123,17 @@ def _optimizer_s(formulator: Formulator, layer: Layer, decision: Decision) -> fl
 
 def collective_rows(price: Price) -> tuple[CollectiveEstimate, ...]:
     """Return the collectives of a price, equal ones added up."""
-    counts: dict[tuple[str, str, str, int], int] = defaultdict(int)
-    times: dict[tuple[str, str, str, int], float] = defaultdict(float)
+    counts: dict[tuple[CollectiveKind, str, Phase, int], int] = defaultdict(int)
+    times: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
     for c in price.collectives:
         key = (c.kind, c.axis, c.phase, c.nbytes)
         counts[key] += c.count
         times[key] += c.count * c.time_s
+    order = sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
     return tuple(
-        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=counts[kind, axis, phase, nbytes], time_s=times[kind, axis, phase, nbytes])  # type: ignore[arg-type]
-        for kind, axis, phase, nbytes in sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
+        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=counts[key], time_s=times[key])
+        for key in order
+        for kind, axis, phase, nbytes in [key]
     )
 
 
@@ -140,8 +142,14 @@ _PHASES = ("forward", "recompute", "backward", "grad_reduce")
 
 def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
     """Return the peak's bytes by role; they add up to the peak."""
-    roles = {name[len(quantity.MEMORY) :]: round(amount) for name, amount in total.items() if name.startswith(quantity.MEMORY)}
-    roles["recomputed_block"] = round(max((v for k, v in total.items() if k.startswith(quantity.RECOMPUTED)), default=0.0))
+    roles = {
+        name[len(quantity.MEMORY) :]: round(amount)
+        for name, amount in total.items()
+        if name.startswith(quantity.MEMORY)
+    }
+    roles["recomputed_block"] = round(
+        max((v for k, v in total.items() if k.startswith(quantity.RECOMPUTED)), default=0.0)
+    )
     roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
     roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
     return roles

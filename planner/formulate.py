@@ -13,9 +13,9 @@ from cost_model.layout import Layout, divides, replicated
 from planner import problem as quantity
 from planner.blocks import Blocks
 from planner.costs import Port, Price, Pricer, add_prices
+from planner.graph import Crossing, Value
 from planner.problem import Charge, Edge, Node, Problem, Unit
 from planner.profile import GraphProfile
-from planner.graph import Crossing, Value
 from planner.regions import Region, RegionGraph
 from planner.strategies.enumerate import Strategy, StrategyTable
 
@@ -93,7 +93,7 @@ class Layer:
 
 
 def region_saves(regions: RegionGraph, profile: GraphProfile) -> dict[tuple[int, int], bool]:
-    """Tell for every entry (region, slot) whether its tensor is kept for the backward: there, or further down as it is."""
+    """Tell for every entry (region, slot) whether its tensor is kept for the backward: there, or further down."""
     saves: dict[tuple[int, int], bool] = {}
     for region in regions.regions:
         saved = {name for region_op in region.ops for name in profile.ops[region_op.op.name].saved}
@@ -199,7 +199,9 @@ def _count(
             recompute[_subset(edges)] += 1
         owns = region.slots[slot].origin == "op"
         for (where, always), edges in keepers.items():
-            own_save = _self_saved(regions, profile, region, slot) and (where.startswith(quantity.MEMORY)) == (home is None)
+            own_save = _self_saved(regions, profile, region, slot) and (where.startswith(quantity.MEMORY)) == (
+                home is None
+            )
             if owns and not own_save and _counts(where, blocks):
                 kept[_subset(edges), where, always] += 1
         for where, edges in copiers.items():
@@ -208,7 +210,9 @@ def _count(
     return {
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
         "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
-        "kept": tuple(Tally(edges=edges, quantity=where, always=always, count=n) for (edges, where, always), n in kept.items()),
+        "kept": tuple(
+            Tally(edges=edges, quantity=where, always=always, count=n) for (edges, where, always), n in kept.items()
+        ),
         "copied": tuple(Tally(edges=edges, quantity=where, count=n) for (edges, where), n in copied.items()),
     }
 
@@ -258,7 +262,7 @@ def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tupl
 
 @dataclass(slots=True)
 class Formulation:
-    """A `Problem`, and what its nodes and choices stand for: first one node per region class, then one per parameter class."""
+    """A `Problem` and what its nodes stand for: first one per region class, then one per parameter class."""
 
     layer: Layer
     pricer: Pricer
@@ -279,7 +283,7 @@ class Formulator:
         self._pairs: dict[tuple[object, ...], Price | None] = {}
 
     def build(self, accepts: Accepts | None = None, accepts_stored: AcceptsStored | None = None) -> Formulation | None:
-        """Return the problem with the strategies that ``accepts`` lets through; None where some region is left with none."""
+        """Return the problem with the strategies that ``accepts`` lets through; None where a region has none left."""
         strategies = []
         for index in range(len(self._layer.regions.classes)):
             region = self._layer.representative(index)
@@ -302,7 +306,9 @@ class Formulator:
         edges += [self._agreement(edges[a], edges[b]) for a, b in self._layer.agreements]
         edges += list(self._parameter_edges(strategies, stored, ports))
         problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=self.constant())
-        return Formulation(layer=self._layer, pricer=self.pricer, problem=problem, strategies=tuple(strategies), stored=tuple(stored))
+        return Formulation(
+            layer=self._layer, pricer=self.pricer, problem=problem, strategies=tuple(strategies), stored=tuple(stored)
+        )
 
     def strategies(self, index: int) -> tuple[Strategy, ...]:
         """Return every strategy of a region class on the run's mesh."""
@@ -319,7 +325,9 @@ class Formulator:
         held: dict[str, int] = Counter(
             layer.blocks.of_region[m] for m in members if layer.blocks.of_region.get(m) in layer.blocks.representatives
         )
-        return self.pricer.region(region, strategy, count=len(members), block=layer.block(region), in_representative=held)
+        return self.pricer.region(
+            region, strategy, count=len(members), block=layer.block(region), in_representative=held
+        )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
         charges = tuple(self.region_price(index, strategy).charge for strategy in choices)
@@ -330,7 +338,9 @@ class Formulator:
     ) -> tuple[StoredChoice, ...]:
         value = self.value_of(parameter)
         names = self._layer.regions.graph.parameters[parameter.values[0]]
-        layouts = [layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)]
+        layouts = [
+            layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)
+        ]
         if len(parameter.uses) < 2 or not value.requires_grad or not self.pricer.run.job.training:
             return tuple(StoredChoice(stored=layout, accumulated=None) for layout in layouts)
         natural = {s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]}
@@ -345,7 +355,7 @@ class Formulator:
         return self._layer.regions.graph.values[parameter.values[0]]
 
     def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
-        """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced to it."""
+        """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
         value = self.value_of(parameter)
         price = self.pricer.parameter(value, choice.stored, len(parameter.values))
         if choice.accumulated is None:
@@ -399,7 +409,7 @@ class Formulator:
 
     @staticmethod
     def _agreement(a: Edge, b: Edge) -> Edge:
-        """Return an edge that holds the producers of two edges to the same port (their consumers are one class, or share the key)."""
+        """Return an edge that holds the producers of two edges to the same port: one key of the plan names both."""
         shared = set(a.producer_ports) & set(b.producer_ports)
         return Edge(
             producer=a.producer,
@@ -418,7 +428,9 @@ class Formulator:
         for tally in self._layer.recompute:
             for p, q, members in _meeting(edges, tally.edges):
                 if ports.port(p)[0] != ports.port(q)[0]:
-                    price = self.pricer.recomputed_redistribution(self._value(tally), ports.port(p), ports.port(q), tally.count)
+                    price = self.pricer.recomputed_redistribution(
+                        self._value(tally), ports.port(p), ports.port(q), tally.count
+                    )
                     if price.charge:
                         yield Unit(charge=price.charge, members=members)
         if self.pricer.run.job.training:
@@ -447,7 +459,9 @@ class Formulator:
 
     # --- parameters ----------------------------------------------------------------------------------------------
 
-    def use_price(self, parameter: ParameterClass, use: tuple[int, int], choice: StoredChoice, port: Port) -> Price | None:
+    def use_price(
+        self, parameter: ParameterClass, use: tuple[int, int], choice: StoredChoice, port: Port
+    ) -> Price | None:
         """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
         index, slot = use
         layer = self._layer
@@ -505,7 +519,9 @@ class _Ports:
         return self._ports[index]
 
 
-def _meeting(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[tuple[int, int, int], ...]]]:
+def _meeting(
+    edges: Sequence[Edge], chosen: Sequence[int]
+) -> Iterator[tuple[int, int, tuple[tuple[int, int, int], ...]]]:
     """Yield each pair of ports that can meet on any of the ``chosen`` edges, with the edges on which it can."""
     members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for edge in chosen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import networkx as nx
@@ -75,7 +75,11 @@ class Op:
     @property
     def target_name(self) -> str:
         """The op's name, as in ``aten.linear.default``."""
-        return str(getattr(self.target, "__name__", self.target)) if not isinstance(self.target, torch._ops.OpOverload) else str(self.target)
+        return (
+            str(getattr(self.target, "__name__", self.target))
+            if not isinstance(self.target, torch._ops.OpOverload)
+            else str(self.target)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +104,13 @@ class ModelOutput:
 class OpGraph:
     """A traced model. ``digraph`` holds op names as nodes (attribute ``op``) and one edge per tensor (``value``)."""
 
-    digraph: nx.MultiDiGraph
+    digraph: nx.MultiDiGraph[str]
     values: Mapping[str, Value]
     calls: tuple[Call, ...]
     inputs: tuple[ModelInput, ...]
     outputs: tuple[ModelOutput, ...]
     parameters: Mapping[str, tuple[str, ...]]
     """Parameter value -> every FQN that it goes by (more than one where it is tied)."""
-    parameter_owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def ops(self) -> list[Op]:
@@ -119,9 +122,9 @@ class OpGraph:
         return {value: op for op in self.ops for value in op.outputs}
 
 
-def build_digraph(ops: list[Op]) -> nx.MultiDiGraph:
+def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
     """Return the graph of ``ops``: nodes in order of execution, an edge for every tensor that one hands to another."""
-    graph = nx.MultiDiGraph()
+    graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
     produced: dict[str, str] = {}
     for op in ops:
         graph.add_node(op.name, op=op)
@@ -147,12 +150,15 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
     """Return ``graph``, traced at a batch of ``traced_batch``, as it would be traced at ``batch``.
 
     Args:
-        traced_batch: a prime that no other size of the model is a multiple of, so that whatever is a multiple of it is a
+        traced_batch: a prime that no other size of the model is a multiple of, so that whatever is a multiple of it is
+        a
             multiple of the batch. No other number of micro-batches then needs a trace of its own.
     """
     ops = [
         replace(op, args=_scaled(op.args, traced_batch, batch), kwargs=_scaled(dict(op.kwargs), traced_batch, batch))
         for op in graph.ops
     ]
-    values = {name: replace(value, shape=_scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()}
+    values = {
+        name: replace(value, shape=_scaled(value.shape, traced_batch, batch)) for name, value in graph.values.items()
+    }
     return replace(graph, digraph=build_digraph(ops), values=values)

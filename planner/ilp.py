@@ -1,11 +1,14 @@
 """The integer program: the one file that knows pulp.
 
     choose      x[v,c] in {0,1}     node v takes choice c                       sum_c x[v,c] = 1
-    flows       f[e,p,q] >= 0       edge e shows ports p and q                  sum_q f[e,p,q] = sum_{c shows p} x[producer,c]
-                                                                                sum_p f[e,p,q] = sum_{c shows q} x[consumer,c]
+    flows       f[e,p,q] >= 0       edge e shows ports p and q                  sum_q f[e,p,q] = sum_{c shows p}
+    x[producer,c]
+                                                                                sum_p f[e,p,q] = sum_{c shows q}
+                                                                                x[consumer,c]
     units       u >= f[e,p,q]       paid once for all its members
     quantities  Q[name] = constant + sum of the charges of x, f and u
-    time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the backward
+    time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the
+    backward
     memory      memory + Z + W <= cap;  Z >= each transient;  W >= the recomputed part of each block
     minimise    F + B + exposed
 
@@ -85,7 +88,9 @@ def _flows(program: _Program) -> None:
             for variable, port in zip(program.choice[node], ports, strict=True):
                 chosen[port].append(variable)
             for port in chosen:
-                terms = [(variable, 1.0) for variable in out.get(port, [])] + [(variable, -1.0) for variable in chosen[port]]
+                terms = [(variable, 1.0) for variable in out.get(port, [])] + [
+                    (variable, -1.0) for variable in chosen[port]
+                ]
                 program.model += pulp.LpAffineExpression(terms) == 0
 
 
@@ -148,12 +153,16 @@ def _typical_time_s(problem: Problem) -> float:
     largest = 0.0
     for node in problem.nodes:
         for charge in node.charges:
-            largest = max(largest, charge.get(problems.COMPUTE_BACKWARD, 0.0), charge.get(problems.COMPUTE_FORWARD, 0.0))
+            largest = max(
+                largest, charge.get(problems.COMPUTE_BACKWARD, 0.0), charge.get(problems.COMPUTE_FORWARD, 0.0)
+            )
     return largest or 1.0
 
 
 def _build(problem: Problem, memory_bytes: float | None) -> tuple[_Program, pulp.LpAffineExpression]:
-    program = _Program(problem=problem, time_scale=1.0 / _typical_time_s(problem), model=pulp.LpProblem("sharding", pulp.LpMinimize))
+    program = _Program(
+        problem=problem, time_scale=1.0 / _typical_time_s(problem), model=pulp.LpProblem("sharding", pulp.LpMinimize)
+    )
     _choices(program)
     _flows(program)
     _units(program)
@@ -195,13 +204,19 @@ def _run(program: _Program, mip_gap: float, time_limit_s: float | None, started:
     try:
         status = program.model.solve(solver)
     except pulp.PulpSolverError as error:
-        raise SolverError(f"the solver broke off: {error}", what_to_do="Try again with a larger time limit or a larger MIP gap.") from error
+        raise SolverError(
+            f"the solver broke off: {error}", what_to_do="Try again with a larger time limit or a larger MIP gap."
+        ) from error
     if status == pulp.LpStatusInfeasible:
         return None
-    if status not in (pulp.LpStatusOptimal, pulp.LpStatusNotSolved) or any(v.value() is None for row in program.choice for v in row):
+    if status not in (pulp.LpStatusOptimal, pulp.LpStatusNotSolved) or any(
+        v.value() is None for row in program.choice for v in row
+    ):
         if status == pulp.LpStatusUndefined:
             return None
-        raise SolverError(f"the solver ended as {pulp.LpStatus[status]}", what_to_do="Try again with a larger time limit.")
+        raise SolverError(
+            f"the solver ended as {pulp.LpStatus[status]}", what_to_do="Try again with a larger time limit."
+        )
     assignment = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in program.choice)
     objective_s = step_time_s(totals(program.problem, assignment))
     return Solution(

@@ -32,7 +32,9 @@ def batch_of(inputs: ExampleInputs) -> int:
     for leaf in pytree.tree_leaves((inputs.args, dict(inputs.kwargs))):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
-    raise ModelError("the example inputs hold no tensor with a batch dim", what_to_do="Give the inputs of one forward call.")
+    raise ModelError(
+        "the example inputs hold no tensor with a batch dim", what_to_do="Give the inputs of one forward call."
+    )
 
 
 def with_batch(inputs: ExampleInputs, given: int, batch: int) -> ExampleInputs:
@@ -93,4 +95,6 @@ def _image_inputs(config: Any, batch: int) -> ExampleInputs:
     size = config.image_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     pixels = torch.zeros(batch, config.num_channels, height, width, device="meta")
-    return ExampleInputs(args=(), kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device="meta")})
+    return ExampleInputs(
+        args=(), kwargs={"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device="meta")}
+    )

@@ -1,4 +1,4 @@
-"""Of choices that cost the same, the one that a person would have written: inputs split over the batch, dims in order."""
+"""Of choices that cost the same, the one that a person would have written: batches split, dims in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ RELATIVE_TOLERANCE = 1e-12
 def polish(formulator: Formulator, layer: Layer, decision: Decision) -> Decision:
     """Return a decision of the same price in which ties are settled by taste."""
     stored = [
-        _tidier(formulator, parameter, choice, decision) for parameter, choice in zip(layer.parameters, decision.stored, strict=True)
+        _tidier(formulator, parameter, choice, decision)
+        for parameter, choice in zip(layer.parameters, decision.stored, strict=True)
     ]
     strategies = [
         _input_strategy(formulator, layer, index, decision) if _is_input(layer.representative(index)) else strategy
@@ -27,11 +28,15 @@ def polish(formulator: Formulator, layer: Layer, decision: Decision) -> Decision
     return Decision(strategies=tuple(strategies), stored=tuple(stored))
 
 
-def _tidier(formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision) -> StoredChoice:
+def _tidier(
+    formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision
+) -> StoredChoice:
     """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
     wanted = _parameter_charge(formulator, parameter, choice, decision)
     value = formulator.value_of(parameter)
-    for layout in sorted(stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]):
+    for layout in sorted(
+        stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
+    ):
         accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
         other = StoredChoice(stored=layout, accumulated=accumulated)
         if other == choice:
@@ -42,7 +47,9 @@ def _tidier(formulator: Formulator, parameter: ParameterClass, choice: StoredCho
     return choice
 
 
-def _parameter_charge(formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision) -> Charge | None:
+def _parameter_charge(
+    formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision
+) -> Charge | None:
     prices = [formulator.parameter_price(parameter, choice)]
     for use in parameter.uses:
         index, slot = use
@@ -62,12 +69,14 @@ def _is_input(region: Region) -> bool:
 
 
 def _input_strategy(formulator: Formulator, layer: Layer, index: int, decision: Decision) -> Strategy:
-    """Return the way to take an input in that is split most, over the first dims, of those that need no communication."""
+    """Return the way to take an input in that is split most, over the first dims, without communication."""
     wanted: list[tuple[int, Port]] = []
     for edge in layer.edges:
         if edge.producer == index:
             consumer = decision.strategies[edge.consumer]
-            wanted.append((edge.producer_slot, (consumer.forward[edge.consumer_slot], consumer.gradient[edge.consumer_slot])))
+            wanted.append(
+                (edge.producer_slot, (consumer.forward[edge.consumer_slot], consumer.gradient[edge.consumer_slot]))
+            )
     region = layer.representative(index)
 
     def is_free(strategy: Strategy) -> bool:

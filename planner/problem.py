@@ -1,8 +1,8 @@
 """The choice to be made, as numbers: choices of nodes, pairs of choices on edges, and what each adds to a step.
 
 A `Charge` says what a choice adds to the quantities of a step: seconds of compute, seconds on a link, bytes of memory.
-Time and memory of a step follow from the totals by `step_time_s` and `peak_bytes`; the integer program states the same two
-formulas as linear constraints, and the estimator evaluates them. Nothing here knows of tensors or layouts.
+Time and memory of a step follow from the totals by `step_time_s` and `peak_bytes`; the integer program states the same
+two formulas as linear constraints, and the estimator evaluates them. Nothing here knows of tensors or layouts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Choose one choice per node, such that every edge shows a pair that can meet, at least step time, within memory."""
+    """Choose one choice per node, such that every edge shows a pair that can meet, at least time, within memory."""
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
@@ -82,7 +82,7 @@ Assignment = Sequence[int]
 """The choice of each node."""
 
 
-class InfeasibleAssignment(ValueError):
+class InfeasibleAssignmentError(ValueError):
     """An assignment in which two choices cannot meet."""
 
 
@@ -95,7 +95,7 @@ def totals(problem: Problem, assignment: Assignment) -> dict[str, float]:
     """Return the total of every quantity under ``assignment``.
 
     Raises:
-        InfeasibleAssignment: two choices cannot meet.
+        InfeasibleAssignmentError: two choices cannot meet.
     """
     total: dict[str, float] = defaultdict(float)
 
@@ -110,7 +110,9 @@ def totals(problem: Problem, assignment: Assignment) -> dict[str, float]:
     for edge in problem.edges:
         pair = edge_pair(problem, edge, assignment)
         if pair not in edge.pairs:
-            raise InfeasibleAssignment(f"{problem.nodes[edge.producer].name} and {problem.nodes[edge.consumer].name} cannot meet")
+            raise InfeasibleAssignmentError(
+                f"{problem.nodes[edge.producer].name} and {problem.nodes[edge.consumer].name} cannot meet"
+            )
         add(edge.pairs[pair])
         shown.append(pair)
     for unit in problem.units:
@@ -125,7 +127,7 @@ def _links(names: Iterator[str] | Sequence[str]) -> list[str]:
 
 
 def phase_time_s(total: Mapping[str, float], compute: str, blocking: str, prefetch: str) -> float:
-    """Return the seconds of one phase: compute and blocking communication in turn, or the busiest link if that is more."""
+    """Return the seconds of one phase: compute and blocking communication, or the busiest link if that is more."""
     links = _links(list(total))
     blocked = sum(total.get(blocking + link, 0.0) for link in links)
     busiest = max((total.get(blocking + link, 0.0) + total.get(prefetch + link, 0.0) for link in links), default=0.0)
@@ -144,7 +146,7 @@ def step_time_s(total: Mapping[str, float]) -> float:
 
 
 def peak_bytes(total: Mapping[str, float]) -> float:
-    """Return the peak memory from the totals: what stays, plus the largest transient, plus the largest recomputed block."""
+    """Return the peak bytes from the totals: what stays, the largest transient and the largest recomputed block."""
     largest = max((amount for name, amount in total.items() if name.startswith(TRANSIENT)), default=0.0)
     block = max((amount for name, amount in total.items() if name.startswith(RECOMPUTED)), default=0.0)
     stays = sum(amount for name, amount in total.items() if name.startswith(MEMORY))
@@ -168,7 +170,7 @@ def brute_force(problem: Problem, memory_bytes: float | None) -> tuple[tuple[int
     for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
         try:
             total = totals(problem, assignment)
-        except InfeasibleAssignment:
+        except InfeasibleAssignmentError:
             continue
         if memory_bytes is not None and peak_bytes(total) > memory_bytes:
             continue

@@ -1,7 +1,7 @@
 """What each op costs before it is split: FLOPs, bytes, and what autograd keeps of it for the backward pass.
 
-The graph is run once, op by op, on meta tensors with autograd on. What autograd packs is what it would save; tensors that
-share a storage are one.
+The graph is run once, op by op, on meta tensors with autograd on. What autograd packs is what it would save; tensors
+that share a storage are one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.strategies.own_rules import is_shardable_cross_entropy
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 FLASH_BACKWARD_FLOPS = 2.5
-"""FLOPs of flash attention's backward per FLOP of its forward: five matrix products against two (Dao, FlashAttention-2, 2023)."""
+"""FLOPs of flash attention's backward per FLOP of its forward: five products against two (FlashAttention-2, 2023)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +58,16 @@ class _FlopCount(TorchDispatchMode):
     """Adds up the FLOPs of what runs, by torch's own formulas."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._overloadpacket not in flop_registry:
             # As FlopCounterMode: count what a composite op is made of.
-            decomposed = func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
+            decomposed = (
+                func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
+            )
             if decomposed is not NotImplemented:
                 return decomposed
         out = func(*args, **kwargs)
@@ -127,11 +129,20 @@ class _Walk:
             return self._flash_attention(op, inputs, outputs, count.flops)
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
-        is_view = all(self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs) and "_." not in str(op.target)
+        is_view = all(
+            self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs
+        ) and "_." not in str(op.target)
         return self._sum_up(op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view)
 
     def _sum_up(
-        self, op: Op, inputs: list[Value], outputs: list[Value], flops: float, saved: tuple[str, ...], extra: int, is_view: bool
+        self,
+        op: Op,
+        inputs: list[Value],
+        outputs: list[Value],
+        flops: float,
+        saved: tuple[str, ...],
+        extra: int,
+        is_view: bool,
     ) -> OpProfile:
         read, written = sum(v.nbytes for v in inputs), sum(v.nbytes for v in outputs)
         if op.target_name == "aten.embedding.default":

@@ -68,7 +68,9 @@ def random_assignment(problem: Problem, seed: int, allowed: Allowed) -> tuple[in
     return _extend(domains, order, generator, allowed)
 
 
-def _extend(domains: _Domains, order: Sequence[int], generator: random.Random, allowed: Allowed) -> tuple[int, ...] | None:
+def _extend(
+    domains: _Domains, order: Sequence[int], generator: random.Random, allowed: Allowed
+) -> tuple[int, ...] | None:
     if not order:
         return tuple(int(np.flatnonzero(mask)[0]) for mask in domains.open)
     node, rest = order[0], order[1:]

@@ -1,22 +1,22 @@
 """Regions: what runs between module boundaries, where layouts cannot change.
 
-A redistribution sits at a module's input or output, or at a parameter's use. Ops that hand each other tensors inside one
-module body therefore choose their layouts together. A *region* is a maximal set of such ops; its *slots* are the tensors
-as seen in that body. A tensor that crosses a boundary into a body is an *entry* there: a new slot, linked to the slot that
-it came from, and the link is where a redistribution may happen.
+A redistribution sits at a module's input or output, or at a parameter's use. Ops that hand each other tensors inside
+one module body therefore choose their layouts together. A *region* is a maximal set of such ops; its *slots* are the
+tensors as seen in that body. A tensor that crosses a boundary into a body is an *entry* there: a new slot, linked to
+the slot that it came from, and the link is where a redistribution may happen.
 
 Equal regions of equal blocks (``model.layers.*.mlp``) are one `RegionClass`: they share their decision.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
@@ -174,7 +174,9 @@ def build_regions(graph: OpGraph) -> RegionGraph:
         union.find(("op", op.name))
         for value in (*op.inputs, *op.outputs):
             kind = graph.values[value].kind
-            if kind == "parameter" or (kind == "plain" and not (_is_free_plain(graph, op) and (value, op.call) in frames.entries)):
+            if kind == "parameter" or (
+                kind == "plain" and not (_is_free_plain(graph, op) and (value, op.call) in frames.entries)
+            ):
                 continue
             union.join(("op", op.name), ("slot", _slot_key(frames, value, op.call)))
     members: dict[Hashable, list[Any]] = defaultdict(list)
@@ -183,7 +185,7 @@ def build_regions(graph: OpGraph) -> RegionGraph:
     for key in frames.entries:
         if graph.values[key[0]].kind != "plain":
             members[union.find(("slot", key))].append(key)
-    regions = []
+    regions: list[Region] = []
     for items in members.values():
         ops = [item for item in items if isinstance(item, Op)]
         keys = [item for item in items if not isinstance(item, Op)]
@@ -204,7 +206,9 @@ def _build_region(graph: OpGraph, frames: _Frames, index: int, ops: list[Op], ke
             slot = Slot(value=graph.values[value], origin="parameter", parameter=_used_name(graph, value, fqn))
         elif kind == "plain" and (value, op.call) in frames.entries and _is_free_plain(graph, op):
             key = (value, op.call)
-            slot = Slot(value=graph.values[value], origin="entry", source=None, boundary=frames.entries[value, op.call][1])
+            slot = Slot(
+                value=graph.values[value], origin="entry", source=None, boundary=frames.entries[value, op.call][1]
+            )
         elif kind == "plain":
             key = ("plain", value)
             slot = Slot(value=graph.values[value], origin="plain")
@@ -230,8 +234,14 @@ def _build_region(graph: OpGraph, frames: _Frames, index: int, ops: list[Op], ke
         inputs = tuple(position(value, op) for value in op.inputs)
         outputs = tuple(position(value, op) for value in op.outputs)
         region_ops.append(RegionOp(op=op, inputs=inputs, outputs=outputs))
-    signature = (re.sub(r"\d+", "*", fqn), tuple(_slot_signature(slot) for slot in slots), tuple(_op_signature(op) for op in region_ops))
-    return Region(index=index, call=call, fqn=fqn, slots=tuple(slots), ops=tuple(region_ops), exits=(), signature=signature)
+    signature = (
+        re.sub(r"\d+", "*", fqn),
+        tuple(_slot_signature(slot) for slot in slots),
+        tuple(_op_signature(op) for op in region_ops),
+    )
+    return Region(
+        index=index, call=call, fqn=fqn, slots=tuple(slots), ops=tuple(region_ops), exits=(), signature=signature
+    )
 
 
 def _used_name(graph: OpGraph, value: str, fqn: str) -> str:
@@ -252,7 +262,15 @@ def _used_name(graph: OpGraph, value: str, fqn: str) -> str:
 def _slot_signature(slot: Slot) -> Hashable:
     parameter = slot.parameter.rpartition(".")[2] if slot.parameter else None
     path = (slot.boundary.direction, slot.boundary.path) if slot.boundary else None
-    return (slot.origin, slot.value.shape, slot.value.dtype, slot.value.requires_grad, parameter, path, slot.source is None)
+    return (
+        slot.origin,
+        slot.value.shape,
+        slot.value.dtype,
+        slot.value.requires_grad,
+        parameter,
+        path,
+        slot.source is None,
+    )
 
 
 def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
@@ -262,8 +280,10 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
     def text(leaf: Any) -> Any:
         return f"#{next(counter)}" if isinstance(leaf, Ref) else repr(leaf)
 
-    leaves = tuple(text(leaf) for leaf in pytree.tree_leaves((op.args, dict(op.kwargs)), is_leaf=lambda x: isinstance(x, Ref)))
-    target = op.target if not isinstance(op.target, torch.fx.GraphModule) else op.target.code
+    leaves = tuple(
+        text(leaf) for leaf in pytree.tree_leaves((op.args, dict(op.kwargs)), is_leaf=lambda x: isinstance(x, Ref))
+    )
+    target = getattr(op.target, "code", op.target)  # a captured submodule is what its code says
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
     return (str(target), leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled)
 
@@ -286,9 +306,9 @@ def _link(graph: OpGraph, regions: list[Region]) -> RegionGraph:
             if slot.origin == "entry" and slot.source is not None:
                 producer, producer_slot = where[slot.source]
                 exits[producer].add(producer_slot)
-                links.append(Link(producer=producer, producer_slot=producer_slot, consumer=region.index, consumer_slot=position))
-    import dataclasses
-
+                links.append(
+                    Link(producer=producer, producer_slot=producer_slot, consumer=region.index, consumer_slot=position)
+                )
     finished = tuple(dataclasses.replace(region, exits=tuple(sorted(exits[region.index]))) for region in regions)
     classes, class_of = _classify(finished)
     return RegionGraph(graph=graph, regions=finished, classes=classes, class_of=class_of, links=tuple(links))
@@ -307,7 +327,7 @@ def _classify(regions: tuple[Region, ...]) -> tuple[tuple[RegionClass, ...], tup
     for region in regions:
         groups[region.signature, region.exits].append(region.index)
     class_of = [0] * len(regions)
-    classes = []
+    classes: list[RegionClass] = []
     for members in groups.values():
         for member in members:
             class_of[member] = len(classes)
@@ -336,6 +356,6 @@ def fill(template: Any, tensors: Mapping[str, Any] | list[Any]) -> Any:
     def substitute(leaf: Any) -> Any:
         if not isinstance(leaf, Ref):
             return leaf
-        return next(remaining) if remaining is not None else tensors[leaf.value]  # type: ignore[index,call-overload]
+        return next(remaining) if remaining is not None else tensors[leaf.value]  # type: ignore[call-overload]
 
     return pytree.tree_map(substitute, template, is_leaf=lambda x: isinstance(x, Ref))

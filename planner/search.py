@@ -88,13 +88,18 @@ class Search:
         started = time.perf_counter()
         formulator, layer = self.formulator(run)
         built = formulator.build(
-            None if restriction is None else restriction.accepts, None if restriction is None else restriction.accepts_stored
+            None if restriction is None else restriction.accepts,
+            None if restriction is None else restriction.accepts_stored,
         )
         self._clock.add("costs_s", started)
         return formulator, layer, built
 
-    def solve(self, run: Run, restriction: Restriction | None) -> Candidate | None:
-        """Return the best decision in ``run``, None where none fits."""
+    def solve(self, run: Run, restriction: Restriction | None, slower_than_s: float | None = None) -> Candidate | None:
+        """Return the best decision in ``run``, None where none fits.
+
+        Args:
+            slower_than_s: a decision that takes at least this long is not wanted, and comes back unchecked.
+        """
         formulator, layer, formulation = self.formulate(run, restriction)
         while formulation is not None:
             started = time.perf_counter()
@@ -103,7 +108,8 @@ class Search:
             if solution is None:
                 return None
             decision = decision_of(formulation, solution.assignment)
-            refused = self._refused(run, formulation, decision)
+            wanted = slower_than_s is None or solution.objective_s < slower_than_s
+            refused = self._refused(run, formulation, decision) if wanted else []
             if not refused:
                 decision = polish(formulator, layer, decision)
                 found = estimate(formulator, layer, decision)
@@ -134,13 +140,17 @@ class Search:
         def allowed(node: int, choice: int) -> bool:
             if node >= len(formulation.strategies):
                 return True
-            return self._table.runs(self._base_region(layer, node), formulation.strategies[node][choice], run.mesh.shape)
+            return self._table.runs(
+                self._base_region(layer, node), formulation.strategies[node][choice], run.mesh.shape
+            )
 
         assignment = random_assignment(formulation.problem, seed, allowed)
         if assignment is None:
             return None
         decision = decision_of(formulation, assignment)
-        return Candidate(run=run, layer=layer, decision=decision, estimate=estimate(formulator, layer, decision), solution=None)
+        return Candidate(
+            run=run, layer=layer, decision=decision, estimate=estimate(formulator, layer, decision), solution=None
+        )
 
     def best(
         self,
@@ -158,21 +168,29 @@ class Search:
         return best
 
     def _best_on(
-        self, mesh: MeshSpec, counts: Sequence[int], ac: str, restriction: Restriction | None, best: Candidate | None, progress: Progress | None
+        self,
+        mesh: MeshSpec,
+        counts: Sequence[int],
+        ac: str,
+        restriction: Restriction | None,
+        best: Candidate | None,
+        progress: Progress | None,
     ) -> Candidate | None:
-        """Return the better of ``best`` and what ``mesh`` gives: the smallest number of micro-batches that fits, and the next."""
+        """Return the better of ``best`` and what ``mesh`` gives with the fewest micro-batches that fit, or the next."""
         found_before: float | None = None
         for count in counts:
             run = self.run_of(mesh, count, ac)
             micro_batch = self._batch // count
-            floor = least_memory_bytes(self._traced, run, micro_batch, STATE_BYTES_PER_PARAMETER) + reserve_bytes(self._cluster.device)
+            floor = least_memory_bytes(self._traced, run, micro_batch, STATE_BYTES_PER_PARAMETER) + reserve_bytes(
+                self._cluster.device
+            )
             if floor > self._memory_bytes:
                 continue
             if best is not None and least_compute_s(self._traced, run, micro_batch) >= best.estimate.step_time_s:
                 break
             if progress is not None:
                 progress(f"solving mesh {mesh}, {count} micro-batches, checkpointing {ac}")
-            candidate = self.solve(run, restriction)
+            candidate = self.solve(run, restriction, None if best is None else best.estimate.step_time_s)
             if candidate is None:
                 continue
             if best is None or candidate.estimate.step_time_s < best.estimate.step_time_s:
@@ -183,7 +201,11 @@ class Search:
         return best
 
     def refuse(
-        self, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Callable[[MeshSpec], Restriction | None]
+        self,
+        meshes: Sequence[MeshSpec],
+        counts: Sequence[int],
+        modes: Sequence[str],
+        restrict: Callable[[MeshSpec], Restriction | None],
     ) -> InfeasibleError:
         """Return the error that says what would do: the least memory per device over all runs, and what takes it up."""
         least: tuple[float, Layer, Decision, Run] | None = None
@@ -211,7 +233,9 @@ class Search:
             )
         nbytes, layer, decision, run = least
         return InfeasibleError(
-            budget_bytes=self._memory_bytes, least_bytes=int(-(-nbytes // 1)), largest_tensors=_largest(layer, decision, run)
+            budget_bytes=self._memory_bytes,
+            least_bytes=int(-(-nbytes // 1)),
+            largest_tensors=_largest(layer, decision, run),
         )
 
 
@@ -220,17 +244,29 @@ def _largest(layer: Layer, decision: Decision, run: Run) -> tuple[tuple[str, int
     rows: list[tuple[str, int]] = []
     for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
         value = values[parameter.values[0]]
-        rows.append((layer.regions.graph.parameters[parameter.values[0]][0], value.nbytes // split_factor(choice.stored, run.mesh.shape)))
+        rows.append(
+            (
+                layer.regions.graph.parameters[parameter.values[0]][0],
+                value.nbytes // split_factor(choice.stored, run.mesh.shape),
+            )
+        )
     for index, strategy in enumerate(decision.strategies):
         region = layer.representative(index)
         for position, slot in enumerate(region.slots):
             layout = strategy.forward[position]
             if slot.origin == "op" and layout is not None:
-                rows.append((f"{region.fqn or '(root)'}:{slot.value.name}", slot.value.nbytes // split_factor(layout, run.mesh.shape)))
+                rows.append(
+                    (
+                        f"{region.fqn or '(root)'}:{slot.value.name}",
+                        slot.value.nbytes // split_factor(layout, run.mesh.shape),
+                    )
+                )
     return tuple(sorted(rows, key=lambda row: -row[1])[:3])
 
 
-def _without(formulator: Formulator, formulation: Formulation, decision: Decision, refused: Sequence[int]) -> Formulation | None:
+def _without(
+    formulator: Formulator, formulation: Formulation, decision: Decision, refused: Sequence[int]
+) -> Formulation | None:
     """Return the problem without the strategies that were refused."""
     strategies = [
         tuple(s for s in choices if index not in refused or s != decision.strategies[index])

@@ -1,6 +1,6 @@
 """One model on one cluster, planned: by `build_plan` once, or by a `PlanningSession` as often as wanted.
 
-    module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Problem --ilp--> Assignment --> ShardingPlan
+module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Problem --ilp--> Assignment --> ShardingPlan
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.errors import JobError, MeshError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint, torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
-from planner.job import Job
+from planner.job import CheckpointingMode, Job
 from planner.plan import PlanMesh, ShardingPlan
 from planner.report import SolverReport
 from planner.search import Candidate, Clock, Progress, Search
@@ -136,7 +136,7 @@ class PlanningSession:
             gradient_plan=dict(entries.gradient_plan),
             input_plan=dict(entries.input_plan),
             output_plan=dict(entries.output_plan),
-            activation_checkpointing={pattern: run.ac for pattern in blocks},  # type: ignore[misc]
+            activation_checkpointing=dict.fromkeys(blocks, _checkpointing(run.ac)),
             micro_batches=run.micro_batches,
             estimate=candidate.estimate,
             solver=_report(candidate, planner),
@@ -146,6 +146,11 @@ class PlanningSession:
         )
         self._clock.add("write_s", started)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
+
+
+def _checkpointing(ac: str) -> CheckpointingMode:
+    """Return the mode of the blocks of a run that checkpoints; a run that does not has no such blocks."""
+    return "selective" if ac == "selective" else "full"
 
 
 def _report(candidate: Candidate, planner: str) -> SolverReport:
@@ -165,7 +170,9 @@ def _report(candidate: Candidate, planner: str) -> SolverReport:
 
 def _memory_bytes(memory_gb: float) -> int:
     if not memory_gb > 0:
-        raise JobError(f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes")
+        raise JobError(
+            f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
+        )
     return int(memory_gb * 1e9)
 
 
@@ -199,7 +206,8 @@ def build_plan(
     Args:
         model: any module; stays as it is, and may be on the meta device.
         cluster: for example "4x8xh100-sxm-80gb".
-        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face config.
+        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
+        config.
         mesh: for example "dp=4,tp=8"; None: all one- and two-axis meshes of the cluster are tried.
         batch: samples per step in all; None takes the example inputs'.
         seq: tokens per sample, for models that read tokens.
@@ -248,10 +256,20 @@ def estimate_plan(
     """
     found = plan.fingerprint.get("model")
     if found is not None and found != model_fingerprint(model):
-        raise PlanMismatchError("the plan was made for another model.", what_to_do="Plan this model, or name the one that the plan is for.")
+        raise PlanMismatchError(
+            "the plan was made for another model.",
+            subject="model",
+            expected=found,
+            found=model_fingerprint(model),
+            what_to_do="Plan this model, or name the one that the plan is for.",
+        )
     cluster = cluster or ClusterSpec.from_dict(plan.cluster)
     check_mesh(plan.mesh.spec, cluster)
-    inputs = inputs_for(model, batch=plan.job.batch, seq=plan.job.seq) if example_inputs is None else as_inputs(example_inputs)
+    inputs = (
+        inputs_for(model, batch=plan.job.batch, seq=plan.job.seq)
+        if example_inputs is None
+        else as_inputs(example_inputs)
+    )
     batch = plan.job.batch or batch_of(inputs)
     clock = Clock()
     started = time.perf_counter()

@@ -21,6 +21,7 @@ from planner.eager_masks import unpacked_sequences
 from planner.errors import ModelError
 from planner.graph import Call, Crossing, ModelInput, ModelOutput, Op, OpGraph, Ref, Value, ValueKind, build_digraph
 
+
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
 def _boundary(tensor: torch.Tensor, marker: str) -> torch.Tensor:
     return tensor.clone()
@@ -143,7 +144,9 @@ def _symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> _Captured:
     graph_module = torch.fx.GraphModule(module, graph)
     names = [node.target for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(names, inputs.args, strict=False)) | dict(inputs.kwargs)
-    missing = [name for name in names if name not in bound and not any(n.target == name and n.args for n in graph.nodes)]
+    missing = [
+        name for name in names if name not in bound and not any(n.target == name and n.args for n in graph.nodes)
+    ]
     if missing:
         raise ValueError(f"no example input for {', '.join(missing)}")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -158,7 +161,13 @@ def _symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> _Captured:
                 parameters[node.name] = tied.setdefault(id(state[node.target]), node.target)
             else:
                 buffers.add(node.name)
-    return _Captured(graph=graph, owner=graph_module, parameters=parameters, buffers=frozenset(buffers), calls=tuple(boundaries.calls))
+    return _Captured(
+        graph=graph,
+        owner=graph_module,
+        parameters=parameters,
+        buffers=frozenset(buffers),
+        calls=tuple(boundaries.calls),
+    )
 
 
 class _FakeValues(torch.fx.Interpreter):
@@ -198,8 +207,9 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
             captured = _symbolic_trace(module, inputs)
         except Exception as second:  # noqa: BLE001
             raise ModelError(
-                f"cannot trace {type(module).__name__}: torch.export says {_reason(refusal)}; torch.fx says {_reason(second)}",
-                what_to_do=f"check that the module runs on these inputs, and keep data-dependent control flow out of forward{_culprit(module, refusal)}",
+                f"cannot trace {type(module).__name__}{_culprit(module, refusal)}: "
+                f"torch.export says {_reason(refusal)}; torch.fx says {_reason(second)}.",
+                what_to_do="Check that it runs on these inputs, and keep data-dependent control flow out of forward.",
             ) from refusal
     return _Reader(module, captured).read()
 
@@ -216,7 +226,7 @@ def _culprit(module: nn.Module, error: BaseException) -> str:
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner in names and frame.tb_frame.f_code.co_name == "forward":
-            found = f"; it was raised in module {names[owner] or '(root)'!r} ({type(owner).__name__})"
+            found = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
         frame = frame.tb_next
     return found
 
@@ -303,7 +313,11 @@ class _Reader:
             self._read_marker(node)
         elif "_assert" in str(node.target) or "sym_constrain" in str(node.target):
             return
-        elif getattr(node.target, "__name__", "") == "getitem" and not isinstance(node.meta.get("val"), torch.fx.Proxy) and self._is_list(node):
+        elif (
+            getattr(node.target, "__name__", "") == "getitem"
+            and not isinstance(node.meta.get("val"), torch.fx.Proxy)
+            and self._is_list(node)
+        ):
             source = self._arrivals[node.args[0]]  # type: ignore[index]
             self._arrivals[node] = source[node.args[1]]
         else:
@@ -327,7 +341,9 @@ class _Reader:
         else:
             self._leave(call)
         side: Literal["input", "output"] = "input" if direction == "input" else "output"
-        self._arrivals[node] = _Arrival(arrival.value, (*arrival.crossings, Crossing(call=call, direction=side, path=path)))
+        self._arrivals[node] = _Arrival(
+            arrival.value, (*arrival.crossings, Crossing(call=call, direction=side, path=path))
+        )
 
     def _enter(self, call: int) -> None:
         if call not in self._stack:
@@ -423,12 +439,18 @@ class _Reader:
     def _read_output(self, node: torch.fx.Node) -> None:
         leaves = pytree.tree_leaves(node.args, is_leaf=lambda x: isinstance(x, torch.fx.Node))
         arrivals = [self._arrivals[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node)]
-        flat = [a for a in pytree.tree_leaves(arrivals, is_leaf=lambda x: isinstance(x, _Arrival)) if isinstance(a, _Arrival)]
+        flat = [
+            a
+            for a in pytree.tree_leaves(arrivals, is_leaf=lambda x: isinstance(x, _Arrival))
+            if isinstance(a, _Arrival)
+        ]
         scalars = [a for a in flat if self._values[a.value].shape == () and self._values[a.value].requires_grad]
         for arrival in flat:
             path = arrival.crossings[-1].path if arrival.crossings else ""
             is_loss = bool(scalars) and arrival is scalars[0]
-            self._outputs.append(ModelOutput(value=arrival.value, path=path, crossings=arrival.crossings, is_loss=is_loss))
+            self._outputs.append(
+                ModelOutput(value=arrival.value, path=path, crossings=arrival.crossings, is_loss=is_loss)
+            )
 
 
 def _outputs_of(graph_module: torch.fx.GraphModule) -> Any:

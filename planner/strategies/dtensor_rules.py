@@ -1,9 +1,9 @@
 """What DTensor itself does with one op: the one file that touches its private rules.
 
-A strategy is not taken from a table. The op is run, forward and backward, on DTensors whose local tensors live on the meta
-device, over a mesh without process groups: no data, no communication, no GPU. A collective has nowhere to go on such a mesh
-and raises, so whatever comes through is what DTensor runs without one, with the layouts that it really gives the outputs
-and the gradients.
+A strategy is not taken from a table. The op is run, forward and backward, on DTensors whose local tensors live on the
+meta device, over a mesh without process groups: no data, no communication, no GPU. A collective has nowhere to go on
+such a mesh and raises, so whatever comes through is what DTensor runs without one, with the layouts that it really
+gives the outputs and the gradients.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._ops import utils as dtensor_op_utils
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from cost_model.layout import Layout, divides, local_shape
@@ -67,6 +68,24 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _free_or_not(current: Any, target: Any) -> float:
+    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else 1 or more.
+
+    DTensor picks a cheapest strategy. Whether that is a free one is all that is asked here, and its own formula spends
+    most of the time on pricing the others.
+    """
+    if current.placements == target.placements and current.shard_order == target.shard_order:
+        return 0.0
+    if current.shard_order is None or target.shard_order is None:
+        return 0.0 if current.is_replicated() else float("inf")
+    for axis, (before, after) in enumerate(zip(current.placements, target.placements, strict=True)):
+        inner = target.placements[axis + 1 :]
+        reorders = before != after and any(p.is_shard() and p == after for p in inner)
+        if before != after and (not before.is_replicate() or reorders) and not current.is_replicated():
+            return 1.0
+    return 0.0
 
 
 def functional_target(target: Any) -> Any:
@@ -120,28 +139,48 @@ class DTensorRules:
             if layout is not None and not divides(value.shape, layout, self.mesh_shape):
                 return None
         try:
-            with _quiet(), implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+            with (
+                _quiet(),
+                implicit_replication(),
+                mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not),
+            ):
                 return self._run(op, inputs, layouts, gradients)
-        except (RuntimeError, AttributeError, ValueError, NotImplementedError, IndexError, AssertionError, TypeError, KeyError):
+        except (
+            RuntimeError,
+            AttributeError,
+            ValueError,
+            NotImplementedError,
+            IndexError,
+            AssertionError,
+            TypeError,
+            KeyError,
+        ):
             # DTensor has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
             return None
 
     def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts | None) -> Layouts | None:
-        tensors = [self._tensor(value, layout, gradients is not None) for value, layout in zip(inputs, layouts, strict=True)]
-        results = [
-            result for result in pytree.tree_leaves(run_op(op, tensors, functional=True)) if isinstance(result, torch.Tensor)
+        tensors = [
+            self._tensor(value, layout, gradients is not None) for value, layout in zip(inputs, layouts, strict=True)
         ]
-        if any(not isinstance(result, DTensor) for result in results):
+        results = [
+            result
+            for result in pytree.tree_leaves(run_op(op, tensors, functional=True))
+            if isinstance(result, torch.Tensor)
+        ]
+        outputs = [result for result in results if isinstance(result, DTensor)]
+        if len(outputs) < len(results):
             return None
         if gradients is None:
-            return tuple(result.placements for result in results)
-        pairs = [(result, layout) for result, layout in zip(results, gradients, strict=True) if layout is not None and result.requires_grad]
+            return tuple(tuple(result.placements) for result in outputs)
+        pairs = [
+            (result, layout)
+            for result, layout in zip(outputs, gradients, strict=True)
+            if layout is not None and result.requires_grad
+        ]
         wanted = [tensor for tensor, value in zip(tensors, inputs, strict=True) if value.requires_grad]
         arriving = [self._like(result, layout) for result, layout in pairs]
         found = iter(torch.autograd.grad([result for result, _ in pairs], wanted, arriving, allow_unused=True))
-        return tuple(
-            self._layout_of(next(found)) if value.requires_grad else None for value in inputs
-        )
+        return tuple(self._layout_of(next(found)) if value.requires_grad else None for value in inputs)
 
     @staticmethod
     def _layout_of(gradient: torch.Tensor | None) -> Layout | None:
@@ -159,7 +198,9 @@ class DTensorRules:
         return tensor.requires_grad_() if differentiable and value.requires_grad else tensor
 
     def _like(self, result: DTensor, layout: Layout) -> DTensor:
-        local = torch.empty(local_shape(tuple(result.shape), layout, self.mesh_shape), dtype=result.dtype, device="meta")
+        local = torch.empty(
+            local_shape(tuple(result.shape), layout, self.mesh_shape), dtype=result.dtype, device="meta"
+        )
         return DTensor.from_local(local, self._mesh, layout, run_check=False)
 
 

@@ -66,11 +66,18 @@ class _AxisRules:
         layouts = self._rules.forward(op, inputs, tuple(None if p is None else (p,) for p in placements))
         return None if layouts is None else tuple(layout[0] for layout in layouts if layout is not None)
 
-    def backward(self, op: Op, inputs: Sequence[Value], placements: Placements, gradients: Placements) -> Placements | None:
+    def backward(
+        self, op: Op, inputs: Sequence[Value], placements: Placements, gradients: Placements
+    ) -> Placements | None:
         own = own_rules(op, inputs)
         if own is not None:
             return next(
-                (rule.input_gradients for rule in own if rule.inputs == placements and (rule.output_gradient,) == gradients), None
+                (
+                    rule.input_gradients
+                    for rule in own
+                    if rule.inputs == placements and (rule.output_gradient,) == gradients
+                ),
+                None,
             )
         layouts = self._rules.backward(
             op,
@@ -139,7 +146,9 @@ class _RegionSearch:
             return
         region_op = self._region.ops[step]
         open_exits = [
-            i for i in region_op.outputs if i in self._exits and self._region.slots[i].value.requires_grad and gradient.get(i) is None
+            i
+            for i in region_op.outputs
+            if i in self._exits and self._region.slots[i].value.requires_grad and gradient.get(i) is None
         ]
         for choice in itertools.product(*(gradient_options(forward[i]) for i in open_exits)):  # type: ignore[arg-type]
             state = gradient | dict(zip(open_exits, choice, strict=True))
@@ -149,7 +158,9 @@ class _RegionSearch:
             if after is not None:
                 yield from self._reverse(forward, after, step - 1)
 
-    def _exit_ok(self, position: int, forward: dict[int, Placement | None], gradient: dict[int, Placement | None]) -> bool:
+    def _exit_ok(
+        self, position: int, forward: dict[int, Placement | None], gradient: dict[int, Placement | None]
+    ) -> bool:
         found, placement = gradient.get(position), forward[position]
         if position not in self._exits or found is None:
             return True
@@ -177,8 +188,14 @@ class _RegionSearch:
     def _finish(
         self, forward: dict[int, Placement | None], gradient: dict[int, Placement | None]
     ) -> Iterator[dict[int, Placement | None]]:
-        boundary = [i for i, slot in enumerate(self._region.slots) if slot.origin in ("entry", "parameter") and slot.value.requires_grad]
-        open_slots = [i for i in boundary if gradient.get(i) is None and (i in self._exits or self._region.call == OUTSIDE)]
+        boundary = [
+            i
+            for i, slot in enumerate(self._region.slots)
+            if slot.origin in ("entry", "parameter") and slot.value.requires_grad
+        ]
+        open_slots = [
+            i for i in boundary if gradient.get(i) is None and (i in self._exits or self._region.call == OUTSIDE)
+        ]
         for choice in itertools.product(*(gradient_options(forward[i]) for i in open_slots)):  # type: ignore[arg-type]
             state = gradient | dict(zip(open_slots, choice, strict=True))
             if self._region.call == OUTSIDE and any(g != R for g in choice):
@@ -224,13 +241,19 @@ class StrategyTable:
         for combination in itertools.product(*per_axis):
             forward = tuple(_join([axis.forward[i] for axis in combination]) for i in range(len(shapes)))
             gradient = tuple(_join([axis.gradient[i] for axis in combination]) for i in range(len(shapes)))
-            if all(layout is None or _even(shape, layout, mesh_shape) for shape, layout in zip(shapes, forward, strict=True)):
+            if all(
+                layout is None or _even(shape, layout, mesh_shape)
+                for shape, layout in zip(shapes, forward, strict=True)
+            ):
                 found.append(Strategy(forward=forward, gradient=gradient))
         return tuple(found)
 
     def _replicated(self, region: Region) -> AxisStrategy:
-        reference = next(s for s in self.on_axis(region, 2) if all(p is None or p == R for p in s.forward) and all(g in (None, R) for g in s.gradient))
-        return reference
+        return next(
+            s
+            for s in self.on_axis(region, 2)
+            if all(p is None or p == R for p in s.forward) and all(g in (None, R) for g in s.gradient)
+        )
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
         """Tell whether DTensor, asked on the whole mesh, runs the region as the product of its one-axis strategies."""
@@ -256,9 +279,13 @@ class StrategyTable:
             if outputs is None:
                 return False
             forward.update(zip(region_op.outputs, outputs, strict=True))
-        return all(forward[i] == strategy.forward[i] for i in region.exits) and self._replay_backward(region, strategy, forward, rules)
+        return all(forward[i] == strategy.forward[i] for i in region.exits) and self._replay_backward(
+            region, strategy, forward, rules
+        )
 
-    def _replay_backward(self, region: Region, strategy: Strategy, forward: dict[int, Layout | None], rules: DTensorRules) -> bool:
+    def _replay_backward(
+        self, region: Region, strategy: Strategy, forward: dict[int, Layout | None], rules: DTensorRules
+    ) -> bool:
         gradient: dict[int, Layout | None] = {i: strategy.gradient[i] for i in region.exits}
         for region_op in reversed(region.ops):
             arriving = tuple(gradient.get(i) for i in region_op.outputs)
@@ -274,7 +301,11 @@ class StrategyTable:
             for position, layout in zip(region_op.inputs, found, strict=True):
                 if layout is not None and gradient.setdefault(position, layout) != layout:
                     return False
-        ports = [i for i, slot in enumerate(region.slots) if slot.origin in ("entry", "parameter") and slot.value.requires_grad]
+        ports = [
+            i
+            for i, slot in enumerate(region.slots)
+            if slot.origin in ("entry", "parameter") and slot.value.requires_grad
+        ]
         return all(gradient.get(i) == strategy.gradient[i] for i in ports)
 
 

@@ -1,8 +1,10 @@
-"""Rules of ours, for ops that DTensor refuses, gathers for, or gets wrong. The executor runs these ops by the same rules.
+"""Rules of ours, for ops that DTensor refuses, gathers for, or gets wrong. The executor runs these ops by the same
+rules.
 
 `embedding`  DTensor's vocabulary-sharded lookup leaves a full-size replicated gradient.
 `conv2d`     DTensor refuses a batch that is sharded on two axes.
-`cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages ranks that ignore different numbers of labels.
+`cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages ranks that ignore different numbers of
+labels.
 `scaled_dot_product_attention`  DTensor takes it apart where it has no rule for the kernel. Batch and heads are split.
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
 
@@ -45,19 +47,28 @@ class InnerCollective:
 
 
 def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    weight, ids = inputs
+    ids = inputs[1]
     width = len(ids.shape)
     rules = [
         AxisRule(inputs=(R, R), output=R, output_gradient=R, input_gradients=(R, None)),
         AxisRule(inputs=(R, R), output=R, output_gradient=P, input_gradients=(P, None)),
         AxisRule(inputs=(Shard(0), R), output=P, output_gradient=R, input_gradients=(Shard(0), None)),
-        AxisRule(inputs=(Shard(1), R), output=Shard(width), output_gradient=Shard(width), input_gradients=(Shard(1), None)),
+        AxisRule(
+            inputs=(Shard(1), R), output=Shard(width), output_gradient=Shard(width), input_gradients=(Shard(1), None)
+        ),
     ]
     for dim in range(width):
-        rules.append(AxisRule(inputs=(R, Shard(dim)), output=Shard(dim), output_gradient=Shard(dim), input_gradients=(P, None)))
+        rules.append(
+            AxisRule(inputs=(R, Shard(dim)), output=Shard(dim), output_gradient=Shard(dim), input_gradients=(P, None))
+        )
     if ids.kind == "plain":
         rules += [
-            AxisRule(inputs=(rule.inputs[0], None), output=rule.output, output_gradient=rule.output_gradient, input_gradients=rule.input_gradients)
+            AxisRule(
+                inputs=(rule.inputs[0], None),
+                output=rule.output,
+                output_gradient=rule.output_gradient,
+                input_gradients=rule.input_gradients,
+            )
             for rule in rules
             if rule.inputs[1] == R
         ]
@@ -68,7 +79,9 @@ def _convolution(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     bias = len(inputs) == 3
     image = inputs[0].requires_grad
 
-    def rule(x: Placement, weight: Placement, output: Placement, gradient: Placement, gx: Placement, gw: Placement) -> AxisRule:
+    def rule(
+        x: Placement, weight: Placement, output: Placement, gradient: Placement, gx: Placement, gw: Placement
+    ) -> AxisRule:
         tail_in: tuple[Placement, ...] = (weight,) if bias else ()
         tail_out: tuple[Placement, ...] = (gw,) if bias else ()
         return AxisRule(
@@ -95,7 +108,9 @@ def _cross_entropy(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     if is_shardable_cross_entropy(op, inputs):
         rows = (Shard(0),) if inputs[1].kind != "plain" else (None,)
         rules.append(AxisRule(inputs=(Shard(0), *rows), output=R, output_gradient=R, input_gradients=(Shard(0), None)))
-        rules.append(AxisRule(inputs=(Shard(1), *labels), output=R, output_gradient=R, input_gradients=(Shard(1), None)))
+        rules.append(
+            AxisRule(inputs=(Shard(1), *labels), output=R, output_gradient=R, input_gradients=(Shard(1), None))
+        )
     return rules
 
 
@@ -129,12 +144,18 @@ def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
         return None
     gradient = tensor.requires_grad
     rules = [
-        AxisRule(inputs=(None, R), output=R, output_gradient=g, input_gradients=(None, g if gradient else None)) for g in (R, P)
+        AxisRule(inputs=(None, R), output=R, output_gradient=g, input_gradients=(None, g if gradient else None))
+        for g in (R, P)
     ]
     for dim in range(len(tensor.shape)):
         split = Shard(dim)
         rules.append(
-            AxisRule(inputs=(None, split), output=split, output_gradient=split, input_gradients=(None, split if gradient else None))
+            AxisRule(
+                inputs=(None, split),
+                output=split,
+                output_gradient=split,
+                input_gradients=(None, split if gradient else None),
+            )
         )
     return rules
 
@@ -167,17 +188,19 @@ def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
 
 def may_run(op: Op, placements: Sequence[Placement | None]) -> bool:
     """Tell whether we let DTensor run ``op`` with inputs so placed on one axis (beyond what DTensor itself accepts)."""
-    # Sums that are still spread over ranks pass through linear ops on their own only: mixed with whole tensors they gain
-    # nothing that reducing them at the boundary before does not.
+    # Sums that are still spread over ranks pass through linear ops on their own only: mixed with whole tensors they
+    # gain nothing that reducing them at the boundary before does not.
     given = [placement for placement in placements if placement is not None]
     return all(placement == P for placement in given) or P not in given
 
 
-def inner_collectives(op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> tuple[InnerCollective, ...]:
+def inner_collectives(
+    op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> tuple[InnerCollective, ...]:
     """Return the collectives that an op of ours runs inside its forward.
 
-    Cross entropy over split classes reduces the rows' maxima, then their sums of exponentials and target logits together
-    (float32); over split rows it reduces the sum of losses and the count of labels.
+    Cross entropy over split classes reduces the rows' maxima, then their sums of exponentials and target logits
+    together (float32); over split rows it reduces the sum of losses and the count of labels.
     """
     if op.target_name != "aten.cross_entropy_loss.default" or not is_shardable_cross_entropy(op, inputs):
         return ()
