@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cost_model.layout import Layout, sharded_dim
+from cost_model.layout import sharded_dim
 from planner.patterns import match_keys
 from planner.plan import ShardingPlan
-from planner.ports import ports_of
+from planner.ports import Port, ports_of
 
-_BATCH_DIM, _SEQUENCE_DIM = 0, 1
+_BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
 _ROOT_INPUT = ("", "input")
+_IN_BLOCK = re.compile(r"(^|\.)(\*|\d+)(\.|$)")
+_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,64 +27,116 @@ class AxisRole:
     details: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Entries of a plan by what one axis does to them; a name is without its ".weight"."""
+
+    gathered: tuple[str, ...]
+    pieces: tuple[str, ...]
+    whole: tuple[str, ...]
+
+    def main(self) -> _Weights:
+        """Return those of the blocks (which hold nearly all of a model), or all where there are no blocks."""
+        inside = _Weights(
+            gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
+            pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
+            whole=tuple(filter(_IN_BLOCK.search, self.whole)),
+        )
+        return inside if inside.gathered or inside.pieces or inside.whole else self
+
+
 def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
     """Return the role of each axis of the plan's mesh, outermost first."""
     return tuple(_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.mesh.axes))
 
 
 def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
-    gathered, split, whole = _parameters(plan, index)
+    weights = _weights(plan, index)
+    main = weights.main()
     inputs = set(_boundary_dims(plan, index, root=True))
     inner = set(_boundary_dims(plan, index, root=False))
     splits_batch = _BATCH_DIM in inputs or (not inputs and _BATCH_DIM in inner)
     splits_sequence = _SEQUENCE_DIM in inner | inputs
+    swaps_heads = _swaps_heads(plan, index)
 
-    words, details = [], []
-    if gathered:
+    words = []
+    if main.gathered:
         words.append("FSDP" if splits_batch or splits_sequence else "sharded storage")
-        details.append(f"{_count(gathered)} stored in pieces and gathered for use")
-    elif splits_batch and whole:
+    elif splits_batch and not main.pieces and main.whole:
         words.append("DP")
-    if split:
+    if main.pieces:
         words.append("TP")
-        details.append(f"{_count(split)} stored and used in pieces")
-    if splits_sequence:
-        words.append("SP" if split else "CP")
-        details.append("sequences split")
+    if splits_sequence or (main.pieces and splits_batch and not main.gathered):
+        words.append("SP" if main.pieces or swaps_heads else "CP")
+
+    details = []
     if splits_batch:
-        details.append("batch split")
-    if whole:
-        details.append(f"{_count(whole)} whole on each rank")
+        details.append("splits the batch")
+    if splits_sequence:
+        details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
+    details += _weight_details(weights)
     return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
 
 
-def _parameters(plan: ShardingPlan, index: int) -> tuple[int, int, int]:
-    """Return how many entries are stored split but used whole, stored and used split, and stored whole on this axis."""
-    gathered = split = whole = 0
+def _weight_details(weights: _Weights) -> Iterator[str]:
+    """Yield what happens to which weights; the few are named, the many counted."""
+    kinds = {
+        "stored in pieces, gathered for use": weights.gathered,
+        "used in pieces": weights.pieces,
+        "whole on each rank": weights.whole,
+    }
+    total = sum(map(len, kinds.values()))
+    for what, names in kinds.items():
+        if len(names) == total and total > 1:
+            yield f"all weights {what}"
+        elif 0 < len(names) <= _NAMED:
+            yield f"{', '.join(names)} {what}"
+        elif names:
+            yield f"{len(names)} of {total} kinds of weights {what}"
+
+
+def _weights(plan: ShardingPlan, index: int) -> _Weights:
+    """Return which entries are stored split but used whole, stored and used split, and stored whole on this axis."""
+    gathered: list[str] = []
+    pieces: list[str] = []
+    whole: list[str] = []
     for key, stored in plan.plan.items():
         if isinstance(stored, str):
             continue
         wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
-        used: Layout = plan.compute_plan[wider[0]] if wider else stored
+        used = plan.compute_plan[wider[0]] if wider else stored
         if sharded_dim(stored[index]) is None:
-            whole += 1
+            kind = whole
         elif sharded_dim(used[index]) is None:
-            gathered += 1
+            kind = gathered
         else:
-            split += 1
-    return gathered, split, whole
+            kind = pieces
+        kind.append(key.removesuffix(".weight"))
+    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), whole=tuple(whole))
+
+
+def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
+    """Return whether a tensor that comes split by sequence goes on split by heads, or the other way round."""
+    swap = {_SEQUENCE_DIM, _HIDDEN_DIM}
+    return any(
+        port.source is not None and {sharded_dim(port.source[index]), sharded_dim(port.layout[index])} == swap
+        for _, port in _ports(plan)
+    )
 
 
 def _boundary_dims(plan: ShardingPlan, index: int, *, root: bool) -> Iterator[int]:
     """Yield the dims that tensors at module boundaries (the root's inputs, or all others) are split by on this axis."""
+    for is_root, port in _ports(plan):
+        if is_root == root:
+            for layout in (port.layout, port.source):
+                dim = None if layout is None else sharded_dim(layout[index])
+                if dim is not None:
+                    yield dim
+
+
+def _ports(plan: ShardingPlan) -> Iterator[tuple[bool, Port]]:
+    """Yield each port, and whether it is the root's input."""
     for entries in (plan.input_plan, plan.output_plan):
         for key, spec in entries.items():
-            if (entries is plan.input_plan and key in _ROOT_INPUT) == root:
-                for _, port in ports_of(spec):
-                    dim = sharded_dim(port.layout[index])
-                    if dim is not None:
-                        yield dim
-
-
-def _count(entries: int) -> str:
-    return "1 parameter entry" if entries == 1 else f"{entries} parameter entries"
+            for _, port in ports_of(spec):
+                yield entries is plan.input_plan and key in _ROOT_INPUT, port

@@ -17,6 +17,8 @@ from cost_model.cluster import ClusterError, ClusterSpec
 from planner.errors import JobError, MeshError
 
 if TYPE_CHECKING:
+    from api.models import ModelSource
+    from executor.verify import VerifyReport
     from planner.plan import ShardingPlan
 
 Progress = Callable[[str], None]
@@ -65,6 +67,24 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         progress=progress,
     )
     return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
+
+
+def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
+    """Return how the collectives that ``plan`` runs on fake processes compare with its estimate.
+
+    Raises:
+        PlanError: the plan is for another model, mesh or batch, or has no estimate.
+    """
+    from executor.verify import verify
+    from planner.inputs import as_inputs, batch_of, inputs_for, with_batch
+
+    if source.example_inputs is None:
+        inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq)
+    else:
+        inputs = as_inputs(source.example_inputs)
+    batch = batch_of(inputs)
+    inputs = with_batch(inputs, batch, batch // plan.micro_batches)
+    return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
 
 
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:

@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from api.axis_roles import axis_roles
-from planner.plan import Estimate, ShardingPlan, SolverReport
+from cost_model.layout import Layout, format_layout
+from planner.patterns import match_keys
+from planner.plan import CollectiveEstimate, Estimate, Job, ShardingPlan, SolverReport
+
+_COLLECTIVES_SHOWN = 12
+_NAMES_SHOWN = 12
+_ROLES = {
+    "activations": "saved for the backward pass",
+    "recomputed_block": "one block's, made again in the backward pass",
+    "reserve": "for the allocator and the communication library",
+    "transient": "the largest that one op and its communication need",
+}
+"""What a person cannot guess from the role's name."""
 
 
 def show_plan(plan: ShardingPlan, console: Console) -> None:
     """Print what a person wants to know of a plan: its axes, its price, how good it is, and its notes."""
-    console.print(_heading(plan), "", _axes_table(plan), "", sep="\n")
+    console.print(_heading(plan), "", _axes_table(plan), "", _weights_table(plan), sep="\n")
     if plan.activation_checkpointing:
-        console.print("Activation checkpointing: " + _checkpointing(plan.activation_checkpointing))
+        console.print("\nActivation checkpointing: " + _checkpointing(plan.activation_checkpointing))
     if plan.estimate is None:
-        console.print("Nobody has priced this plan: `shardplan estimate MODEL PLAN` does.")
+        console.print("\nNobody has priced this plan: `shardplan estimate MODEL PLAN` does.")
     else:
-        console.print("", _estimate(plan.estimate), "", _collectives_table(plan.estimate), "", sep="\n")
+        console.print("", _step_table(plan.estimate, plan.job), "", _memory_table(plan.estimate, plan.job), sep="\n")
+        console.print("", _collectives_table(plan.estimate), "", sep="\n")
     if plan.solver is not None:
         console.print(_solver(plan.solver))
     if plan.timings:
-        console.print(
-            "Planned in "
-            + ", ".join(f"{name.removesuffix('_s')} {value:.2f} s" for name, value in plan.timings.items())
-        )
+        stages = ", ".join(f"{name.removesuffix('_s')} {value:.2f} s" for name, value in plan.timings.items())
+        console.print(f"Planned in {sum(plan.timings.values()):.2f} s: {stages}")
     for note in plan.notes:
         console.print(Text(f"Note: {note}"))
 
@@ -68,8 +79,41 @@ def _checkpointing(modes: Mapping[str, str]) -> str:
     return ", ".join(f"{mode} for {pattern}" for pattern, mode in modes.items())
 
 
-def _estimate(estimate: Estimate) -> RenderableType:
-    step = _table("Step", "Time>")
+def _weights_table(plan: ShardingPlan) -> RenderableType:
+    """Return which weights rest and are used how, those alike in one row."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for key, stored in plan.plan.items():
+        prefix, _, name = key.removesuffix(".weight").rpartition("*.")
+        if isinstance(stored, str):
+            layouts = f"Sharder {stored}", ""
+        else:
+            wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
+            used = plan.compute_plan[wider[0]] if wider else stored
+            layouts = _layout(stored), "as stored" if used == stored else _layout(used)
+        rows.setdefault((prefix + "*" if prefix else "", *layouts), []).append(name)
+    if not rows:
+        return Text("No weight is split.")
+    axes = ", ".join(plan.mesh.names)
+    table = _table("In", "Weights", f"Stored ({axes})", f"Used ({axes})")
+    for (prefix, stored_text, used_text), names in rows.items():
+        more = len(names) - _NAMES_SHOWN
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        table.add_row(prefix, shown, stored_text, used_text)
+    return table
+
+
+def _layout(layout: Layout) -> str:
+    return ", ".join(format_layout(layout))
+
+
+def _step_table(estimate: Estimate, job: Job) -> Table:
+    table = _table("Step", "Time>", "Share>", "")
+    hidden_s = max(estimate.communication_s - estimate.exposed_communication_s, 0.0)
+    waits = f"{duration(estimate.exposed_communication_s)} of it waiting for communication"
+    rate = ""
+    if job.batch is not None and estimate.step_time_s > 0:
+        items, unit = (job.batch, "samples") if job.seq is None else (job.batch * job.seq, "tokens")
+        rate = f"{items / estimate.step_time_s:,.0f} {unit}/s, "
     rows = {
         "forward": estimate.forward_s,
         "backward": estimate.backward_s,
@@ -77,31 +121,51 @@ def _estimate(estimate: Estimate) -> RenderableType:
         "optimizer": estimate.optimizer_s,
     }
     for name, value in rows.items():
-        step.add_row(name, milliseconds(value))
-    step.add_row("whole step", milliseconds(estimate.step_time_s), style="bold")
-    step.add_row("of it, communication that computing does not hide", milliseconds(estimate.exposed_communication_s))
-
-    memory = _table("Memory per device", "Bytes>")
-    for role, nbytes in sorted(estimate.memory.items(), key=lambda item: -item[1]):
-        memory.add_row(role.replace("_", " "), gigabytes(nbytes))
-    memory.add_row("peak", gigabytes(estimate.peak_memory_bytes), style="bold")
-    return Group(step, "", memory)
-
-
-def _collectives_table(estimate: Estimate) -> RenderableType:
-    if not estimate.collectives:
-        return Text("No collectives.")
-    table = _table("Collective", "Axis", "Phase", "Count>", "Bytes each>", "Time>")
-    for row in sorted(estimate.collectives, key=lambda row: -row.time_s):
-        phase = row.phase.replace("_", " ")
-        table.add_row(
-            row.kind.replace("_", "-"), row.axis, phase, str(row.count), gigabytes(row.bytes), milliseconds(row.time_s)
-        )
+        share = f"{value / estimate.step_time_s:.1%}" if estimate.step_time_s > 0 else ""
+        table.add_row(name, duration(value), share)
+    table.add_row("whole step", duration(estimate.step_time_s), "", rate + waits, style="bold")
+    table.add_row("", "", "", f"another {duration(hidden_s)} of communication is hidden behind computing")
     return table
 
 
+def _memory_table(estimate: Estimate, job: Job) -> Table:
+    table = _table("Memory per device", "Bytes>", "")
+    for role, nbytes in sorted(estimate.memory.items(), key=lambda item: -item[1]):
+        if nbytes:
+            table.add_row(role.replace("_", " "), size(nbytes), _ROLES.get(role, ""))
+    cap = "" if job.memory_bytes is None else f"of {size(job.memory_bytes)} allowed"
+    table.add_row("peak", size(estimate.peak_memory_bytes), cap, style="bold")
+    return table
+
+
+def _collectives_table(estimate: Estimate) -> RenderableType:
+    """Return the collectives that take longest, those of all sizes in one row, and the rest in a last one."""
+    groups: dict[tuple[str, str, str], list[CollectiveEstimate]] = {}
+    for row in estimate.collectives:
+        groups.setdefault((row.kind, row.axis, row.phase), []).append(row)
+    if not groups:
+        return Text("No collectives.")
+    table = _table("Collective", "Axis", "Phase", "Calls>", "Bytes each>", "Time>")
+    slowest_first = sorted(groups.items(), key=lambda item: -sum(row.time_s for row in item[1]))
+    for (kind, axis, phase), rows in slowest_first[:_COLLECTIVES_SHOWN]:
+        table.add_row(kind.replace("_", "-"), axis, phase.replace("_", " "), *_sums(rows))
+    rest = [row for _, rows in slowest_first[_COLLECTIVES_SHOWN:] for row in rows]
+    if rest:
+        table.add_row("all others (--json lists them)", "", "", *_sums(rest))
+    return table
+
+
+def _sums(rows: Sequence[CollectiveEstimate]) -> tuple[str, str, str]:
+    """Return calls, range of sizes, and time of the rows together."""
+    least, most = min(row.bytes for row in rows), max(row.bytes for row in rows)
+    sizes = size(most) if least == most else f"{size(least)} to {size(most)}"
+    return str(sum(row.count for row in rows)), sizes, duration(sum(row.time_s for row in rows))
+
+
 def _solver(solver: SolverReport) -> str:
-    text = f"{solver.name}: {solver.status}"
+    if solver.status == "given":
+        return f"Planner {solver.name}: nothing was optimised"
+    text = f"Planner {solver.name}: {solver.status}"
     if solver.gap is not None:
         text += f", at most {solver.gap:.2%} from the best of its search space"
     return f"{text}, solved in {solver.time_s:.2f} s"
@@ -123,16 +187,17 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def milliseconds(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Return seconds as text in the unit that a person reads."""
-    if seconds >= 10:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:.1f} µs"
+    for unit, length_s in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} µs" if seconds else "0 s"
 
 
-def gigabytes(nbytes: int) -> str:
+def size(nbytes: int) -> str:
     """Return bytes as text in the decimal unit that a person reads."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= one:
+            return f"{nbytes / one:.2f} {unit}"
     return f"{nbytes} B"

@@ -107,13 +107,13 @@ def rows(outcomes: Sequence[Outcome], beaten_by: Sequence[str]) -> Iterator[tupl
             continue
         ratio = "-" if best is None else f"{item.step_time_s / best:.3f}"
         verdict = "FASTER THAN THE ILP'S" if item.planner in beaten_by else "fits"
-        run = f"{item.plan.mesh}, {item.plan.micro_batches} micro-batches, AC {item.plan.job.ac}"
+        run = f"{item.plan.mesh}; micro-batches {item.plan.micro_batches}; checkpointing {item.plan.job.ac}"
         peak = gigabytes(item.plan.estimate.peak_memory_bytes)
         yield item.planner, milliseconds(item.step_time_s), ratio, verdict, peak, run, f"{item.planning_s:.1f} s"
 
 
 def cases_of(preset: str, devices: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Yield the meshes to compare on: the given ones, or one of data by tensor parallelism; then the automatic choice."""
+    """Yield what to compare on: the given meshes, or one of data by tensor parallelism; then the automatic choice."""
     for mesh in arguments.mesh or [f"dp={devices // PER_NODE},tp={PER_NODE}"]:
         yield Case(preset=preset, devices=devices, mesh=mesh)
     if not arguments.fixed_only:

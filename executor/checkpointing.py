@@ -1,8 +1,9 @@
 """Activation checkpointing: blocks that keep their inputs, and run their forward again in the backward pass.
 
 ``full`` keeps nothing else. ``selective`` also keeps the results of the ops in ``KEPT_OPS``, those with the most FLOPs.
-In both, every collective of the block's forward runs again (phase ``recompute``): redistributions of activations and
-gathers of parameters at boundaries inside the block. The ports of the block itself lie outside it, and run once.
+In both, every collective of the block's forward runs again (phase ``recompute``): redistributions of activations at
+boundaries inside the block, and gathers of parameters, whose copies then serve the block's backward pass too. The ports
+of the block itself lie outside it, and run once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from executor.boundaries_plain import module_fqns
 from executor.contexts import RunContexts
 from executor.parameters import PresentedParameters
+from executor.saved_copies import CheckpointedRegion
 from planner.job import CheckpointingMode
 from planner.patterns import resolve_keys
 from planner.plan import ShardingPlan
@@ -44,26 +46,36 @@ KEPT_OPS = frozenset(
 
 
 def checkpoint_blocks(
-    module: nn.Module, plan: ShardingPlan, contexts: RunContexts, presented: PresentedParameters
+    module: nn.Module,
+    plan: ShardingPlan,
+    contexts: RunContexts,
+    presented: PresentedParameters,
+    region: CheckpointedRegion,
 ) -> None:
     """Wrap the forward of every module that the plan checkpoints. Call it after all other wrappers of forwards."""
     entries: Mapping[str, CheckpointingMode] = plan.activation_checkpointing
     modes = resolve_keys(entries, module_fqns(module), field="activation_checkpointing", what="module")
     blocks = {module.get_submodule(fqn): mode for fqn, mode in modes.items()}
     for block, mode in blocks.items():
-        block.forward = CheckpointedForward(block, mode, contexts, presented)
+        block.forward = CheckpointedForward(block, mode, contexts, presented, region)
 
 
 class CheckpointedForward:
     """A module's forward that autograd saves nothing of but its inputs, and with "selective" the largest products."""
 
     def __init__(
-        self, block: nn.Module, mode: CheckpointingMode, contexts: RunContexts, presented: PresentedParameters
+        self,
+        block: nn.Module,
+        mode: CheckpointingMode,
+        contexts: RunContexts,
+        presented: PresentedParameters,
+        region: CheckpointedRegion,
     ) -> None:
         self._forward: Callable[..., Any] = block.forward
         self._mode = mode
         self._contexts = contexts
         self._presented = presented
+        self._region = region
         self._slots = presented.slots_below(block)
         functools.update_wrapper(self, self._forward, updated=())
 
@@ -73,13 +85,17 @@ class CheckpointedForward:
         # The recomputation needs this forward's copies of parameters: others may be in place by then, or none.
         again = functools.partial(self._recomputing, self._presented.copies)
         return checkpoint(
-            functools.partial(self._forward, **kwargs),
+            functools.partial(self._inside, kwargs),
             *args,
             use_reentrant=False,
             # Stopping early would leave out collectives at the end of the block, which other ranks may wait for.
             early_stop=False,
             context_fn=functools.partial(_contexts, self._mode, again),
         )
+
+    def _inside(self, kwargs: dict[str, Any], *args: Any) -> Any:
+        with self._region.entered():
+            return self._forward(*args, **kwargs)
 
     @contextmanager
     def _recomputing(self, copies: Any) -> Iterator[None]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -62,7 +60,7 @@ def parameter_uses(module: nn.Module, plan: ShardingPlan) -> dict[nn.Module, tup
     stored = stored_layouts(module, plan)
     names = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False)]
     compute = resolve_keys(plan.compute_plan, names, field="compute_plan", what="parameter")
-    gradient = resolve_keys(_gradient_plan(plan), names, field="gradient_plan", what="parameter")
+    gradient = resolve_keys(plan.gradient_plan, names, field="gradient_plan", what="parameter")
     uses: dict[nn.Module, tuple[ParameterUse, ...]] = {}
     for owner_fqn, owner in module.named_modules():
         found = []
@@ -76,8 +74,3 @@ def parameter_uses(module: nn.Module, plan: ShardingPlan) -> dict[nn.Module, tup
         if found:
             uses[owner] = tuple(found)
     return uses
-
-
-def _gradient_plan(plan: ShardingPlan) -> Mapping[str, Layout]:
-    # The field is new: plans of tied parameters whose uses give gradients in different layouts have it.
-    return cast(Mapping[str, Layout], getattr(plan, "gradient_plan", {}))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from cost_model.layout import Layout
 from executor.parameter_uses import ParameterUse
 from executor.redistribute import Redistributor
-from executor.saved_copies import CopySource, save_no_copies
+from executor.saved_copies import CheckpointedRegion, CopySource, save_no_copies
 from executor.torch_internals import local_of, make_dtensor, run_function
 
 Copies = Mapping[nn.Parameter, DTensor]
@@ -71,8 +71,15 @@ class PresentedParameters:
 class MaterializedForward:
     """A module's forward, for whose length some of the module's own parameters are in their compute layout."""
 
-    def __init__(self, module: nn.Module, uses: Sequence[ParameterUse], redistributor: Redistributor) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        uses: Sequence[ParameterUse],
+        redistributor: Redistributor,
+        region: CheckpointedRegion,
+    ) -> None:
         self._module = module
+        self._region = region
         self._forward: Callable[..., Any] = module.forward
         self._uses = tuple(uses)
         self._redistributor = redistributor
@@ -88,7 +95,7 @@ class MaterializedForward:
                 resting = before[use.name]
                 copy = run_function(_Materialize, resting, self._redistributor, use.compute, use.gradient)
                 slots[use.name] = copy
-                if use.compute != use.stored:
+                if use.compute != use.stored and not self._region:
                     copies[copy] = functools.partial(
                         _gathered, cast(DTensor, resting.detach()), self._redistributor, use.compute
                     )
@@ -102,12 +109,14 @@ def _gathered(resting: DTensor, redistributor: Redistributor, layout: Layout) ->
     return local_of(redistributor.to_layout(resting, layout))
 
 
-def materialize_parameters(uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor) -> None:
+def materialize_parameters(
+    uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor, region: CheckpointedRegion
+) -> None:
     """Wrap the forward of every module that needs a parameter in another layout than it is stored in."""
     for module, owned in uses.items():
         needed = [use for use in owned if use.is_materialized]
         if needed:
-            module.forward = MaterializedForward(module, needed, redistributor)
+            module.forward = MaterializedForward(module, needed, redistributor, region)
 
 
 class _Cast(torch.autograd.Function):

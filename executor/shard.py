@@ -19,6 +19,7 @@ from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.parameters import PresentedParameters, materialize_parameters
 from executor.place import place_parameters
 from executor.redistribute import Redistributor
+from executor.saved_copies import CheckpointedRegion
 from executor.sharder import Sharder, apply_sharders
 from executor.sharing import SharedRedistributions
 from planner.plan import ShardingPlan
@@ -82,8 +83,9 @@ def _shard(
     attach_boundaries(module, plan, shared)
     apply_local_outputs(module, plan)
     # From the inside out: a recomputed block gathers its own parameters again.
-    materialize_parameters(uses, redistributor)
-    checkpoint_blocks(module, plan, contexts, presented)
+    region = CheckpointedRegion()
+    materialize_parameters(uses, redistributor, region)
+    checkpoint_blocks(module, plan, contexts, presented, region)
     reduction = GradientReduction(
         redistributor, micro_batches=plan.micro_batches, dtype=reduce_dtype(plan), clock=clock
     )

@@ -67,7 +67,7 @@ def _summed(terms: list[tuple[pulp.LpVariable, float]]) -> list[tuple[pulp.LpVar
 
 def _choices(program: _Program) -> None:
     for v, node in enumerate(program.problem.nodes):
-        variables = [pulp.LpVariable(f"x_{v}_{c}", cat=pulp.LpBinary) for c in range(len(node.charges))]
+        variables = [program.model.add_variable(f"x_{v}_{c}", cat=pulp.LpBinary) for c in range(len(node.charges))]
         program.choice.append(variables)
         program.model += pulp.lpSum(variables) == 1
         for variable, charge in zip(variables, node.charges, strict=True):
@@ -76,7 +76,7 @@ def _choices(program: _Program) -> None:
 
 def _flows(program: _Program) -> None:
     for e, edge in enumerate(program.problem.edges):
-        flow = {(p, q): pulp.LpVariable(f"f_{e}_{p}_{q}", lowBound=0) for p, q in edge.pairs}
+        flow = {(p, q): program.model.add_variable(f"f_{e}_{p}_{q}", lowBound=0) for p, q in edge.pairs}
         program.flow.append(flow)
         for pair, variable in flow.items():
             program.charge(variable, edge.pairs[pair])
@@ -100,7 +100,7 @@ def _units(program: _Program) -> None:
         if len(members) == 1:
             program.charge(members[0], unit.charge)
             continue
-        paid = pulp.LpVariable(f"u_{u}", lowBound=0)
+        paid = program.model.add_variable(f"u_{u}", lowBound=0)
         program.charge(paid, unit.charge)
         for member in members:
             program.model += pulp.LpAffineExpression([(paid, 1.0), (member, -1.0)]) >= 0
@@ -114,7 +114,7 @@ def _time(program: _Program) -> None:
         (problems.COMPUTE_FORWARD, problems.BLOCKING_FORWARD, problems.PREFETCH_FORWARD),
         (problems.COMPUTE_BACKWARD, problems.BLOCKING_BACKWARD, problems.PREFETCH_BACKWARD),
     ):
-        phase = pulp.LpVariable(f"T_{compute.rpartition('.')[2]}", lowBound=0)
+        phase = program.model.add_variable(f"T_{compute.rpartition('.')[2]}", lowBound=0)
         objective.append(phase)
         alone = program.quantity(compute)
         for link in links:
@@ -126,8 +126,8 @@ def _time(program: _Program) -> None:
 
 
 def _memory(program: _Program, memory_bytes: float | None) -> pulp.LpAffineExpression:
-    largest = pulp.LpVariable("Z", lowBound=0)
-    block = pulp.LpVariable("W", lowBound=0)
+    largest = program.model.add_variable("Z", lowBound=0)
+    block = program.model.add_variable("W", lowBound=0)
     peak = largest + block
     for name in program.problem.quantities():
         if name.startswith(problems.MEMORY):
