@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cost_model.layout import sharded_dim
+from cost_model.layout import Layout, sharded_dim
 from planner.patterns import match_keys
 from planner.plan import ShardingPlan
 from planner.ports import Port, ports_of
@@ -95,16 +95,30 @@ def _weight_details(weights: _Weights) -> Iterator[str]:
             yield f"{len(names)} of {total} kinds of weights {what}"
 
 
+def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | None]]:
+    """Yield (pattern, stored, used) of each entry that is no Sharder.
+
+    ``used`` is None for a tied weight whose uses the plan gives under its other names only.
+    """
+    tied_uses = [key for key in plan.gradient_plan if key in plan.compute_plan]
+    for key, stored in plan.plan.items():
+        if isinstance(stored, str):
+            continue
+        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
+        if wider:
+            yield key, stored, plan.compute_plan[wider[0]]
+        else:
+            yield key, stored, None if key in plan.gradient_plan and tied_uses else stored
+
+
 def _weights(plan: ShardingPlan, index: int) -> _Weights:
     """Return which entries are stored split but used whole, stored and used split, and stored whole on this axis."""
     gathered: list[str] = []
     pieces: list[str] = []
     whole: list[str] = []
-    for key, stored in plan.plan.items():
-        if isinstance(stored, str):
+    for key, stored, used in weight_layouts(plan):
+        if used is None:
             continue
-        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
-        used = plan.compute_plan[wider[0]] if wider else stored
         if sharded_dim(stored[index]) is None:
             kind = whole
         elif sharded_dim(used[index]) is None:

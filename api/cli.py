@@ -251,7 +251,7 @@ def _what_to_price(what: str | None, plan: Path | None, planner: str | None) -> 
 
 def _priced(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     """Return the plan in ``file`` with a fresh estimate, on ``cluster`` or its own."""
-    from api.models import load_model
+    from api.models import load_model, quiet_libraries
     from cost_model.cluster import ClusterSpec
     from planner import estimate_plan
     from planner.plan import ShardingPlan
@@ -262,7 +262,10 @@ def _priced(model: str, file: Path, cluster: str | None) -> ShardingPlan:
         progress("building the model")
         source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
         progress("pricing")
-        priced: ShardingPlan = estimate_plan(source.module, plan, example_inputs=source.example_inputs, cluster=where)
+        with quiet_libraries():
+            priced: ShardingPlan = estimate_plan(
+                source.module, plan, example_inputs=source.example_inputs, cluster=where
+            )
     return priced
 
 

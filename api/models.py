@@ -6,6 +6,7 @@ import difflib
 import inspect
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def _check_first_dim(spec: str, inputs: tuple[Any, ...] | dict[str, Any], batch:
 
 
 def _from_config(config: ModelConfig, *, seq: int | None) -> ModelSource:
-    with _quiet_transformers():
+    with quiet_libraries():
         hf_config = _hf_config(config)
         cls, notes = _model_class(config, hf_config)
         try:
@@ -231,14 +232,17 @@ def _tp_plan(module: nn.Module) -> dict[str, str] | None:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence the library's advice about loading and generating, which nobody does here; keep it off the network."""
+def quiet_libraries() -> Iterator[None]:
+    """Silence advice about loading, generating and running, which nobody does here; keep off the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers.utils import logging
 
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            # Only layouts are looked up, on a mesh that is none: no random number is ever drawn.
+            warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
+            yield
     finally:
         logging.set_verbosity(before)

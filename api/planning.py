@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from api.configs import find_config
 from api.schemas import PlanRequest
 from cost_model.cluster import ClusterError, ClusterSpec
-from planner.errors import JobError, MeshError
+from planner.errors import JobError, MeshError, PlanMismatchError
 
 if TYPE_CHECKING:
     from api.models import ModelSource
@@ -39,7 +39,7 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
     """
     check_request(request, allow_local=allow_local)
-    from api.models import load_model
+    from api.models import load_model, quiet_libraries
 
     if progress is not None:
         progress("building the model")
@@ -50,22 +50,23 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
             _require(request, "seq")
     from planner import build_plan
 
-    plan: ShardingPlan = build_plan(
-        source.module,
-        cluster=read_cluster(request, allow_local=allow_local),
-        example_inputs=source.example_inputs,
-        mesh=request.mesh,
-        batch=request.batch,
-        seq=source.seq,
-        micro_batches=request.micro_batches,
-        ac=request.ac,
-        memory_gb=request.memory_gb,
-        optimizer=request.optimizer,
-        dtype=request.dtype,
-        planner=request.planner,
-        tp_plan=source.tp_plan,
-        progress=progress,
-    )
+    with quiet_libraries():
+        plan: ShardingPlan = build_plan(
+            source.module,
+            cluster=read_cluster(request, allow_local=allow_local),
+            example_inputs=source.example_inputs,
+            mesh=request.mesh,
+            batch=request.batch,
+            seq=source.seq,
+            micro_batches=request.micro_batches,
+            ac=request.ac,
+            memory_gb=request.memory_gb,
+            optimizer=request.optimizer,
+            dtype=request.dtype,
+            planner=request.planner,
+            tp_plan=source.tp_plan,
+            progress=progress,
+        )
     return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
 
 
@@ -75,16 +76,26 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     Raises:
         PlanError: the plan is for another model, mesh or batch, or has no estimate.
     """
+    from api.models import quiet_libraries
     from executor.verify import verify
+    from planner.fingerprint import model_fingerprint
     from planner.inputs import as_inputs, batch_of, inputs_for, with_batch
 
+    # The executor checks this too, but after the plan's keys, and those of another model match nothing.
+    found = model_fingerprint(source.module)
+    expected = plan.fingerprint.get("model", found)
+    if found != expected:
+        detail = f"the plan was made for another model than {source.name}."
+        advice = "Name the model that the plan is for, or plan this one."
+        raise PlanMismatchError(detail, subject="model", expected=expected, found=found, what_to_do=advice)
     if source.example_inputs is None:
         inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq)
     else:
         inputs = as_inputs(source.example_inputs)
     batch = batch_of(inputs)
     inputs = with_batch(inputs, batch, batch // plan.micro_batches)
-    return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
+    with quiet_libraries():
+        return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
 
 
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:

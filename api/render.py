@@ -9,9 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from api.axis_roles import axis_roles
+from api.axis_roles import axis_roles, weight_layouts
 from cost_model.layout import Layout, format_layout
-from planner.patterns import match_keys
 from planner.plan import CollectiveEstimate, Estimate, Job, ShardingPlan, SolverReport
 
 _COLLECTIVES_SHOWN = 12
@@ -82,15 +81,13 @@ def _checkpointing(modes: Mapping[str, str]) -> str:
 def _weights_table(plan: ShardingPlan) -> RenderableType:
     """Return which weights rest and are used how, those alike in one row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for key, stored in plan.plan.items():
-        prefix, _, name = key.removesuffix(".weight").rpartition("*.")
-        if isinstance(stored, str):
-            layouts = f"Sharder {stored}", ""
-        else:
-            wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
-            used = plan.compute_plan[wider[0]] if wider else stored
-            layouts = _layout(stored), "as stored" if used == stored else _layout(used)
-        rows.setdefault((prefix + "*" if prefix else "", *layouts), []).append(name)
+    for key, stored, used in weight_layouts(plan):
+        other = "under its tied names" if used is None else "as stored" if used == stored else _layout(used)
+        prefix, star, name = key.removesuffix(".weight").rpartition("*.")
+        rows.setdefault((prefix + star.removesuffix("."), _layout(stored), other), []).append(name)
+    for key, value in plan.plan.items():
+        if isinstance(value, str):
+            rows.setdefault(("", f"Sharder {value}", ""), []).append(key)
     if not rows:
         return Text("No weight is split.")
     axes = ", ".join(plan.mesh.names)

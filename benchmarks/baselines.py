@@ -22,7 +22,6 @@ from rich.table import Table
 
 from api.configs import preset_names
 from api.models import ModelSource, load_model
-from api.render import gigabytes, milliseconds
 from planner import PlanningSession, ShardingPlan
 from planner.baselines import NAMES as BASELINES
 from planner.errors import BaselineError, InfeasibleError
@@ -81,7 +80,7 @@ def outcome(session: PlanningSession, planner: str, mesh: str | None) -> Outcome
     try:
         plan = session.plan(planner=planner, mesh=mesh)
     except InfeasibleError as error:
-        needs = "no even split" if error.least_bytes is None else f"needs {gigabytes(error.least_bytes)}"
+        needs = "no even split" if error.least_bytes is None else f"needs {error.least_bytes / 1e9:.2f} GB"
         why_not = f"does not fit: {needs}"
     except BaselineError:
         why_not = "the model has no such plan"
@@ -108,8 +107,8 @@ def rows(outcomes: Sequence[Outcome], beaten_by: Sequence[str]) -> Iterator[tupl
         ratio = "-" if best is None else f"{item.step_time_s / best:.3f}"
         verdict = "FASTER THAN THE ILP'S" if item.planner in beaten_by else "fits"
         run = f"{item.plan.mesh}; micro-batches {item.plan.micro_batches}; checkpointing {item.plan.job.ac}"
-        peak = gigabytes(item.plan.estimate.peak_memory_bytes)
-        yield item.planner, milliseconds(item.step_time_s), ratio, verdict, peak, run, f"{item.planning_s:.1f} s"
+        peak = f"{item.plan.estimate.peak_memory_bytes / 1e9:.2f} GB"
+        yield item.planner, f"{item.step_time_s * 1e3:.2f} ms", ratio, verdict, peak, run, f"{item.planning_s:.1f} s"
 
 
 def cases_of(preset: str, devices: int, arguments: argparse.Namespace) -> Iterator[Case]:

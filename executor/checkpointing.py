@@ -94,7 +94,8 @@ class CheckpointedForward:
         )
 
     def _inside(self, kwargs: dict[str, Any], *args: Any) -> Any:
-        with self._region.entered():
+        # The block shares no redistribution with the rest of the model, since its recomputation cannot.
+        with self._region.entered(), self._contexts.sharing_apart():
             return self._forward(*args, **kwargs)
 
     @contextmanager

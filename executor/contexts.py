@@ -131,6 +131,10 @@ class RunContexts:
         with self._clock.of("recompute"), self._running():
             yield
 
+    def sharing_apart(self) -> AbstractContextManager[None]:
+        """Within it redistributions are shared among themselves only."""
+        return self._shared.scope()
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:

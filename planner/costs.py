@@ -379,7 +379,9 @@ class Pricer:
         self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool
     ) -> Price | None:
         """Price bringing a gradient from one layout to another: once a step, or with every micro-batch."""
-        path = self.path(value.shape, BYTES_PER_ELEMENT[self.run.job.reduce_dtype], gradient, target)
+        # Uses of a tied parameter hand on gradients in the dtype that they compute in; they are cast when added up.
+        itemsize = BYTES_PER_ELEMENT[self.run.job.reduce_dtype] if once else value.dtype.itemsize
+        path = self.path(value.shape, itemsize, gradient, target)
         if path is None:
             return None
         calls = count if once else count * self.run.micro_batches

@@ -173,13 +173,14 @@ def _count(
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
         home = blocks.of_region.get(producer) if ac != "none" else None
-        forward[_subset(edge for edge, _, _ in links)] += 1
+        together: dict[str | None, list[int]] = defaultdict(list)
         again: dict[str, list[int]] = defaultdict(list)
         keepers: dict[tuple[str, bool], list[int]] = defaultdict(list)
         copiers: dict[str, list[int]] = defaultdict(list)
         for edge, consumer, position in links:
             block = blocks.of_region.get(consumer) if ac != "none" else None
             inside = block is not None and _hook_inside(regions, regions.regions[consumer], position, block)
+            together[block if inside else None].append(edge)
             if block is not None and inside:
                 again[block].append(edge)
             saved = saves[consumer, position]
@@ -195,6 +196,9 @@ def _count(
             elif saved:
                 copiers[where].append(edge)
                 keepers[where, False].append(edge)
+        # A checkpointed block shares nothing with others: its recomputation has to stand alone.
+        for edges in together.values():
+            forward[_subset(edges)] += 1
         for edges in again.values():
             recompute[_subset(edges)] += 1
         owns = region.slots[slot].origin == "op"

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pulp
@@ -28,16 +29,18 @@ from planner import problem as problems
 from planner.errors import SolverError
 from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, totals
 
-MEMORY_SCALE = 1e-9
-"""The program counts memory in GB, so that its coefficients stay near those of seconds."""
+
+def _in_bytes(name: str) -> bool:
+    return name.startswith((problems.MEMORY, problems.TRANSIENT, problems.RECOMPUTED))
 
 
 @dataclass(slots=True)
 class _Program:
-    """The program under construction."""
+    """The program under construction; its scales bring seconds and bytes to about one, which the tolerances are for."""
 
     problem: Problem
     time_scale: float
+    memory_scale: float
     model: pulp.LpProblem
     choice: list[list[pulp.LpVariable]] = field(default_factory=list)
     flow: list[dict[tuple[int, int], pulp.LpVariable]] = field(default_factory=list)
@@ -49,8 +52,7 @@ class _Program:
                 self.terms[name].append((variable, amount * self._scale(name)))
 
     def _scale(self, name: str) -> float:
-        in_bytes = name.startswith((problems.MEMORY, problems.TRANSIENT, problems.RECOMPUTED))
-        return MEMORY_SCALE if in_bytes else self.time_scale
+        return self.memory_scale if _in_bytes(name) else self.time_scale
 
     def quantity(self, name: str) -> pulp.LpAffineExpression:
         """Return quantity ``name`` as a linear expression, in the program's scale."""
@@ -137,31 +139,42 @@ def _memory(program: _Program, memory_bytes: float | None) -> pulp.LpAffineExpre
         elif name.startswith(problems.RECOMPUTED):
             program.model += block >= program.quantity(name)
     if memory_bytes is not None:
-        program.model += peak <= memory_bytes * MEMORY_SCALE
+        program.model += peak <= memory_bytes * program.memory_scale
     return peak
 
 
 def _solver(mip_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
     if pulp.HiGHS(msg=False).available():
         # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
-        return pulp.HiGHS(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1, presolve="off")
+        return pulp.HiGHS(msg=False, gapRel=mip_gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1, presolve="off")
     return pulp.PULP_CBC_CMD(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
 
 
+def _largest(problem: Problem, belongs: Callable[[str], bool]) -> float:
+    """Return the largest single amount of any quantity that ``belongs``: a size of the problem, to scale it by."""
+    charges = [problem.constant, *(charge for node in problem.nodes for charge in node.charges)]
+    charges += [charge for edge in problem.edges for charge in edge.pairs.values()]
+    charges += [unit.charge for unit in problem.units]
+    return max((amount for charge in charges for name, amount in charge.items() if belongs(name)), default=0.0)
+
+
 def _typical_time_s(problem: Problem) -> float:
-    """Return a time of the problem's own size, by which the program is scaled towards one."""
-    largest = 0.0
-    for node in problem.nodes:
-        for charge in node.charges:
-            largest = max(
-                largest, charge.get(problems.COMPUTE_BACKWARD, 0.0), charge.get(problems.COMPUTE_FORWARD, 0.0)
-            )
-    return largest or 1.0
+    """Return the largest compute of a choice (communication may be far off it), or any time where nothing computes."""
+    compute = _largest(problem, lambda name: name in (problems.COMPUTE_FORWARD, problems.COMPUTE_BACKWARD))
+    return compute or _largest(problem, lambda name: not _in_bytes(name)) or 1.0
+
+
+def _typical_bytes(problem: Problem, memory_bytes: float | None) -> float:
+    """Return the cap, or without one the largest amount of memory."""
+    return memory_bytes if memory_bytes is not None and memory_bytes > 0 else _largest(problem, _in_bytes) or 1.0
 
 
 def _build(problem: Problem, memory_bytes: float | None) -> tuple[_Program, pulp.LpAffineExpression]:
     program = _Program(
-        problem=problem, time_scale=1.0 / _typical_time_s(problem), model=pulp.LpProblem("sharding", pulp.LpMinimize)
+        problem=problem,
+        time_scale=1.0 / _typical_time_s(problem),
+        memory_scale=1.0 / _typical_bytes(problem, memory_bytes),
+        model=pulp.LpProblem("sharding", pulp.LpMinimize),
     )
     _choices(program)
     _flows(program)
@@ -186,7 +199,15 @@ def solve(
     """
     started = time.perf_counter()
     program, _ = _build(problem, memory_bytes)
-    return _run(program, mip_gap, time_limit_s, started)
+    solution = _run(program, mip_gap, time_limit_s, started)
+    while solution is not None and memory_bytes is not None:
+        if peak_bytes(totals(problem, solution.assignment)) <= memory_bytes:
+            break
+        # The solver takes a constraint as kept within a tolerance; the cap is to hold to the byte.
+        chosen = [row[c] for row, c in zip(program.choice, solution.assignment, strict=True)]
+        program.model += pulp.lpSum(chosen) <= len(chosen) - 1
+        solution = _run(program, mip_gap, time_limit_s, started)
+    return solution
 
 
 def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:

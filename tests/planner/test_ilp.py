@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.ilp import least_memory, solve
@@ -97,7 +97,7 @@ def feasible_totals(problem: Problem) -> list[dict[str, float]]:
     return found
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problem=problems())
 def test_best_time_without_a_cap(problem: Problem) -> None:
     expected = brute_force(problem, None)
@@ -110,7 +110,7 @@ def test_best_time_without_a_cap(problem: Problem) -> None:
         assert solution.status == "optimal"
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(problem=problems(), data=st.data())
 def test_best_time_under_a_binding_cap(problem: Problem, data: st.DataObject) -> None:
     """The cap is the exact peak of one of the assignments, or one byte less."""
@@ -126,7 +126,7 @@ def test_best_time_under_a_binding_cap(problem: Problem, data: st.DataObject) ->
         assert solution.objective_s == pytest.approx(expected[1], rel=1e-6, abs=1e-15)
 
 
-@settings(max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(problem=problems())
 def test_least_memory_is_the_smallest_peak(problem: Problem) -> None:
     peaks = [peak_bytes(total) for total in feasible_totals(problem)]
