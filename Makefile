@@ -4,6 +4,8 @@
 # make test-slow  the long tests as well
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# A file's tests share what is made once for the file (a server, a plan), so they stay together.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 STAMP := .venv/.installed
 
 .PHONY: setup plan test test-slow lint format clean
@@ -26,10 +28,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: lint
-	$(BIN)/pytest
+	$(PYTEST)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,1 +1,26 @@
-"""How is a plan run? Plan and module become a DTensor module, and the collectives that it runs are counted."""
+"""How is a plan run? Plan and module become a DTensor module, and the collectives that it runs are counted.
+
+The names below are imported on first use, since they need torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "Sharder": "executor.sharder",
+    "VerifyReport": "executor.verify",
+    "device_mesh_for": "executor.mesh",
+    "local_batch": "executor.batch",
+    "shard_module": "executor.shard",
+    "verify": "executor.verify",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'executor' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

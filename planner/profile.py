@@ -151,9 +151,12 @@ class _Walk:
         backward = bool(differentiable) and any(v.requires_grad for v in outputs)
         gradient_bytes = sum(v.nbytes for v in differentiable)
         saved_bytes = sum(self._graph.values[name].nbytes for name in saved)
+        # Each product's backward is one product per differentiable factor; attention is two products of two each.
+        factors = inputs[:2] if op.target is ATTENTION else inputs
+        products = len([v for v in factors if v.requires_grad and len(v.shape) > 1])
         return OpProfile(
             flops=flops,
-            backward_flops=flops * len([v for v in differentiable if len(v.shape) > 1]) if backward else 0.0,
+            backward_flops=flops * products if backward else 0.0,
             nbytes=0 if is_view else read + written,
             backward_nbytes=0 if is_view or not backward else written + saved_bytes + gradient_bytes,
             saved=saved if backward else (),

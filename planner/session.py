@@ -70,6 +70,12 @@ class PlanningSession:
             ac=ac,  # type: ignore[arg-type]
         )
         self._batch = batch or given_batch
+        if micro_batches is not None and self._batch % micro_batches:
+            raise JobError(
+                f"a batch of {self._batch} does not divide into {micro_batches} micro-batches.",
+                what_to_do=f"Choose a number of micro-batches that divides {self._batch}.",
+                field="micro_batches",
+            )
         self._counts = [micro_batches] if micro_batches is not None else micro_batch_counts(self._batch)
         self._clock = Clock()
         started = time.perf_counter()
@@ -113,10 +119,28 @@ class PlanningSession:
                 return baselines.fully_sharded(mesh)
             return baselines.tensor_parallel(mesh, styles, self._traced.graph) if name == "tensor-parallel" else None
 
-        found = self._search.best(meshes, self._counts, modes, restrict, self._progress)
+        counts = self._evenly_split(name) if one_axis else self._counts
+        found = self._search.best(meshes, counts, modes, restrict, self._progress)
         if found is None:
-            raise self._search.refuse(meshes, self._counts, modes, restrict)
+            raise self._search.refuse(meshes, counts, modes, restrict)
         return found
+
+    def _evenly_split(self, name: str) -> list[int]:
+        """Return the numbers of micro-batches whose samples divide over all devices, as ``name`` needs them to.
+
+        Raises:
+            MeshError: there is none.
+        """
+        size = self.cluster.size
+        counts = [count for count in self._counts if self._batch // count % size == 0]
+        if not counts:
+            fewest = self._batch // self._counts[0]
+            what = f"a batch of {fewest}" if self._counts[0] == 1 else f"a micro-batch of {fewest}"
+            raise MeshError(
+                f"{what} does not divide over {size} devices, as {name} needs it to.",
+                what_to_do=f"Choose a batch that is a multiple of {size}, fewer micro-batches, or another planner.",
+            )
+        return counts
 
     def _write(self, candidate: Candidate, planner: str) -> ShardingPlan:
         started = time.perf_counter()

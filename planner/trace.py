@@ -1,7 +1,8 @@
 """From a module and its inputs to an `OpGraph`: the one file that captures graphs.
 
-`torch.export` runs the module's forward on meta tensors. Hooks on every module pass each tensor that crosses a module
-boundary through a marker op, so that the captured graph itself says where layouts may change, and under which argument.
+`torch.export` runs the module's forward on meta tensors; what it refuses, `torch.fx` traces first. Hooks on every
+module pass each tensor that crosses a module boundary through a marker op, so that the captured graph itself says where
+layouts may change, and under which argument.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class _Boundaries:
         self._stack: list[int] = []
         self.calls: list[Call] = []
 
+    def enter_root(self) -> None:
+        """Number the root's call: torch.fx runs its forward without its hooks."""
+        self.calls.append(Call(index=0, fqn="", parent=None))
+        self._stack.append(0)
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         handles = []
@@ -118,6 +124,10 @@ def _export(module: nn.Module, inputs: ExampleInputs) -> _Captured:
     boundaries = _Boundaries(module)
     with boundaries.attached(), unpacked_sequences():
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)
+    return _captured(program, boundaries)
+
+
+def _captured(program: torch.export.ExportedProgram, boundaries: _Boundaries) -> _Captured:
     signature = program.graph_signature
     return _Captured(
         graph=program.graph,
@@ -136,58 +146,43 @@ class _WholeTracer(torch.fx.Tracer):
 
 
 def _symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> _Captured:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     boundaries = _Boundaries(module)
+    boundaries.enter_root()
     with boundaries.attached():
         graph = _WholeTracer().trace(module)
-    graph_module = torch.fx.GraphModule(module, graph)
     names = [node.target for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(names, inputs.args, strict=False)) | dict(inputs.kwargs)
     missing = [
         name for name in names if name not in bound and not any(n.target == name and n.args for n in graph.nodes)
     ]
     if missing:
-        raise ValueError(f"no example input for {', '.join(missing)}")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        values = [pytree.tree_map_only(torch.Tensor, mode.from_tensor, bound.get(name)) for name in names]
-        _FakeValues(graph_module, mode).propagate(*values)
-    tied: dict[int, str] = {}
-    parameters, buffers = {}, set()
-    state = dict(module.named_parameters(remove_duplicate=False))
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            if node.target in state:
-                parameters[node.name] = tied.setdefault(id(state[node.target]), node.target)
-            else:
-                buffers.add(node.name)
-    return _Captured(
-        graph=graph,
-        owner=graph_module,
-        parameters=parameters,
-        buffers=frozenset(buffers),
-        calls=tuple(boundaries.calls),
-    )
+        raise ValueError(f"no example input for {', '.join(map(str, missing))}")
+    _mark_root(graph, inputs)
+    # What fx wrote down is plain calls of functions, which export reads as it does any module.
+    program = torch.export.export(torch.fx.GraphModule(module, graph), inputs.args, dict(inputs.kwargs), strict=False)
+    return _captured(program, boundaries)
 
 
-class _FakeValues(torch.fx.Interpreter):
-    """Runs a graph on fake tensors and keeps each node's value in ``meta["val"]``, as export does."""
+def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
+    """Pass the inputs and outputs of the root module through markers, as the hooks of other modules do."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_before(placeholders[-1].next):
+        for position, node in enumerate(placeholders):
+            by_position = position < len(inputs.args)
+            value = inputs.args[position] if by_position else inputs.kwargs.get(str(node.target))
+            if isinstance(value, torch.Tensor):
+                path = str(position) if by_position else str(node.target)
+                marker = graph.call_function(torch.ops.shardplan.boundary.default, (node, f"input|0|{path}"))
+                node.replace_all_uses_with(marker, delete_user_cb=lambda user, own=marker: user is not own)
+    output = graph.output_node()
 
-    def __init__(self, module: torch.fx.GraphModule, mode: Any) -> None:
-        super().__init__(module)
-        self._mode = mode
+    def mark(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, torch.fx.Node):
+            return leaf
+        return graph.call_function(torch.ops.shardplan.boundary.default, (leaf, f"output|0|{path_text(path[1:])}"))
 
-    def propagate(self, *args: Any) -> None:
-        super().run(*args)
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
-        n.meta["val"] = result
-        return result
-
-    def fetch_attr(self, target: str) -> Any:
-        attribute = super().fetch_attr(target)
-        return self._mode.from_tensor(attribute) if isinstance(attribute, torch.Tensor) else attribute
+    with graph.inserting_before(output):
+        output.args = pytree.tree_map_with_path(mark, output.args[:1], is_leaf=lambda x: isinstance(x, torch.fx.Node))
 
 
 def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
@@ -287,19 +282,17 @@ class _Reader:
 
     def _read_parameter(self, node: torch.fx.Node, tensor: torch.Tensor) -> None:
         fqn = self._captured.parameters[node.name]
-        known = next((value for value, name in self._parameters.items() if name == fqn), None)
+        state = dict(self._module.named_parameters(remove_duplicate=False))
+        parameter = state[fqn]
+        known = next((value for value, name in self._parameters.items() if state[name] is parameter), None)
         if known is None:
-            parameter = dict(self._module.named_parameters(remove_duplicate=False))[fqn]
             self._add_value(node.name, tensor, "parameter", parameter.requires_grad)
             self._parameters[node.name] = fqn
         self._arrivals[node] = _Arrival(known or node.name, ())
 
     def _read_get_attr(self, node: torch.fx.Node) -> None:
         tensor = node.meta.get("val")
-        if node.name in self._captured.parameters:
-            assert isinstance(tensor, torch.Tensor)
-            self._read_parameter(node, tensor)
-        elif isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor):
             self._add_value(node.name, tensor, "plain", False)
             self._arrivals[node] = _Arrival(node.name, ())
         else:
@@ -326,9 +319,6 @@ class _Reader:
     def _is_list(self, node: torch.fx.Node) -> bool:
         source = node.args[0]
         return isinstance(source, torch.fx.Node) and isinstance(self._arrivals.get(source), (list, tuple))
-
-    def _read_call_method(self, node: torch.fx.Node) -> None:
-        self._read_op(node, getattr(torch.Tensor, str(node.target)))
 
     def _read_marker(self, node: torch.fx.Node) -> None:
         direction, call_text, path = str(node.args[1]).split("|", 2)

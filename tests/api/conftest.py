@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import Server, start_server
+from small_models import TINY_LLAMA, TINY_REQUEST
 
 from cost_model.cluster import ClusterSpec
 from cost_model.layout import MeshSpec, parse_layout
 from planner.plan import CollectiveEstimate, Estimate, Job, PlanMesh, ShardingPlan, SolverReport
-
-TINY_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 128,
-}
 
 
 @pytest.fixture
@@ -33,16 +24,7 @@ def tiny_llama() -> dict[str, Any]:
 @pytest.fixture
 def tiny_request() -> dict[str, Any]:
     """A request that a real planner answers within seconds."""
-    return {
-        "model": {"hf_config": dict(TINY_LLAMA)},
-        "cluster": "1x4xtoy",
-        "mesh": "dp=2,tp=2",
-        "batch": 8,
-        "seq": 32,
-        "micro_batches": 1,
-        "ac": "none",
-        "dtype": "fp32",
-    }
+    return copy.deepcopy(TINY_REQUEST)
 
 
 @pytest.fixture
@@ -75,6 +57,9 @@ def hand_written_plan() -> ShardingPlan:
             backward_s=0.3,
             grad_reduce_s=0.04,
             optimizer_s=0.06,
+            compute_s=0.3,
+            communication_s=0.12,
+            exposed_communication_s=0.1,
             peak_memory_bytes=40_000_000_000,
             memory={"parameters": 10_000_000_000, "activations": 30_000_000_000},
             collectives=(
@@ -84,7 +69,7 @@ def hand_written_plan() -> ShardingPlan:
             ),
         ),
         solver=SolverReport(name="HiGHS", status="optimal", objective_s=0.5, bound_s=0.4999, gap=0.0002, time_s=1.5),
-        job=Job(batch=8, seq=32),
+        job=Job(batch=8, seq=32, memory_bytes=80_000_000_000),
         cluster=ClusterSpec.parse("1x4xh100-sxm-80gb").to_dict(),
         timings={"trace_s": 1.0, "solve_s": 1.5},
         notes=("a note for people",),

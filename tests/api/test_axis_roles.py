@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from api.axis_roles import axis_roles
+from api.axis_roles import axis_roles, weight_layouts
 from cost_model.layout import MeshSpec, parse_layout
-from planner.plan import PlanMesh, ShardingPlan
+from planner.plan import PlanMesh, Port, ShardingPlan
 
 
 def role(*, stored: str, used: str | None = None, inputs: str = "R", activations: str = "R") -> str:
@@ -29,6 +29,7 @@ def role(*, stored: str, used: str | None = None, inputs: str = "R", activations
         ({"stored": "S(0)", "used": "R", "inputs": "S(0)", "activations": "S(0)"}, "FSDP"),
         ({"stored": "S(0)"}, "TP"),
         ({"stored": "S(1)", "activations": "S(1)"}, "TP+SP"),
+        ({"stored": "S(0)", "inputs": "S(0)", "activations": "S(0)"}, "TP+SP"),
         ({"stored": "R", "inputs": "S(1)", "activations": "S(1)"}, "CP"),
         ({"stored": "S(0)", "used": "R", "inputs": "S(1)", "activations": "S(1)"}, "FSDP+CP"),
         ({"stored": "S(0)", "used": "R"}, "sharded storage"),
@@ -37,3 +38,31 @@ def role(*, stored: str, used: str | None = None, inputs: str = "R", activations
 )
 def test_role_is_the_fields_word(layouts: dict[str, str], expected: str) -> None:
     assert role(**layouts) == expected
+
+
+def test_heads_inside_attention_are_ulysses_and_a_split_vocabulary_alone_is_no_tensor_parallelism() -> None:
+    (shard0, shard1, shard2, whole) = (parse_layout([text]) for text in ("S(0)", "S(1)", "S(2)", "R"))
+    plan = ShardingPlan(
+        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        plan={"layers.*.q.weight": shard0, "lm_head.weight": shard0},
+        compute_plan={"layers.*.q.weight": whole},
+        output_plan={"layers.*.q": Port(source=shard1, layout=shard2)},
+    )
+    (only,) = axis_roles(plan)
+    assert only.role == "FSDP+SP"
+    assert "splits sequences, but heads inside attention (Ulysses)" in only.details
+    assert "lm_head used in pieces" in only.details
+
+
+def test_tied_weight_is_used_as_under_its_other_name() -> None:
+    shard, whole, partial = (parse_layout([text]) for text in ("S(0)", "R", "P(sum)"))
+    plan = ShardingPlan(
+        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        plan={"shared.weight": shard, "lm_head.weight": shard},
+        compute_plan={"lm_head.weight": whole},
+        gradient_plan={"shared.weight": partial, "lm_head.weight": partial},
+        input_plan={"input": Port(layout=shard)},
+    )
+    (only,) = axis_roles(plan)
+    assert only.role == "FSDP"
+    assert {key: used for key, _, used in weight_layouts(plan)} == {"shared.weight": None, "lm_head.weight": whole}

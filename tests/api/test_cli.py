@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import TINY_LLAMA
 from typer.testing import CliRunner, Result
 
 from api.cli import app
-from planner.plan import ShardingPlan
+from planner.plan import CollectiveEstimate, ShardingPlan
 
 TINY = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "8", "--seq", "32", "--dtype", "fp32"]
 QUICK = ["--micro-batches", "1", "--ac", "none"]
+FACTORY = """
+import torch
+from torch import nn
+
+
+class Regressor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+def mlp(batch):
+    return Regressor(), (torch.zeros(batch, 256),)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +52,29 @@ def config(tmp_path: Path, tiny_llama: dict[str, Any]) -> str:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(tiny_llama))
     return str(file)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What `shardplan plan` left behind."""
+
+    config: str
+    plan: Path
+    cache: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    """A plan that was made once, for all tests that only need one."""
+    folder = tmp_path_factory.mktemp("planned")
+    config, plan, cache = folder / "config.json", folder / "plan.json", folder / "cache"
+    config.write_text(json.dumps(TINY_LLAMA))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        result = run("plan", str(config), *TINY, *QUICK, "-o", str(plan), "--json")
+    assert result.exit_code == 0, result.output
+    return Planned(config=str(config), plan=plan, cache=cache, printed=result.stdout)
 
 
 @pytest.fixture
@@ -134,51 +177,76 @@ def test_real_process_shows_no_traceback_and_json_errors_are_problem_details() -
     assert json.loads(done.stdout)["error"]["title"] == "The cluster cannot be used"
 
 
-def test_show_tells_axes_memory_collectives_and_gap(plan_file: str) -> None:
+def test_show_tells_axes_weights_memory_collectives_and_gap(plan_file: str) -> None:
     said = run("show", plan_file).stdout
     lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert any(line.startswith("dp 2 FSDP 3 parameter entries stored in pieces") for line in lines)
-    assert any(line.startswith("tp 2 TP+SP 2 parameter entries stored and used in pieces") for line in lines)
     for expected in (
+        "dp 2 FSDP splits the batch; all weights stored in pieces, gathered for use",
+        "model.layers.* self_attn.q_proj S(0), S(0) R, S(0)",
+        "model.norm S(0), R R, R",
         "parameters 10.00 GB",
-        "peak 40.00 GB",
-        "whole step 500.00 ms",
+        "peak 40.00 GB of 80.00 GB allowed",
+        "whole step 500.00 ms 512 tokens/s, 100.00 ms of it waiting for communication",
+        "another 20.00 ms of communication is hidden behind computing",
         "all-gather dp forward 32 2.00 MB 2.00 ms",
         "Note: a note for people",
     ):
         assert expected in lines
+    assert any(line.startswith("tp 2 TP+SP splits sequences;") for line in lines)
     assert "at most 0.02% from the best" in said
     assert "full for model.layers.*" in said
+
+
+def test_show_adds_up_the_collectives_that_matter_little(hand_written_plan: ShardingPlan, tmp_path: Path) -> None:
+    assert hand_written_plan.estimate is not None
+    rows = tuple(
+        CollectiveEstimate(kind="all_reduce", axis=f"axis{i}", phase="forward", count=2, bytes=1000 * i, time_s=i)
+        for i in range(1, 21)
+    )
+    priced = dataclasses.replace(hand_written_plan.estimate, collectives=rows)
+    dataclasses.replace(hand_written_plan, estimate=priced).save(tmp_path / "many.json")
+    lines = [" ".join(line.split()) for line in run("show", str(tmp_path / "many.json")).stdout.splitlines()]
+    assert sum(line.startswith("all-reduce") for line in lines) == 12
+    assert "all others (--json lists them) 16 1.00 kB to 8.00 kB 36.00 s" in lines
 
 
 def test_show_json_is_the_plan(plan_file: str, hand_written_plan: ShardingPlan) -> None:
     assert ShardingPlan.from_dict(json.loads(run("show", plan_file, "--json").stdout)) == hand_written_plan
 
 
-def test_plan_writes_the_file_that_it_prints(config: str, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    result = run("plan", config, *TINY, *QUICK, "-o", str(output), "--json")
-    assert result.exit_code == 0, result.output
-    assert result.stdout == output.read_text()
-    data = json.loads(result.stdout)
+def test_plan_writes_the_file_that_it_prints(planned: Planned) -> None:
+    assert planned.printed == planned.plan.read_text()
+    data = json.loads(planned.printed)
+    assert set(data) >= {"mesh", "plan", "estimate", "solver", "timings"}
     assert data["estimate"]["step_time_s"] > 0
+    assert sum(data["estimate"]["memory"].values()) == data["estimate"]["peak_memory_bytes"]
+    assert set(data["estimate"]["collectives"][0]) == {"kind", "axis", "phase", "count", "bytes", "time_s"}
     assert {"trace_s", "solve_s"} <= set(data["timings"])
+    assert all(name.endswith("_s") for name in data["timings"])
+    assert data["solver"]["status"] == "optimal"
     assert data["solver"]["gap"] <= 1e-3
 
 
-def test_same_plan_comes_from_the_cache_unless_told_otherwise(config: str) -> None:
-    def plan(*more: str) -> tuple[dict[str, Any], str]:
-        result = run("plan", config, *TINY, *QUICK, "--json", *more)
-        assert result.exit_code == 0, result.output
-        return json.loads(result.stdout), result.stderr
+def test_show_has_a_row_for_each_axis_of_a_real_plan(planned: Planned) -> None:
+    said = run("show", str(planned.plan)).stdout
+    assert re.search(r"^dp +2 +\S*(FSDP|DP|TP|SP)", said, re.MULTILINE)
+    assert re.search(r"^tp +2 +\S*(FSDP|DP|TP|SP)", said, re.MULTILINE)
+    assert "optimizer state" in said
 
-    first, _ = plan()
-    again, said = plan()
-    assert again == first
-    assert "--no-cache" in said
-    fresh, said = plan("--no-cache")
-    assert fresh["timings"] != first["timings"]
-    assert said == ""
+
+def test_same_plan_comes_from_the_cache_unless_told_otherwise(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(planned.cache))
+    again = run("plan", planned.config, *TINY, *QUICK, "--json")
+    assert again.stdout == planned.printed
+    assert "--no-cache" in again.stderr
+    fresh = run("plan", planned.config, *TINY, *QUICK, "--json", "--no-cache")
+    assert fresh.stderr == ""
+    first, second = json.loads(planned.printed), json.loads(fresh.stdout)
+    assert second.pop("timings") != first.pop("timings")
+    del first["solver"]["time_s"], second["solver"]["time_s"]
+    assert second == first
 
 
 def test_impossible_is_exit_code_3_and_names_the_least(config: str) -> None:
@@ -188,49 +256,77 @@ def test_impossible_is_exit_code_3_and_names_the_least(config: str) -> None:
     assert "the least that would do" in result.stderr
 
 
-def test_estimate_of_a_plan_file_is_its_own_price(config: str, tmp_path: Path) -> None:
-    output = str(tmp_path / "plan.json")
-    planned = json.loads(run("plan", config, *TINY, *QUICK, "-o", output, "--json").stdout)
-    result = run("estimate", config, output, "--json")
+def test_estimate_of_a_plan_file_is_its_own_price(planned: Planned) -> None:
+    result = run("estimate", planned.config, str(planned.plan), "--json")
     assert result.exit_code == 0, result.output
-    priced = json.loads(result.stdout)
-    assert priced["estimate"]["step_time_s"] == pytest.approx(planned["estimate"]["step_time_s"], rel=1e-9)
-    assert priced["estimate"]["collectives"] == planned["estimate"]["collectives"]
+    before, after = json.loads(planned.printed)["estimate"], json.loads(result.stdout)["estimate"]
+    assert after["step_time_s"] == pytest.approx(before["step_time_s"], rel=1e-9)
+    assert after["collectives"] == before["collectives"]
+    assert after["memory"] == before["memory"]
 
 
-@pytest.mark.parametrize("baseline", ["data-parallel", "fully-sharded", "tensor-parallel"])
-def test_estimate_of_a_baseline_by_name(config: str, baseline: str) -> None:
-    result = run("estimate", config, baseline, *TINY, *QUICK, "--json")
+@pytest.mark.parametrize("name", ["fully-sharded", "tensor-parallel", "random:3"])
+def test_estimate_of_a_planner_by_name(config: str, name: str) -> None:
+    result = run("estimate", config, name, *TINY, *QUICK, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["estimate"]["step_time_s"] > 0
+    data = json.loads(result.stdout)
+    assert data["estimate"]["step_time_s"] > 0
+    assert data["solver"]["name"] == name
 
 
-def test_verify_agrees_with_a_plan_and_objects_to_an_edited_one(config: str, tmp_path: Path) -> None:
-    output = tmp_path / "plan.json"
-    assert run("plan", config, *TINY, *QUICK, "-o", str(output)).exit_code == 0
-    agreed = run("verify", config, str(output), "--json")
-    assert agreed.exit_code == 0, agreed.output
-    assert json.loads(agreed.stdout)["equal"] is True
+def test_verify_in_a_process_of_its_own_agrees_with_a_plan(planned: Planned) -> None:
+    agreed = command("verify", planned.config, str(planned.plan), "--json")
+    assert agreed.returncode == 0, agreed.stderr
+    report = json.loads(agreed.stdout)
+    assert set(report) == {"equal", "expected", "observed", "differences"}
+    assert report["equal"] is True
+    assert report["expected"] == report["observed"] != []
 
-    data = json.loads(output.read_text())
+
+def test_verify_objects_to_an_edited_plan(planned: Planned, tmp_path: Path) -> None:
+    data = json.loads(planned.printed)
     data["estimate"]["collectives"][0]["count"] += 1
-    output.write_text(json.dumps(data))
-    differs = run("verify", config, str(output), "--json")
-    assert differs.exit_code == 1
+    edited = tmp_path / "edited.json"
+    edited.write_text(json.dumps(data))
+    differs = run("verify", planned.config, str(edited), "--json")
+    assert differs.exit_code == 1, differs.output
     report = json.loads(differs.stdout)
     assert report["equal"] is False
-    assert report["differences"]
+    (difference,) = report["differences"]
+    assert difference["expected"] == difference["observed"] + 1
 
 
-def test_plan_of_another_model_is_refused(config: str, tmp_path: Path) -> None:
-    output = str(tmp_path / "plan.json")
-    assert run("plan", config, *TINY, *QUICK, "-o", output).exit_code == 0
-    result = run("verify", "gpt2", output)
+@pytest.mark.parametrize("command_name", ["verify", "estimate"])
+def test_plan_of_another_model_is_refused(planned: Planned, command_name: str) -> None:
+    result = run(command_name, "gpt2", str(planned.plan))
     assert result.exit_code == 2, result.output
-    assert "model" in result.stderr
+    assert "for another model" in result.stderr
+
+
+def test_estimate_on_a_cluster_that_the_mesh_does_not_fill_is_refused(planned: Planned) -> None:
+    result = run("estimate", planned.config, str(planned.plan), "--cluster", "2x4xtoy")
+    assert result.exit_code == 2, result.output
+    assert "product is 8" in result.stderr
 
 
 def test_batch_that_data_parallelism_cannot_divide_is_bad_input(config: str) -> None:
     cluster = ["--cluster", "1x4xtoy", "--mesh", "dp=4", "--batch", "6", "--seq", "32", "--dtype", "fp32"]
     result = run("plan", config, *cluster, *QUICK, "--planner", "data-parallel")
     assert result.exit_code == 2, result.output
+    assert "a batch of 6 does not divide over 4 devices" in result.stderr
+
+
+def test_function_that_returns_a_module_is_planned_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_models.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    cluster = ["--cluster", "1x4xh100-sxm-80gb", "--mesh", "dp=4", "--batch", "64"]
+    made = run("plan", "my_models:mlp", *cluster, "--micro-batches", "2", "-o", "plan.json", "--json")
+    assert made.exit_code == 0, made.output
+    data = json.loads(made.stdout)
+    assert (data["job"]["dtype"], data["job"]["batch"], data["micro_batches"]) == ("bf16", 64, 2)
+    verified = run("verify", "my_models:mlp", "plan.json")
+    assert verified.exit_code == 0, verified.output
+    assert verified.stdout.startswith("Verified")

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from serving import Server
+from small_models import TINY_REQUEST
 
 from api.client import RemotePlanningError, RemoteShardingPlanner
 from api.models import load_model
@@ -17,6 +18,8 @@ from planner.errors import InfeasibleError, ModelError
 from planner.plan import ShardingPlan
 
 PROBLEM = "application/problem+json"
+QUICKLY_REFUSED = {"planner": "data-parallel", "batch": 6}
+"""Changes to a request that a worker refuses once it has looked at the model: 6 samples over 4 devices."""
 
 
 def without_timings(plan: ShardingPlan) -> dict[str, Any]:
@@ -25,6 +28,15 @@ def without_timings(plan: ShardingPlan) -> dict[str, Any]:
     del data["timings"]
     del data["solver"]["time_s"]
     return data
+
+
+@pytest.fixture(scope="module")
+def python_plan() -> ShardingPlan:
+    """The plan that Python makes of ``tiny_request``."""
+    from planner import build_plan
+
+    options = {name: value for name, value in TINY_REQUEST.items() if name != "model"}
+    return build_plan(load_model(TINY_REQUEST["model"]).module, **options)
 
 
 def submit(server: Server, request: dict[str, Any]) -> httpx.Response:
@@ -115,10 +127,8 @@ def test_what_is_not_there_is_told_in_problem_details(server: Server, method: st
 
 
 def test_plan_is_the_one_that_python_makes_and_comes_at_once_the_second_time(
-    server: Server, tiny_request: dict[str, Any]
+    server: Server, tiny_request: dict[str, Any], python_plan: ShardingPlan
 ) -> None:
-    from planner import build_plan
-
     first = submit(server, tiny_request)
     assert first.status_code == 202
     assert first.json()["status"] in {"queued", "running"}
@@ -131,18 +141,16 @@ def test_plan_is_the_one_that_python_makes_and_comes_at_once_the_second_time(
     assert second.status_code == 200
     assert second.json() == ended
 
-    options = {name: value for name, value in tiny_request.items() if name != "model"}
-    expected = build_plan(load_model(tiny_request["model"]).module, **options)
-    assert without_timings(ShardingPlan.from_dict(ended["plan"])) == without_timings(expected)
+    assert without_timings(ShardingPlan.from_dict(ended["plan"])) == without_timings(python_plan)
 
 
-def test_remote_planner_gives_the_plan_of_a_module(server: Server, tiny_request: dict[str, Any]) -> None:
-    from planner import build_plan
-
+def test_remote_planner_gives_the_plan_of_a_module(
+    server: Server, tiny_request: dict[str, Any], python_plan: ShardingPlan
+) -> None:
     module = load_model(tiny_request["model"]).module
     options = {name: value for name, value in tiny_request.items() if name != "model"}
     plan = RemoteShardingPlanner(server.url, **options).build_plan(module)
-    assert without_timings(plan) == without_timings(build_plan(module, **options))
+    assert without_timings(plan) == without_timings(python_plan)
 
 
 def test_impossible_request_fails_with_the_least_that_would_fit(server: Server, tiny_request: dict[str, Any]) -> None:
@@ -194,28 +202,31 @@ def test_waiting_job_can_be_cancelled_and_asked_for_again(
 ) -> None:
     server = run_server(tmp_path / "data")
     # Its one worker takes seconds to start, so both wait.
-    slow = submit(server, {**tiny_request, "seq": 96}).json()["id"]
-    job = submit(server, {**tiny_request, "seq": 64}).json()["id"]
+    slow = submit(server, {**tiny_request, **QUICKLY_REFUSED}).json()["id"]
+    job = submit(server, {**tiny_request, **QUICKLY_REFUSED, "seq": 64}).json()["id"]
     cancelled = httpx.delete(f"{server.url}/v1/plans/{job}").json()
     assert cancelled["status"] == "cancelled"
     assert httpx.delete(f"{server.url}/v1/plans/{job}").status_code == 409
-    again = submit(server, {**tiny_request, "seq": 64})
+    again = submit(server, {**tiny_request, **QUICKLY_REFUSED, "seq": 64})
     assert (again.status_code, again.json()["id"]) == (202, job)
-    assert {server.until_ended(name)["status"] for name in (slow, job)} == {"succeeded"}
+    for name in (slow, job):
+        ended = server.until_ended(name)
+        assert (ended["status"], ended["error"]["type"]) == ("failed", "urn:shardplan:mesh-error")
 
 
 def test_jobs_survive_a_server_that_is_killed(
     run_server: Callable[..., Server], tmp_path: Path, tiny_request: dict[str, Any]
 ) -> None:
     first = run_server(tmp_path / "data")
-    jobs = [submit(first, {**tiny_request, "seq": seq}).json()["id"] for seq in (32, 64)]
+    requests = (tiny_request, {**tiny_request, **QUICKLY_REFUSED})
+    jobs = [submit(first, request).json()["id"] for request in requests]
     helpers = first.children()
     first.kill()
     assert helpers
     assert all(helper.until_gone() for helper in helpers)
     second = run_server(tmp_path / "data")
-    assert [second.until_ended(job)["status"] for job in jobs] == ["succeeded", "succeeded"]
-    assert submit(second, {**tiny_request, "seq": 32}).status_code == 200
+    assert [second.until_ended(job)["status"] for job in jobs] == ["succeeded", "failed"]
+    assert submit(second, tiny_request).status_code == 200
     second.stop()
     assert '"event": "stopped"' in second.log.read_text()
 

@@ -1,0 +1,92 @@
+"""Draw step time and memory per role of every planner's plan for one job: the picture in the README.
+
+    python benchmarks/draw_baselines.py     # about a minute on two cores; writes docs/images/llama-3.1-8b.png
+
+Needs matplotlib (the ``notebook`` extra).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from api.models import load_model
+from planner import PlanningSession
+from planner.baselines import NAMES as BASELINES
+from planner.errors import InfeasibleError
+from planner.plan import ShardingPlan
+
+ROLES = ("parameters", "gradients", "optimizer_state", "activations", "transient", "recomputed_block", "reserve")
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+
+
+def planned(session: PlanningSession, mesh: str | None) -> dict[str, ShardingPlan | InfeasibleError]:
+    """Return planner -> its plan, or why none fits."""
+    found: dict[str, ShardingPlan | InfeasibleError] = {}
+    for name in ("ilp", *BASELINES):
+        try:
+            found[name] = session.plan(planner=name, mesh=mesh)
+        except InfeasibleError as error:
+            found[name] = error
+    return found
+
+
+def draw(found: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: Axes, limit_bytes: int) -> None:
+    """Draw one bar a planner on both axes."""
+    labels = []
+    for row, (name, plan) in enumerate(found.items()):
+        if isinstance(plan, InfeasibleError) or plan.estimate is None:
+            assert isinstance(plan, InfeasibleError)
+            labels.append(name)
+            needs = "" if plan.least_bytes is None else f": needs {plan.least_bytes / 1e9:.0f} GB"
+            times.text(0, row, f" does not fit{needs}", va="center")
+            continue
+        labels.append(f"{name}\n{plan.mesh}, micro-batches {plan.micro_batches}, checkpointing {plan.job.ac}")
+        bar = times.barh(row, plan.estimate.step_time_s, color="tab:blue")
+        times.bar_label(bar, fmt=" %.2f s")
+        left = 0.0
+        for index, role in enumerate(ROLES):
+            width = plan.estimate.memory.get(role, 0) / 1e9
+            label = role.replace("_", " ") if row == 0 else None
+            memory.barh(row, width, left=left, color=f"C{index}", label=label)
+            left += width
+    memory.axvline(limit_bytes / 1e9, color="black", linestyle="--", linewidth=1)
+    times.set(xlabel="estimated step, s", yticks=range(len(found)), yticklabels=labels)
+    times.margins(x=0.2)
+    memory.set(xlabel="peak memory per device, GB (dashed: all there is)", yticks=[])
+    for axes in (times, memory):
+        axes.set_ylim(len(found) - 0.5, -0.5)
+
+
+def main() -> None:
+    """Plan with every planner, and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama-3.1-8b")
+    parser.add_argument("--cluster", default="2x8xh100-sxm-80gb")
+    parser.add_argument("--mesh", help="for all planners; each chooses its own where left out")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("-o", "--output", type=Path, help="docs/images/PRESET.png where left out")
+    arguments = parser.parse_args()
+    source = load_model(arguments.preset, seq=arguments.seq)
+    session = PlanningSession(
+        source.module, cluster=arguments.cluster, batch=arguments.batch, seq=source.seq, tp_plan=source.tp_plan
+    )
+    found = planned(session, arguments.mesh)
+    for name, plan in found.items():
+        print(name, plan if isinstance(plan, InfeasibleError) else plan.estimate)
+    figure, (times, memory) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    seq = "" if source.seq is None else f", seq {source.seq}"
+    figure.suptitle(f"{arguments.preset} on {arguments.cluster}, batch {arguments.batch}{seq}")
+    draw(found, times, memory, session.cluster.device.memory_bytes)
+    figure.legend(loc="outside lower center", ncols=len(ROLES), fontsize="small")
+    output = arguments.output or IMAGES / f"{arguments.preset}.png"
+    figure.savefig(output, dpi=110)
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    main()

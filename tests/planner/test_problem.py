@@ -1,0 +1,135 @@
+"""The program of real models against brute force, and the two formulas on hand-worked totals."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from planner.assemble import decision_of
+from planner.estimate import itemise
+from planner.formulate import Formulation, Formulator, Layer
+from planner.ilp import least_memory, solve
+from planner.problem import (
+    InfeasibleAssignmentError,
+    brute_force,
+    peak_bytes,
+    phase_time_s,
+    step_time_s,
+    totals,
+)
+from planner.session import MeshSpec, PlanningSession
+
+
+class TwoLinears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.relu, self.down = nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.down(self.relu(self.up(x))), labels)
+
+
+class Attention(nn.Module):
+    """One block with three uses of one tensor, so that redistributions are shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        q, k, v = (m(x).unflatten(-1, (4, 4)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return F.cross_entropy(self.o(mixed).flatten(0, 1), labels.flatten())
+
+
+def example(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    if name == "mlp":
+        return TwoLinears(), {"x": torch.zeros(8, 32), "labels": torch.zeros(8, dtype=torch.long)}
+    return Attention(), {"x": torch.zeros(4, 8, 16), "labels": torch.zeros(4, 8, dtype=torch.long)}
+
+
+def restricted(name: str, mesh: str, micro_batches: int, seed: int, most: int) -> tuple[Formulator, Layer, Formulation]:
+    """Return the real problem with at most ``most`` choices a node, the first always among them."""
+    module, inputs = example(name)
+    session = PlanningSession(
+        module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=micro_batches, ac="none"
+    )
+    search = session._search
+    formulator, layer = search.formulator(search.run_of(MeshSpec.parse(mesh), micro_batches, "none"))
+    full = formulator.build()
+    assert full is not None
+    generator = random.Random(seed)
+
+    def some(choices: tuple[Any, ...]) -> tuple[Any, ...]:
+        return choices if len(choices) <= most else (choices[0], *generator.sample(choices[1:], most - 1))
+
+    few = formulator.of([some(s) for s in full.strategies], [some(s) for s in full.stored])
+    return formulator, layer, few
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp=1,tp=4"])
+@pytest.mark.parametrize(("name", "micro_batches", "most"), [("mlp", 1, 4), ("mlp", 2, 4), ("attention", 1, 2)])
+def test_real_problems_equal_brute_force(name: str, mesh: str, micro_batches: int, most: int) -> None:
+    for seed in range(2):
+        formulator, layer, few = restricted(name, mesh, micro_batches, seed, most)
+        expected = brute_force(few.problem, None)
+        solution = solve(few.problem, mip_gap=0)
+        assert expected is not None
+        assert solution is not None
+        assert solution.objective_s == pytest.approx(expected[1], rel=1e-7)
+        least = least_memory(few.problem)
+        assert least is not None
+        exact = smallest_peak(few)
+        assert least[1] == pytest.approx(exact, rel=1e-4)
+        fastest = peak_bytes(totals(few.problem, solution.assignment))
+        for cap in (exact, (exact + fastest) / 2, fastest - 1, exact - 1):
+            under = brute_force(few.problem, cap)
+            found = solve(few.problem, memory_bytes=cap, mip_gap=0)
+            assert (found is None) == (under is None)
+            if found is not None and under is not None:
+                assert found.objective_s == pytest.approx(under[1], rel=1e-7)
+                assert peak_bytes(totals(few.problem, found.assignment)) <= cap
+        for assignment in (solution.assignment, least[0]):
+            price = itemise(formulator, layer, decision_of(few, assignment)).charge
+            assert step_time_s(price) == pytest.approx(step_time_s(totals(few.problem, assignment)), rel=1e-12)
+            assert peak_bytes(price) == pytest.approx(peak_bytes(totals(few.problem, assignment)), rel=1e-12)
+
+
+def smallest_peak(few: Formulation) -> float:
+    """Return the least peak over every assignment: brute force over memory in place of time."""
+    import itertools
+
+    found = []
+    for assignment in itertools.product(*(range(len(node.charges)) for node in few.problem.nodes)):
+        try:
+            found.append(peak_bytes(totals(few.problem, assignment)))
+        except InfeasibleAssignmentError:
+            continue
+    return min(found)
+
+
+def test_time_of_hand_worked_totals() -> None:
+    total = {
+        "compute.forward": 3.0,
+        "blocking.forward.a": 1.0,
+        "blocking.forward.b": 0.5,
+        "prefetch.forward.a": 2.0,  # 3 + 1.5 > 1 + 2: hidden
+        "compute.backward": 1.0,
+        "blocking.backward.a": 0.5,
+        "prefetch.backward.a": 4.0,  # 1 + 0.5 < 0.5 + 4: the link is the bottleneck
+        "exposed": 0.25,
+    }
+    assert phase_time_s(total, "compute.forward", "blocking.forward.", "prefetch.forward.") == 4.5
+    assert step_time_s(total) == 4.5 + 4.5 + 0.25
+    assert step_time_s({}) == 0.0
+
+
+def test_peak_of_hand_worked_totals() -> None:
+    total = {"memory.a": 10.0, "memory.b": 5.0, "transient.0": 3.0, "transient.1": 4.0, "recomputed.h.0": 2.0}
+    assert peak_bytes(total | {"recomputed.g.0": 6.0}) == 10 + 5 + 4 + 6
+    assert peak_bytes({"memory.a": 1.0}) == 1.0
