@@ -16,7 +16,8 @@ from planner.errors import BaselineError
 from planner.plan import ShardingPlan
 
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")
-RANDOM_PLANS = 20
+SEEDS = [pytest.param(range(4), id="4-random"), pytest.param(range(4, 20), id="16-random", marks=pytest.mark.slow)]
+"""Twenty random plans for each family and mesh; four of them in every run of the tests."""
 BATCH = 8
 
 
@@ -52,11 +53,12 @@ def test_plans_of_the_planners_run_as_planned(family: str, mesh: str) -> None:
             session(family).plan(planner="tensor-parallel", mesh=mesh)
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_plans_run_as_planned(family: str, mesh: str) -> None:
+def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> None:
     kinds: set[str] = set()
-    for seed in range(RANDOM_PLANS):
+    for seed in seeds:
         report = check(family, session(family).plan(planner=f"random:{seed}", mesh=mesh))
         kinds.update(row.kind for row in report.expected)
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
