@@ -12,12 +12,13 @@ from torch import nn
 
 from cost_model.layout import Layout, format_layout, replicated
 from planner.errors import PlanMismatchError
-from planner.formulate import Formulation, Formulator, Layer, StoredChoice, hook_key
+from planner.formulate import Formulation, Formulator, StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
 from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
+from planner.structure import Structure, hook_key
 
 T = TypeVar("T")
 
@@ -74,13 +75,13 @@ def _pattern(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def entries_of(layer: Layer, decision: Decision, module: nn.Module) -> PlanEntries:
+def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> PlanEntries:
     """Return the plan's layouts for ``decision``."""
-    regions = layer.regions
+    regions = structure.regions
     stored: dict[str, Layout] = {}
     gradients: dict[str, Layout] = {}
     by_value: dict[str, StoredChoice] = {}
-    for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
+    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         for value in parameter.values:
             by_value[value] = choice
             for name in regions.graph.parameters[value]:
@@ -103,7 +104,7 @@ def entries_of(layer: Layer, decision: Decision, module: nn.Module) -> PlanEntri
                 if layout != by_value[slot.value.name].stored:
                     compute[slot.parameter] = layout
             elif slot.origin == "entry" and slot.boundary is not None:
-                port = _port(layer, decision, region, position, strategy)
+                port = _port(structure, decision, region, position, strategy)
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (inputs if direction == "input" else outputs)[fqn][path] = port
@@ -122,7 +123,7 @@ def _spec(ports: Mapping[str, Port]) -> PortSpec:
     return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
 
 
-def _port(layer: Layer, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
+def _port(structure: Structure, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
     """Return the port of an entry, None where nothing changes there."""
     slot = region.slots[position]
     layout, gradient = strategy.forward[position], strategy.gradient[position]
@@ -133,9 +134,9 @@ def _port(layer: Layer, decision: Decision, region: Region, position: int, strat
         whole = replicated(len(layout))
         return Port(layout=layout, source=whole) if layout != whole else None
     link = next(
-        link for link in layer.regions.links if link.consumer == region.index and link.consumer_slot == position
+        link for link in structure.regions.links if link.consumer == region.index and link.consumer_slot == position
     )
-    producer = decision.strategies[layer.regions.class_of[link.producer]]
+    producer = decision.strategies[structure.regions.class_of[link.producer]]
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
     if (source, source_gradient) == (layout, gradient):
         return None
@@ -145,9 +146,9 @@ def _port(layer: Layer, decision: Decision, region: Region, position: int, strat
 class _Reader:
     """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
 
-    def __init__(self, layer: Layer, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> None:
-        self._layer = layer
-        self._regions = layer.regions
+    def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> None:
+        self._structure = structure
+        self._regions = structure.regions
         self._mesh = plan.mesh.shape
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
@@ -174,7 +175,7 @@ class _Reader:
         return replicated(len(self._mesh))
 
     def _fits(self, index: int, strategy: Strategy) -> bool:
-        region = self._layer.representative(index)
+        region = self._structure.representative(index)
         for position, slot in enumerate(region.slots):
             layout = strategy.forward[position]
             if slot.origin == "parameter" and slot.parameter is not None:
@@ -215,7 +216,7 @@ class _Reader:
             if not candidates:
                 self._refuse(index)
         stored = []
-        for parameter in self._layer.parameters:
+        for parameter in self._structure.parameters:
             name = self._regions.graph.parameters[parameter.values[0]][0]
             stored.append(
                 StoredChoice(
@@ -233,7 +234,7 @@ class _Reader:
         return found if found is not None else next(iter(natural))
 
     def _refuse(self, index: int) -> None:
-        region = self._layer.representative(index)
+        region = self._structure.representative(index)
         wanted = []
         for slot in region.slots:
             if slot.parameter is not None:
@@ -285,11 +286,11 @@ class _Reader:
         return (strategy.forward[slot], strategy.gradient[slot]) if port is None else (None, None)
 
 
-def decision_from_plan(layer: Layer, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> Decision:
+def decision_from_plan(structure: Structure, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> Decision:
     """Return the decision that ``plan`` writes down.
 
     Raises:
         PlanMismatchError: the plan's layouts are none that this model's modules can run in.
         PlanKeyError: a key that matches nothing, or two that disagree.
     """
-    return _Reader(layer, formulator, plan, module).read()
+    return _Reader(structure, formulator, plan, module).read()

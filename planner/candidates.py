@@ -12,11 +12,11 @@ from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
 from planner.costs import Run
 from planner.errors import MeshError
-from planner.formulate import Layer, build_layer
 from planner.graph import OpGraph, at_batch
 from planner.inputs import with_batch, with_dtype
 from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
+from planner.structure import Structure, build_structure
 from planner.trace import ExampleInputs, quiet, to_meta, trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -37,7 +37,7 @@ class TracedModel:
     is_open: bool
     flash_attention: bool
     _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
-    _layers: dict[tuple[int, str], Layer] = field(default_factory=dict)
+    _structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
 
     @property
     def base(self) -> RegionGraph:
@@ -61,12 +61,12 @@ class TracedModel:
             self._regions[batch] = regions, found, find_blocks(regions)
         return self._regions[batch]
 
-    def layer(self, batch: int, ac: str) -> Layer:
+    def structure(self, batch: int, ac: str) -> Structure:
         """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
-        if (batch, ac) not in self._layers:
+        if (batch, ac) not in self._structures:
             regions, found, blocks = self._at(batch)
-            self._layers[batch, ac] = build_layer(regions, found, blocks, ac)
-        return self._layers[batch, ac]
+            self._structures[batch, ac] = build_structure(regions, found, blocks, ac)
+        return self._structures[batch, ac]
 
     def profile(self, batch: int) -> GraphProfile:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""

@@ -12,24 +12,25 @@ from collections.abc import Iterator, Mapping
 from planner import problem as quantity
 from planner.assemble import Decision
 from planner.costs import Port, Price, add_prices
-from planner.formulate import EdgeKey, Formulator, Layer, Tally
+from planner.formulate import Formulator
 from planner.graph import Value
 from planner.problem import peak_bytes, phase_time_s, step_time_s
 from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase
+from planner.structure import EdgeKey, Structure, Tally
 
 
 class _Itemiser:
-    def __init__(self, formulator: Formulator, layer: Layer, decision: Decision) -> None:
+    def __init__(self, formulator: Formulator, structure: Structure, decision: Decision) -> None:
         self._formulator = formulator
         self._pricer = formulator.pricer
-        self._layer = layer
+        self._structure = structure
         self._decision = decision
 
     def prices(self) -> Iterator[Price]:
         yield Price(charge=self._formulator.constant())
         for index, strategy in enumerate(self._decision.strategies):
             yield self._formulator.region_price(index, strategy)
-        for parameter, choice in zip(self._layer.parameters, self._decision.stored, strict=True):
+        for parameter, choice in zip(self._structure.parameters, self._decision.stored, strict=True):
             yield _some(self._formulator.parameter_price(parameter, choice))
             for use in parameter.uses:
                 index, slot = use
@@ -48,30 +49,30 @@ class _Itemiser:
         )
 
     def _value(self, tally: Tally) -> Value:
-        key = self._layer.edges[tally.edges[0]]
-        return self._layer.representative(key.consumer).slots[key.consumer_slot].value
+        key = self._structure.edges[tally.edges[0]]
+        return self._structure.representative(key.consumer).slots[key.consumer_slot].value
 
     def _wanted(self, tally: Tally) -> list[tuple[Port, Port]]:
         """Return each (source, target) that the tally's consumers want, once."""
-        return list(dict.fromkeys(self._ports(self._layer.edges[edge]) for edge in tally.edges))
+        return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in tally.edges))
 
     def _redistributions(self) -> Iterator[Price]:
-        for tally in self._layer.forward:
+        for tally in self._structure.forward:
             for source, target in self._wanted(tally):
                 if source != target:
                     yield _some(self._pricer.redistribution(self._value(tally), source, target, tally.count))
-        for tally in self._layer.recompute:
+        for tally in self._structure.recompute:
             for source, target in self._wanted(tally):
                 if source[0] != target[0]:
                     yield self._pricer.recomputed_redistribution(self._value(tally), source, target, tally.count)
 
     def _copies(self) -> Iterator[Price]:
-        for tally in self._layer.kept:
+        for tally in self._structure.kept:
             if any(tally.always or source[0] == target[0] for source, target in self._wanted(tally)):
                 layout = self._wanted(tally)[0][0][0]
                 assert layout is not None
                 yield self._pricer.copy(self._value(tally), layout, tally.count, tally.quantity)
-        for tally in self._layer.copied:
+        for tally in self._structure.copied:
             for source, target in self._wanted(tally):
                 if source[0] != target[0] and target[0] is not None:
                     yield self._pricer.copy(self._value(tally), target[0], tally.count, tally.quantity)
@@ -82,20 +83,20 @@ def _some(price: Price | None) -> Price:
     return price
 
 
-def itemise(formulator: Formulator, layer: Layer, decision: Decision) -> Price:
+def itemise(formulator: Formulator, structure: Structure, decision: Decision) -> Price:
     """Return the full price of ``decision``: the totals of all quantities, and every collective."""
-    return add_prices(_Itemiser(formulator, layer, decision).prices())
+    return add_prices(_Itemiser(formulator, structure, decision).prices())
 
 
-def estimate(formulator: Formulator, layer: Layer, decision: Decision) -> Estimate:
+def estimate(formulator: Formulator, structure: Structure, decision: Decision) -> Estimate:
     """Return seconds and bytes of one step under ``decision``."""
-    price = itemise(formulator, layer, decision)
+    price = itemise(formulator, structure, decision)
     total = price.charge
     forward = phase_time_s(total, quantity.COMPUTE_FORWARD, quantity.BLOCKING_FORWARD, quantity.PREFETCH_FORWARD)
     backward = phase_time_s(total, quantity.COMPUTE_BACKWARD, quantity.BLOCKING_BACKWARD, quantity.PREFETCH_BACKWARD)
     compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
     step = step_time_s(total)
-    optimizer = _optimizer_s(formulator, layer, decision)
+    optimizer = _optimizer_s(formulator, structure, decision)
     collectives = collective_rows(price)
     return Estimate(
         step_time_s=step,
@@ -112,10 +113,10 @@ def estimate(formulator: Formulator, layer: Layer, decision: Decision) -> Estima
     )
 
 
-def _optimizer_s(formulator: Formulator, layer: Layer, decision: Decision) -> float:
-    values = layer.regions.graph.values
+def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decision) -> float:
+    values = structure.regions.graph.values
     found = 0.0
-    for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
+    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         price = formulator.pricer.parameter(values[parameter.values[0]], choice.stored, len(parameter.values))
         found += price.charge.get(quantity.EXPOSED, 0.0)
     return found

@@ -6,23 +6,26 @@ from collections.abc import Sequence
 
 from planner.assemble import Decision
 from planner.costs import Port, add_prices
-from planner.formulate import Formulator, Layer, ParameterClass, StoredChoice, stored_layouts
+from planner.formulate import Formulator, StoredChoice, stored_layouts
 from planner.problem import Charge
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
+from planner.structure import ParameterClass, Structure
 
 RELATIVE_TOLERANCE = 1e-12
 """Charges that differ by no more are the same sum in another order."""
 
 
-def polish(formulator: Formulator, layer: Layer, decision: Decision) -> Decision:
+def polish(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
     """Return a decision of the same price in which ties are settled by taste."""
     stored = [
         _tidier(formulator, parameter, choice, decision)
-        for parameter, choice in zip(layer.parameters, decision.stored, strict=True)
+        for parameter, choice in zip(structure.parameters, decision.stored, strict=True)
     ]
     strategies = [
-        _input_strategy(formulator, layer, index, decision) if _is_input(layer.representative(index)) else strategy
+        _input_strategy(formulator, structure, index, decision)
+        if _is_input(structure.representative(index))
+        else strategy
         for index, strategy in enumerate(decision.strategies)
     ]
     return Decision(strategies=tuple(strategies), stored=tuple(stored))
@@ -68,16 +71,16 @@ def _is_input(region: Region) -> bool:
     return not region.ops and all(slot.origin == "entry" and slot.source is None for slot in region.slots)
 
 
-def _input_strategy(formulator: Formulator, layer: Layer, index: int, decision: Decision) -> Strategy:
+def _input_strategy(formulator: Formulator, structure: Structure, index: int, decision: Decision) -> Strategy:
     """Return the way to take an input in that is split most, over the first dims, without communication."""
     wanted: list[tuple[int, Port]] = []
-    for edge in layer.edges:
+    for edge in structure.edges:
         if edge.producer == index:
             consumer = decision.strategies[edge.consumer]
             wanted.append(
                 (edge.producer_slot, (consumer.forward[edge.consumer_slot], consumer.gradient[edge.consumer_slot]))
             )
-    region = layer.representative(index)
+    region = structure.representative(index)
 
     def is_free(strategy: Strategy) -> bool:
         for slot, port in wanted:

@@ -17,7 +17,7 @@ from planner.candidates import TracedModel, least_compute_s, least_memory_bytes
 from planner.costs import Pricer, Run
 from planner.errors import InfeasibleError
 from planner.estimate import estimate
-from planner.formulate import Formulation, Formulator, Layer
+from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.job import Job
 from planner.polish import polish
@@ -26,6 +26,7 @@ from planner.random_assignment import random_assignment
 from planner.regions import Region
 from planner.report import Estimate
 from planner.strategies.enumerate import StrategyTable
+from planner.structure import Structure
 
 Progress = Callable[[str], None]
 
@@ -38,7 +39,7 @@ class Candidate:
     """A priced decision in one run."""
 
     run: Run
-    layer: Layer
+    structure: Structure
     decision: Decision
     estimate: Estimate
     solution: Solution | None
@@ -65,7 +66,7 @@ class Search:
         self._clock = clock
         self._table = StrategyTable()
         self._memory_bytes = job.memory_bytes or cluster.device.memory_bytes
-        self._unrestricted: tuple[Run, Formulator, Layer, Formulation | None] | None = None
+        self._unrestricted: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -76,23 +77,23 @@ class Search:
         """Return the run of the job on ``mesh``."""
         return Run(job=self._job, cluster=self._cluster, mesh=mesh, micro_batches=micro_batches, ac=ac)
 
-    def formulator(self, run: Run) -> tuple[Formulator, Layer]:
+    def formulator(self, run: Run) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``."""
         micro_batch = self._batch // run.micro_batches
-        layer = self._traced.layer(micro_batch, run.ac)
+        structure = self._traced.structure(micro_batch, run.ac)
         pricer = Pricer(run, self._traced.profile(micro_batch))
-        return Formulator(layer, pricer, self._table, self._traced.base), layer
+        return Formulator(structure, pricer, self._table, self._traced.base), structure
 
-    def formulate(self, run: Run, restriction: Restriction | None) -> tuple[Formulator, Layer, Formulation | None]:
+    def formulate(self, run: Run, restriction: Restriction | None) -> tuple[Formulator, Structure, Formulation | None]:
         """Return the problem of ``run``, or None in its place where the restriction leaves nothing."""
         started = time.perf_counter()
-        formulator, layer = self.formulator(run)
+        formulator, structure = self.formulator(run)
         built = formulator.build(
             None if restriction is None else restriction.accepts,
             None if restriction is None else restriction.accepts_stored,
         )
         self._clock.add("costs_s", started)
-        return formulator, layer, built
+        return formulator, structure, built
 
     def solve(self, run: Run, restriction: Restriction | None, slower_than_s: float | None = None) -> Candidate | None:
         """Return the best decision in ``run``, None where none fits.
@@ -100,7 +101,7 @@ class Search:
         Args:
             slower_than_s: a decision that takes at least this long is not wanted, and comes back unchecked.
         """
-        formulator, layer, formulation = self.formulate(run, restriction)
+        formulator, structure, formulation = self.formulate(run, restriction)
         while formulation is not None:
             started = time.perf_counter()
             solution = solve(formulation.problem, memory_bytes=self._memory_bytes, mip_gap=self._job.mip_gap)
@@ -111,9 +112,9 @@ class Search:
             wanted = slower_than_s is None or solution.objective_s < slower_than_s
             refused = self._refused(run, formulation, decision) if wanted else []
             if not refused:
-                decision = polish(formulator, layer, decision)
-                found = estimate(formulator, layer, decision)
-                return Candidate(run=run, layer=layer, decision=decision, estimate=found, solution=solution)
+                decision = polish(formulator, structure, decision)
+                found = estimate(formulator, structure, decision)
+                return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
             formulation = _without(formulator, formulation, decision, refused)
         return None
 
@@ -122,26 +123,26 @@ class Search:
         started = time.perf_counter()
         refused = [
             index for index, strategy in enumerate(decision.strategies)
-            if not self._table.runs(self._base_region(formulation.layer, index), strategy, run.mesh.shape)
+            if not self._table.runs(self._base_region(formulation.structure, index), strategy, run.mesh.shape)
         ]  # fmt: skip
         self._clock.add("check_s", started)
         return refused
 
-    def _base_region(self, layer: Layer, index: int) -> Region:
-        return self._traced.base.regions[layer.representative(index).index]
+    def _base_region(self, structure: Structure, index: int) -> Region:
+        return self._traced.base.regions[structure.representative(index).index]
 
     def random(self, run: Run, seed: int) -> Candidate | None:
         """Return a random decision, whatever it costs; None where none can be found."""
         if self._unrestricted is None or self._unrestricted[0] != run:
             self._unrestricted = run, *self.formulate(run, None)
-        _, formulator, layer, formulation = self._unrestricted
+        _, formulator, structure, formulation = self._unrestricted
         assert formulation is not None
 
         def allowed(node: int, choice: int) -> bool:
             if node >= len(formulation.strategies):
                 return True
             return self._table.runs(
-                self._base_region(layer, node), formulation.strategies[node][choice], run.mesh.shape
+                self._base_region(structure, node), formulation.strategies[node][choice], run.mesh.shape
             )
 
         assignment = random_assignment(formulation.problem, seed, allowed)
@@ -149,7 +150,11 @@ class Search:
             return None
         decision = decision_of(formulation, assignment)
         return Candidate(
-            run=run, layer=layer, decision=decision, estimate=estimate(formulator, layer, decision), solution=None
+            run=run,
+            structure=structure,
+            decision=decision,
+            estimate=estimate(formulator, structure, decision),
+            solution=None,
         )
 
     def best(
@@ -208,11 +213,11 @@ class Search:
         restrict: Callable[[MeshSpec], Restriction | None],
     ) -> InfeasibleError:
         """Return the error that says what would do: the least memory per device over all runs, and what takes it up."""
-        least: tuple[float, Layer, Decision, Run] | None = None
+        least: tuple[float, Structure, Decision, Run] | None = None
         for mesh in meshes:
             for count in counts:
                 run = self.run_of(mesh, count, modes[-1])
-                formulator, layer, formulation = self.formulate(run, restrict(mesh))
+                formulator, structure, formulation = self.formulate(run, restrict(mesh))
                 while formulation is not None:
                     found = least_memory(formulation.problem)
                     if found is None:
@@ -221,7 +226,7 @@ class Search:
                     refused = self._refused(run, formulation, decision)
                     if not refused:
                         if least is None or found[1] < least[0]:
-                            least = found[1], layer, decision, run
+                            least = found[1], structure, decision, run
                         break
                     formulation = _without(formulator, formulation, decision, refused)
         if least is None:
@@ -231,27 +236,27 @@ class Search:
                 least_bytes=None,
                 what_to_do="Choose another mesh, or a batch that the mesh divides.",
             )
-        nbytes, layer, decision, run = least
+        nbytes, structure, decision, run = least
         return InfeasibleError(
             budget_bytes=self._memory_bytes,
             least_bytes=int(-(-nbytes // 1)),
-            largest_tensors=_largest(layer, decision, run),
+            largest_tensors=_largest(structure, decision, run),
         )
 
 
-def _largest(layer: Layer, decision: Decision, run: Run) -> tuple[tuple[str, int], ...]:
-    values = layer.regions.graph.values
+def _largest(structure: Structure, decision: Decision, run: Run) -> tuple[tuple[str, int], ...]:
+    values = structure.regions.graph.values
     rows: list[tuple[str, int]] = []
-    for parameter, choice in zip(layer.parameters, decision.stored, strict=True):
+    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         value = values[parameter.values[0]]
         rows.append(
             (
-                layer.regions.graph.parameters[parameter.values[0]][0],
+                structure.regions.graph.parameters[parameter.values[0]][0],
                 value.nbytes // split_factor(choice.stored, run.mesh.shape),
             )
         )
     for index, strategy in enumerate(decision.strategies):
-        region = layer.representative(index)
+        region = structure.representative(index)
         for position, slot in enumerate(region.slots):
             layout = strategy.forward[position]
             if slot.origin == "op" and layout is not None:

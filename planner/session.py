@@ -145,8 +145,8 @@ class PlanningSession:
     def _write(self, candidate: Candidate, planner: str) -> ShardingPlan:
         started = time.perf_counter()
         run, cluster = candidate.run, self.cluster
-        entries = entries_of(candidate.layer, candidate.decision, self._model)
-        blocks = candidate.layer.blocks.patterns if run.ac != "none" else ()
+        entries = entries_of(candidate.structure, candidate.decision, self._model)
+        blocks = candidate.structure.blocks.patterns if run.ac != "none" else ()
         job = dataclasses.replace(
             self.job,
             micro_batches=run.micro_batches,
@@ -303,9 +303,9 @@ def estimate_plan(
     modes = set(plan.activation_checkpointing.values())
     search = Search(traced, plan.job, cluster, batch, clock)
     run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    formulator, layer = search.formulator(run)
+    formulator, structure = search.formulator(run)
     started = time.perf_counter()
-    decision = decision_from_plan(layer, formulator, plan, model)
-    priced = estimate(formulator, layer, decision)
+    decision = decision_from_plan(structure, formulator, plan, model)
+    priced = estimate(formulator, structure, decision)
     clock.add("costs_s", started)
     return dataclasses.replace(plan, estimate=priced, cluster=cluster.to_dict(), timings=dict(clock.spent))

@@ -55,7 +55,7 @@ class Server:
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}").parent.glob("*/children")
         return [Child(int(pid)) for file in pids for pid in file.read_text().split()]
 
-    def until_ended(self, job_id: str, timeout_s: float = 120.0) -> dict[str, Any]:
+    def until_ended(self, job_id: str, timeout_s: float = 300.0) -> dict[str, Any]:
         """Return the job once it has ended."""
         pause = threading.Event()
         for _ in range(int(timeout_s / 0.1)):

@@ -17,7 +17,7 @@ from planner.session import PlanningSession, build_plan, estimate_plan
 
 BATCH = 8
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")
-PLANNERS = ("ilp", "data-parallel", "fully-sharded", "random:0", "random:1", "random:2")
+PLANNERS = ("ilp", "data-parallel", "fully-sharded", "random:0")
 COLUMN_ROW = {"fc1": "colwise", "fc2": "rowwise"}
 
 
@@ -70,6 +70,7 @@ def test_every_plan_is_priced_alike_from_its_file(family: str) -> None:
     steps: dict[str, float] = {}
     for mesh in MESHES:
         extra = ("tensor-parallel",) if family in ("llama", "mlp") else ()
+        extra += ("random:1", "random:2") if mesh == MESHES[1] else ()
         for planner in (*PLANNERS, *extra):
             plan = session.plan(planner=planner, mesh=mesh)
             check(session, module, plan)
@@ -107,5 +108,5 @@ def test_layouts_that_cannot_run_are_refused() -> None:
     plan = build_plan(module, cluster="4xtoy", example_inputs=kwargs, mesh="dp=4", planner="data-parallel")
     document = json.loads(plan.to_json())
     document["plan"]["fc2.weight"] = ["S(0)"]
-    with pytest.raises(PlanMismatchError, match="fc2"):
+    with pytest.raises(PlanMismatchError, match="cannot run without further redistribution"):
         estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=kwargs)

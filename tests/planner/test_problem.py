@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,17 +13,17 @@ from torch import nn
 
 from planner.assemble import decision_of
 from planner.estimate import itemise
-from planner.formulate import Formulation, Formulator, Layer
+from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.problem import (
     InfeasibleAssignmentError,
-    brute_force,
     peak_bytes,
     phase_time_s,
     step_time_s,
     totals,
 )
 from planner.session import MeshSpec, PlanningSession
+from planner.structure import Structure
 
 
 class TwoLinears(nn.Module):
@@ -53,7 +54,9 @@ def example(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return Attention(), {"x": torch.zeros(4, 8, 16), "labels": torch.zeros(4, 8, dtype=torch.long)}
 
 
-def restricted(name: str, mesh: str, micro_batches: int, seed: int, most: int) -> tuple[Formulator, Layer, Formulation]:
+def restricted(
+    name: str, mesh: str, micro_batches: int, seed: int, most: int
+) -> tuple[Formulator, Structure, Formulation]:
     """Return the real problem with at most ``most`` choices a node, the first always among them."""
     module, inputs = example(name)
     session = PlanningSession(
@@ -77,22 +80,21 @@ def restricted(name: str, mesh: str, micro_batches: int, seed: int, most: int) -
 def test_real_problems_equal_brute_force(name: str, mesh: str, micro_batches: int, most: int) -> None:
     for seed in range(2):
         formulator, layer, few = restricted(name, mesh, micro_batches, seed, most)
-        expected = brute_force(few.problem, None)
+        tried = every_time_and_peak(few)
         solution = solve(few.problem, mip_gap=0)
-        assert expected is not None
         assert solution is not None
-        assert solution.objective_s == pytest.approx(expected[1], rel=1e-7)
+        assert solution.objective_s == pytest.approx(min(time_s for time_s, _ in tried), rel=1e-7)
         least = least_memory(few.problem)
         assert least is not None
-        exact = smallest_peak(few)
+        exact = min(peak for _, peak in tried)
         assert least[1] == pytest.approx(exact, rel=1e-4)
         fastest = peak_bytes(totals(few.problem, solution.assignment))
         for cap in (exact, (exact + fastest) / 2, fastest - 1, exact - 1):
-            under = brute_force(few.problem, cap)
+            times = [time_s for time_s, peak in tried if peak <= cap]
             found = solve(few.problem, memory_bytes=cap, mip_gap=0)
-            assert (found is None) == (under is None)
-            if found is not None and under is not None:
-                assert found.objective_s == pytest.approx(under[1], rel=1e-7)
+            assert (found is None) == (not times)
+            if found is not None:
+                assert found.objective_s == pytest.approx(min(times), rel=1e-7)
                 assert peak_bytes(totals(few.problem, found.assignment)) <= cap
         for assignment in (solution.assignment, least[0]):
             price = itemise(formulator, layer, decision_of(few, assignment)).charge
@@ -100,17 +102,16 @@ def test_real_problems_equal_brute_force(name: str, mesh: str, micro_batches: in
             assert peak_bytes(price) == pytest.approx(peak_bytes(totals(few.problem, assignment)), rel=1e-12)
 
 
-def smallest_peak(few: Formulation) -> float:
-    """Return the least peak over every assignment: brute force over memory in place of time."""
-    import itertools
-
+def every_time_and_peak(few: Formulation) -> list[tuple[float, float]]:
+    """Return (seconds, bytes) of every assignment that can be: what `brute_force` walks over."""
     found = []
     for assignment in itertools.product(*(range(len(node.charges)) for node in few.problem.nodes)):
         try:
-            found.append(peak_bytes(totals(few.problem, assignment)))
+            total = totals(few.problem, assignment)
         except InfeasibleAssignmentError:
             continue
-    return min(found)
+        found.append((step_time_s(total), peak_bytes(total)))
+    return found
 
 
 def test_time_of_hand_worked_totals() -> None:

@@ -1,0 +1,115 @@
+"""The outer search: the memory cap binds, the last request is refused with what would do, and bounds hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import pytest
+from torch.distributed.tensor import Replicate
+
+from planner.errors import InfeasibleError, MeshError
+from planner.plan import ShardingPlan
+from planner.session import MeshSpec, PlanningSession, build_plan
+
+GAP = 1e-3
+
+
+def plan_with(inputs: dict[str, Any], module: Any, memory_gb: float | None, **options: Any) -> ShardingPlan:
+    return build_plan(
+        module,
+        cluster="4xtoy",
+        example_inputs=inputs,
+        dtype="fp32",
+        memory_gb=memory_gb,
+        **({"mesh": "dp=2,tp=2", "micro_batches": 1} | options),
+    )
+
+
+def peak(plan: ShardingPlan) -> int:
+    assert plan.estimate is not None
+    return plan.estimate.peak_memory_bytes
+
+
+def step_time_s(plan: ShardingPlan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_time_s
+
+
+def stored_whole(plan: ShardingPlan) -> int:
+    """Return how many parameters every device keeps whole."""
+    return sum(all(p == Replicate() for p in layout) for layout in plan.plan.values() if not isinstance(layout, str))
+
+
+@pytest.mark.parametrize("planner", ["ilp", "tensor-parallel"])
+def test_the_cap_binds_until_nothing_fits(planner: str) -> None:
+    module, inputs = families.make("mlp", 8)
+    options = {"planner": planner, "tp_plan": {"fc1": "colwise", "fc2": "rowwise"}}
+    free = plan_with(inputs, module, None, **options)
+    plans, cap = [free], peak(free)
+    while True:
+        try:
+            plan = plan_with(inputs, module, (cap - 1) / 1e9, **options)
+        except InfeasibleError as error:
+            refusal = error
+            break
+        assert peak(plan) <= cap - 1
+        plans.append(plan)
+        cap = min(peak(plan), round(cap * 0.97))
+    times = [step_time_s(plan) for plan in plans]
+    assert all(later >= earlier * (1 - GAP) for earlier, later in zip(times, times[1:], strict=False)), times
+    assert refusal.budget_bytes == cap - 1
+    assert refusal.least_bytes is not None
+    assert refusal.least_bytes > refusal.budget_bytes
+    assert str(refusal.least_bytes) in str(refusal)
+    assert refusal.largest_tensors
+    least = plan_with(inputs, module, refusal.least_bytes / 1e9, **options)
+    assert peak(least) <= refusal.least_bytes
+    with pytest.raises(InfeasibleError):
+        plan_with(inputs, module, refusal.least_bytes * 0.99 / 1e9, **options)
+
+
+def test_from_replicated_to_sharded_as_memory_falls() -> None:
+    """On links too slow to be worth using, parameters stay whole until memory forbids it."""
+    module, inputs = families.make("mlp", 8)
+    slow = {
+        "devices_per_node": 4,
+        "device": "toy",
+        "intra_node": {"bandwidth_bytes_per_s": 1e7, "latency_s": 1e-3, "source": "a fiction"},
+    }
+
+    def at(memory_gb: float | None) -> ShardingPlan:
+        return build_plan(
+            module, cluster=slow, example_inputs=inputs, mesh="dp=4", memory_gb=memory_gb, micro_batches=1, dtype="fp32"
+        )
+
+    free = at(None)
+    assert stored_whole(free) == len(free.plan)
+    half, quarter = at(peak(free) * 0.6 / 1e9), at(peak(free) * 0.36 / 1e9)
+    assert stored_whole(free) > stored_whole(half) > stored_whole(quarter)
+    assert step_time_s(free) < step_time_s(half) < step_time_s(quarter)
+
+
+def test_more_micro_batches_or_checkpointing_when_activations_do_not_fit() -> None:
+    module, inputs = families.make("gpt2", 8)
+    options = {"micro_batches": None, "mesh": "dp=4"}
+    free = plan_with(inputs, module, None, ac="none", **options)
+    tight = plan_with(inputs, module, peak(free) * 0.8 / 1e9, ac="none", **options)
+    assert tight.micro_batches > free.micro_batches
+    assert step_time_s(tight) >= step_time_s(free)
+    chosen = plan_with(inputs, module, peak(free) * 0.8 / 1e9, ac=None, **options)
+    assert step_time_s(chosen) <= step_time_s(tight) * (1 + GAP)
+
+
+def test_automatic_meshes_are_no_slower_than_any_given_one() -> None:
+    module, inputs = families.make("mlp", 8)
+    session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
+    best = session.plan()
+    for mesh in ("dp=4", "dp=2,tp=2"):
+        assert step_time_s(best) <= step_time_s(session.plan(mesh=mesh)) * (1 + GAP)
+
+
+def test_a_mesh_that_is_not_the_cluster_is_refused() -> None:
+    module, inputs = families.make("mlp", 8)
+    with pytest.raises(MeshError, match="8 devices"):
+        build_plan(module, cluster="4xtoy", example_inputs=inputs, mesh=MeshSpec.parse("dp=2,tp=4"))
