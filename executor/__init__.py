@@ -17,7 +17,7 @@ _HOMES = {
     "verify": "executor.verify",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ Lower bounds come first, so that what cannot win is not solved.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,9 @@ from planner.strategies.enumerate import StrategyTable
 from planner.structure import Structure
 
 Progress = Callable[[str], None]
+
+_LEAST_MEMORY_RUNS = 24
+"""Up to so many runs are all solved for the least memory that would do, once nothing fits."""
 
 STATE_BYTES_PER_PARAMETER = 4
 """A floor for lower bounds: no optimizer and dtype of ours keeps less than one float32 or two bf16 values."""
@@ -214,9 +218,11 @@ class Search:
     ) -> InfeasibleError:
         """Return the error that says what would do: the least memory per device over all runs, and what takes it up."""
         least: tuple[float, Structure, Decision, Run] | None = None
+        # Where there is much to try, the mode that keeps least stands for the others.
+        tried = modes if len(meshes) * len(counts) * len(modes) <= _LEAST_MEMORY_RUNS else modes[-1:]
         for mesh in meshes:
-            for count in counts:
-                run = self.run_of(mesh, count, modes[-1])
+            for count, mode in itertools.product(counts, tried):
+                run = self.run_of(mesh, count, mode)
                 formulator, structure, formulation = self.formulate(run, restrict(mesh))
                 while formulation is not None:
                     found = least_memory(formulation.problem)

@@ -25,9 +25,7 @@ BATCH = 8
 def session(family: str) -> PlanningSession:
     """The family's session; random plans and baselines share one trace and one table of strategies."""
     module, inputs = make(family, BATCH)
-    return PlanningSession(
-        module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1, ac="none"
-    )
+    return PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1, ac="none")
 
 
 def check(family: str, plan: ShardingPlan, micro_batch: int = BATCH) -> VerifyReport:
@@ -68,9 +66,7 @@ def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> No
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_checkpointed_plans_in_bf16_with_micro_batches_run_as_planned(family: str, ac: str) -> None:
     module, inputs = make(family, 2 * BATCH)
-    session = PlanningSession(
-        module, cluster="1x4xtoy", example_inputs=inputs, dtype="bf16", micro_batches=2, ac=ac
-    )
+    session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="bf16", micro_batches=2, ac=ac)
     for planner in ("ilp", "fully-sharded", "random:1", "random:2"):
         report = check(family, session.plan(planner=planner, mesh="dp=2,tp=2"))
         assert any(row.phase == "recompute" for row in report.expected)

@@ -43,7 +43,8 @@ def train(rank: int, family: str, plan: dict, optimizer: str) -> Errors:
     mesh = device_mesh_for(read)
     shard_module(model, mesh, read)
     make_optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    optimizers = [make_optimizer(one.parameters(), lr=0.05 if optimizer == "sgd" else 1e-3) for one in (reference, model)]
+    rate = 0.05 if optimizer == "sgd" else 1e-3
+    optimizers = [make_optimizer(one.parameters(), lr=rate) for one in (reference, model)]
     worst_loss = worst_gradient = 0.0
     for step in range(STEPS):
         batch = make_batch(family, seed=step)
