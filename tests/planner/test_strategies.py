@@ -1,0 +1,89 @@
+"""What a linear can do on one axis is exactly the known set (data, column, row, sequence, replicated), and on two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from planner.inputs import as_inputs
+from planner.regions import Region, build_regions
+from planner.strategies.dtensor_rules import UnsupportedTorchError, check_torch_version
+from planner.strategies.enumerate import AxisStrategy, StrategyTable
+from planner.trace import to_meta, trace
+
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+
+
+class Body(nn.Module):
+    """A linear between two others, so that its input has a gradient, on [batch, seq, hidden]."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.linear, self.last = nn.Linear(8, 8), nn.Linear(8, 16, bias=bias), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.linear(self.first(x))).sum()
+
+
+def linear_region(*, bias: bool, batch: int = 4, seq: int = 6) -> Region:
+    graph = build_regions(trace(to_meta(Body(bias), None), as_inputs((torch.zeros(batch, seq, 8),))))
+    return next(region for region in graph.regions if region.fqn == "linear")
+
+
+def one_axis(*triples: tuple[tuple[object, ...], tuple[object, ...]]) -> set[AxisStrategy]:
+    return {AxisStrategy(forward=f, gradient=g) for f, g in triples}  # type: ignore[arg-type]
+
+
+KNOWN = one_axis(
+    ((R, R, R), (R, R, R)),  # everyone computes everything
+    ((R, R, R), (P, P, P)),  # as before, of a gradient that is still to be summed
+    ((S0, R, S0), (S0, P, S0)),  # data parallel: FSDP is this with a weight that rests split
+    ((S1, R, S1), (S1, P, S1)),  # sequence parallel
+    ((R, S0, S2), (P, S0, S2)),  # column-wise: the input's gradient is partial
+    ((S2, S1, P), (S2, S1, R)),  # row-wise: the output is partial
+)
+
+
+def test_a_linear_on_one_axis() -> None:
+    found = StrategyTable().on_axis(linear_region(bias=False), 2)
+    assert len(found) == len(set(found))
+    assert set(found) == KNOWN
+
+
+def test_a_bias_follows_its_weight() -> None:
+    found = StrategyTable().on_axis(linear_region(bias=True), 2)
+    by_weight = {(s.forward[1], s.forward[2]) for s in found}
+    assert by_weight == {(R, R), (S0, S0), (S1, R)}
+    assert all(s.gradient[2] == P for s in found if s.forward[0] in (S0, S1))
+
+
+def test_only_even_splits() -> None:
+    table = StrategyTable()
+    on_three = {s.forward[0] for s in table.on_axis(linear_region(bias=False), 3)}
+    assert on_three == {R, S1}  # of 4 x 6 x 8 only the 6 divides by 3; of the weight's 16 x 8 nothing does
+    region = linear_region(bias=False)
+    on_mesh = table.on_mesh(region, (4, 2))
+    batch_twice = [s for s in on_mesh if s.forward[0] == (S0, S0)]
+    assert not batch_twice  # 4 samples over 8 ranks
+
+
+def test_a_mesh_is_the_product_of_its_axes() -> None:
+    table, region = StrategyTable(), linear_region(bias=False, seq=8)
+    axis, mesh = table.on_axis(region, 2), table.on_mesh(region, (2, 2))
+    assert len(set(mesh)) == len(mesh) == len(axis) ** 2
+    megatron_with_data = ((S0, R), (R, S0), (S0, S2))
+    assert megatron_with_data in {s.forward for s in mesh}
+    ones = table.on_mesh(region, (1, 2))
+    assert len(ones) == len(axis)
+    assert all(layout[0] == R for s in ones for layout in s.forward if layout is not None)
+    assert all(table.runs(region, s, (1, 2)) for s in ones)
+    assert any(table.runs(region, s, (2, 2)) for s in mesh if s.forward == megatron_with_data)
+
+
+def test_torch_outside_the_supported_range_is_refused() -> None:
+    check_torch_version("2.13.1+cpu")
+    for version in ("2.12.0", "2.14.0"):
+        with pytest.raises(UnsupportedTorchError, match="needs torch"):
+            check_torch_version(version)
