@@ -25,12 +25,14 @@ class ParameterUse:
         stored: layout of the parameter at rest.
         compute: layout that the module's forward needs.
         gradient: layout in which this use hands on its gradient; None is the one it comes in.
+        reduce_dtype: in which the gradient is brought to that layout.
     """
 
     name: str
     stored: Layout
     compute: Layout
     gradient: Layout | None
+    reduce_dtype: torch.dtype
 
     @property
     def is_materialized(self) -> bool:
@@ -69,8 +71,15 @@ def parameter_uses(module: nn.Module, plan: ShardingPlan) -> dict[nn.Module, tup
                 continue
             fqn = f"{owner_fqn}.{name}" if owner_fqn else name
             layout = stored[parameter]
-            use = ParameterUse(name=name, stored=layout, compute=compute.get(fqn, layout), gradient=gradient.get(fqn))
-            found.append(use)
+            found.append(
+                ParameterUse(
+                    name=name,
+                    stored=layout,
+                    compute=compute.get(fqn, layout),
+                    gradient=gradient.get(fqn),
+                    reduce_dtype=reduce_dtype(plan),
+                )
+            )
         if found:
             uses[owner] = tuple(found)
     return uses

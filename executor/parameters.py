@@ -2,8 +2,9 @@
 
 A parameter rests sharded and in its stored dtype. For the length of a forward, or of a recomputation, every module
 sees it cast (``PresentedParameters``); while the owner's own forward runs, it has it gathered as well
-(``MaterializedForward``). Backward, the gradient goes the other way without any communication: it stays in the layout
-that the op gave it, for instance partial, until ``executor.gradients`` reduces it once a step.
+(``MaterializedForward``). Backward, the gradient goes the other way without communication: it stays in the layout
+that the op gave it, for instance partial, until ``executor.gradients`` reduces it once a step. Only where the plan's
+``gradient_plan`` says so is it brought to a layout in every backward.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class MaterializedForward:
         try:
             for use in self._uses:
                 resting = before[use.name]
-                copy = run_function(_Materialize, resting, self._redistributor, use.compute, use.gradient)
+                copy = run_function(_Materialize, resting, self._redistributor, use)
                 slots[use.name] = copy
                 if use.compute != use.stored and not self._region:
                     copies[copy] = functools.partial(
@@ -142,21 +143,23 @@ class _Materialize(torch.autograd.Function):
     """Redistributes a parameter forward; the gradient is handed on as it comes, or in the layout that the use says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, resting: DTensor, redistributor: Redistributor, layout: Layout, gradient_layout: Layout | None
-    ) -> DTensor:
+    def forward(ctx: Any, resting: DTensor, redistributor: Redistributor, use: ParameterUse) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.redistributor, ctx.gradient_layout = redistributor, gradient_layout
-        copy = redistributor.to_layout(resting, layout)
+        ctx.redistributor, ctx.use = redistributor, use
+        copy = redistributor.to_layout(resting, use.compute)
         if copy is not resting:
             return copy
-        return make_dtensor(local_of(resting), resting.device_mesh, layout, resting.shape, resting.stride())
+        return make_dtensor(local_of(resting), resting.device_mesh, use.compute, resting.shape, resting.stride())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
         if gradient is None:
-            return None, None, None, None
+            return None, None, None
         redistributor: Redistributor = ctx.redistributor
         arrived = redistributor.as_dtensor(gradient)
-        wanted: Layout | None = ctx.gradient_layout
-        return (arrived if wanted is None else redistributor.to_layout(arrived, wanted)), None, None, None
+        use: ParameterUse = ctx.use
+        if use.gradient is None:
+            return arrived, None, None
+        # Sums over ranks are taken in the wider dtype; autograd wants the result in the copy's again.
+        reduced = redistributor.to_layout(_cast(arrived, use.reduce_dtype), use.gradient)
+        return _cast(reduced, arrived.dtype), None, None

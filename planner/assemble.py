@@ -227,11 +227,10 @@ class _Reader:
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored))
 
     def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
-        if len(uses) < 2:
-            return None
-        natural = {self._candidates[index][0].gradient[slot] for index, slot in uses}
         found = self._gradients.get(name)
-        return found if found is not None else next(iter(natural))
+        if found is not None or len(uses) < 2:
+            return found
+        return next(self._candidates[index][0].gradient[slot] for index, slot in uses)
 
     def _refuse(self, index: int) -> None:
         region = self._structure.representative(index)

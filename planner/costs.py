@@ -336,7 +336,7 @@ class Pricer:
 
         Args:
             stored: the layout they rest in.
-            accumulated: for a parameter with several uses, the layout its gradient accumulates in; None: as it comes.
+            accumulated: the layout that each use's gradient is brought to in every backward; None: left as it comes.
             use: layouts of the parameter and of its gradient in the op.
             saved: whether autograd keeps the parameter for the backward, which then gathers it again.
             recomputed: whether the use is inside a checkpointed block.
@@ -379,9 +379,7 @@ class Pricer:
         self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool
     ) -> Price | None:
         """Price bringing a gradient from one layout to another: once a step, or with every micro-batch."""
-        # Uses of a tied parameter hand on gradients in the dtype that they compute in; they are cast when added up.
-        itemsize = BYTES_PER_ELEMENT[self.run.job.reduce_dtype] if once else value.dtype.itemsize
-        path = self.path(value.shape, itemsize, gradient, target)
+        path = self.path(value.shape, BYTES_PER_ELEMENT[self.run.job.reduce_dtype], gradient, target)
         if path is None:
             return None
         calls = count if once else count * self.run.micro_batches

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Replicate, Shard
 
 from cost_model import reserve_bytes
-from cost_model.layout import Layout, divides, replicated
+from cost_model.layout import Layout, divides, replicated, split_factor
 from planner import problem as quantity
 from planner.costs import Port, Price, Pricer, add_prices
 from planner.graph import Value
@@ -26,7 +26,10 @@ AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChoice:
-    """How a parameter rests; ``accumulated``: how its gradient accumulates, where several uses must agree on one."""
+    """How a parameter rests; ``accumulated``: the layout that its gradient is brought to in every backward.
+
+    Where that is None, the gradient accumulates in the layout that its one use gives it, and is reduced once a step.
+    """
 
     stored: Layout
     accumulated: Layout | None
@@ -124,13 +127,22 @@ class Formulator:
             layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)
         ]
         if len(parameter.uses) < 2 or not value.requires_grad or not self.pricer.run.job.training:
-            return tuple(StoredChoice(stored=layout, accumulated=None) for layout in layouts)
+            once = [StoredChoice(stored=layout, accumulated=None) for layout in layouts]
+            return (*once, *self._reduced_every_time(value, layouts))
         natural = {s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]}
         choices = []
         for layout in layouts:
             for accumulated in dict.fromkeys([*sorted((g for g in natural if g is not None), key=str), layout]):
                 choices.append(StoredChoice(stored=layout, accumulated=accumulated))
         return tuple(choices)
+
+    def _reduced_every_time(self, value: Value, layouts: Sequence[Layout]) -> list[StoredChoice]:
+        """Return the choices that reduce a gradient in every micro-batch, so that it never accumulates unsplit."""
+        run = self.pricer.run
+        if run.micro_batches == 1 or not run.job.training or not value.requires_grad:
+            return []
+        split = [layout for layout in layouts if split_factor(layout, self._mesh) > 1]
+        return [StoredChoice(stored=layout, accumulated=layout) for layout in split]
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""

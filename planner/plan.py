@@ -67,7 +67,8 @@ class ShardingPlan:
         mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices.
         plan: parameters -> stored layout; or modules -> the name of a Sharder given to ``shard_module``.
         compute_plan: parameters -> layout at use, where it differs from the stored one.
-        gradient_plan: parameters with several uses (tied) -> the layout that their gradient accumulates in.
+        gradient_plan: parameters -> the layout that their gradient is brought to in every micro-batch's backward; the
+            others' accumulate as they come (partial, say) and are reduced once a step.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.

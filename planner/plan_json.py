@@ -87,7 +87,7 @@ class PlanDocument(_Document):
     compute_plan: dict[str, LayoutText] = {}
     """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
     gradient_plan: dict[str, LayoutText] = {}
-    """FQN pattern of parameters with several uses -> the layout that their gradient accumulates in."""
+    """FQN pattern of parameters -> layout that their gradient is brought to in every micro-batch's backward."""
     input_plan: dict[str, PortsText] = {}
     """FQN pattern of modules + ".input" -> layouts of what enters."""
     output_plan: dict[str, PortsText] = {}

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops import utils as dtensor_op_utils
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from cost_model.layout import Layout, divides, local_shape
@@ -71,21 +72,30 @@ def _quiet() -> Iterator[None]:
 
 
 def _free_or_not(current: Any, target: Any) -> float:
-    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else 1 or more.
-
-    DTensor picks a cheapest strategy. Whether that is a free one is all that is asked here, and its own formula spends
-    most of the time on pricing the others.
-    """
-    if current.placements == target.placements and current.shard_order == target.shard_order:
+    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else 1."""
+    if current.is_replicated() or (
+        current.placements == target.placements and current.shard_order == target.shard_order
+    ):
         return 0.0
-    if current.shard_order is None or target.shard_order is None:
-        return 0.0 if current.is_replicated() else float("inf")
     for axis, (before, after) in enumerate(zip(current.placements, target.placements, strict=True)):
-        inner = target.placements[axis + 1 :]
-        reorders = before != after and any(p.is_shard() and p == after for p in inner)
-        if before != after and (not before.is_replicate() or reorders) and not current.is_replicated():
+        splits_inside = after.is_shard() and any(placement == after for placement in target.placements[axis + 1 :])
+        if before != after and (not before.is_replicate() or splits_inside):
             return 1.0
     return 0.0
+
+
+@contextmanager
+def _quick_pricing(layouts: Sequence[Layout | None]) -> Iterator[None]:
+    """Within it DTensor prices redistributions as free or not, which is all that matters where a free strategy exists.
+
+    DTensor picks the first of the cheapest strategies, and spends most of its time on pricing the others. For strided
+    shards its formula has ideas of its own, so there it is left to it.
+    """
+    if any(isinstance(placement, _StridedShard) for layout in layouts if layout is not None for placement in layout):
+        yield
+        return
+    with mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
+        yield
 
 
 def functional_target(target: Any) -> Any:

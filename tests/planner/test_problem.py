@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from planner.problem import (
     step_time_s,
     totals,
 )
+from planner.random_assignment import random_assignment
 from planner.session import MeshSpec, PlanningSession
 from planner.structure import Structure
 
@@ -83,34 +86,59 @@ def test_real_problems_equal_brute_force(name: str, mesh: str, micro_batches: in
         tried = every_time_and_peak(few)
         solution = solve(few.problem, mip_gap=0)
         assert solution is not None
-        assert solution.objective_s == pytest.approx(min(time_s for time_s, _ in tried), rel=1e-7)
+        assert solution.objective_s == pytest.approx(min(time_s for time_s, _ in tried.values()), rel=1e-7)
         least = least_memory(few.problem)
         assert least is not None
-        exact = min(peak for _, peak in tried)
+        exact = min(peak for _, peak in tried.values())
         assert least[1] == pytest.approx(exact, rel=1e-4)
         fastest = peak_bytes(totals(few.problem, solution.assignment))
         for cap in (exact, (exact + fastest) / 2, fastest - 1, exact - 1):
-            times = [time_s for time_s, peak in tried if peak <= cap]
+            times = [time_s for time_s, peak in tried.values() if peak <= cap]
             found = solve(few.problem, memory_bytes=cap, mip_gap=0)
             assert (found is None) == (not times)
             if found is not None:
                 assert found.objective_s == pytest.approx(min(times), rel=1e-7)
                 assert peak_bytes(totals(few.problem, found.assignment)) <= cap
-        for assignment in (solution.assignment, least[0]):
-            price = itemise(formulator, layer, decision_of(few, assignment)).charge
-            assert step_time_s(price) == pytest.approx(step_time_s(totals(few.problem, assignment)), rel=1e-12)
-            assert peak_bytes(price) == pytest.approx(peak_bytes(totals(few.problem, assignment)), rel=1e-12)
+        sample = random.Random(seed).sample(sorted(tried), min(30, len(tried)))
+        for assignment in (solution.assignment, least[0], *sample):
+            same_price(formulator, layer, few, assignment)
 
 
-def every_time_and_peak(few: Formulation) -> list[tuple[float, float]]:
+def same_price(
+    formulator: Formulator, structure: Structure, formulation: Formulation, assignment: Sequence[int]
+) -> None:
+    """Check that program and estimator come to the same totals, quantity by quantity."""
+    total = totals(formulation.problem, assignment)
+    price = itemise(formulator, structure, decision_of(formulation, assignment)).charge
+    for name in {*total, *price}:
+        assert price.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
+
+
+@pytest.mark.parametrize(("family", "micro_batches", "ac"), [("gpt2", 2, "full"), ("t5", 1, "selective")])
+def test_whole_models_cost_alike_in_program_and_estimator(family: str, micro_batches: int, ac: str) -> None:
+    module, inputs = families.make(family, 8)
+    session = PlanningSession(
+        module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=micro_batches, ac=ac
+    )
+    search = session._search
+    formulator, layer, full = search.formulate(search.run_of(MeshSpec.parse("dp=1,tp=4"), micro_batches, ac), None)
+    assert full is not None
+    assert layer.recompute
+    for seed in range(4):
+        assignment = random_assignment(full.problem, seed, lambda node, choice: True)
+        assert assignment is not None
+        same_price(formulator, layer, full, assignment)
+
+
+def every_time_and_peak(few: Formulation) -> dict[tuple[int, ...], tuple[float, float]]:
     """Return (seconds, bytes) of every assignment that can be: what `brute_force` walks over."""
-    found = []
+    found = {}
     for assignment in itertools.product(*(range(len(node.charges)) for node in few.problem.nodes)):
         try:
             total = totals(few.problem, assignment)
         except InfeasibleAssignmentError:
             continue
-        found.append((step_time_s(total), peak_bytes(total)))
+        found[assignment] = step_time_s(total), peak_bytes(total)
     return found
 
 
