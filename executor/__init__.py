@@ -1,6 +1,6 @@
 """How is a plan run? Plan and module become a DTensor module, and the collectives that it runs are counted.
 
-The names below are imported on first use, since they need torch.
+The names below are imported on first use, since they need torch. `verify` is in `executor.verify`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from typing import Any
 
 _HOMES = {
     "Sharder": "executor.sharder",
-    "VerifyReport": "executor.verify",
     "device_mesh_for": "executor.mesh",
     "local_batch": "executor.batch",
     "shard_module": "executor.shard",
-    "verify": "executor.verify",
 }
 
 __all__ = sorted(_HOMES)

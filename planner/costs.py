@@ -155,7 +155,9 @@ class Pricer:
 
     def local_nbytes(self, value: Value, layout: Layout | None) -> float:
         """Return the bytes of one device's piece of ``value``; a plain value (None) is whole everywhere."""
-        return value.nbytes if layout is None else value.nbytes / split_factor(layout, self.run.mesh.shape)
+        if layout is None:
+            return min(value.nbytes, self._profile.storage_nbytes[value.name])
+        return value.nbytes / split_factor(layout, self.run.mesh.shape)
 
     def _op_times_s(self, region: Region, region_op: RegionOp, strategy: Strategy) -> tuple[float, float, bool]:
         """Return (forward seconds, backward seconds, whether it is a matrix product) of one op."""

@@ -48,10 +48,11 @@ class OpProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProfile:
-    """Every op's profile by name, and for every value the value whose storage it shares."""
+    """Every op's profile by name, and for every value the value whose storage it shares, and that storage's bytes."""
 
     ops: Mapping[str, OpProfile]
     root: Mapping[str, str]
+    storage_nbytes: Mapping[str, int]
 
 
 class _FlopCount(TorchDispatchMode):
@@ -85,6 +86,7 @@ class _Walk:
         self._tensors: dict[str, torch.Tensor] = {}
         self._roots: dict[int, str] = {}
         self._root_of: dict[str, str] = {}
+        self._storage_nbytes: dict[str, int] = {}
 
     def run(self) -> GraphProfile:
         produced = {name for op in self._graph.ops for name in op.outputs}
@@ -93,10 +95,11 @@ class _Walk:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 self._keep(name, tensor.requires_grad_(value.requires_grad))
         profiles = {op.name: self._profile(op) for op in self._graph.ops}
-        return GraphProfile(ops=profiles, root=self._root_of)
+        return GraphProfile(ops=profiles, root=self._root_of, storage_nbytes=self._storage_nbytes)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self._tensors[name] = tensor
+        self._storage_nbytes[name] = tensor.untyped_storage().nbytes()
         storage = tensor.untyped_storage()._cdata
         self._root_of[name] = self._roots.setdefault(storage, name)
 
@@ -144,7 +147,9 @@ class _Walk:
         extra: int,
         is_view: bool,
     ) -> OpProfile:
-        read, written = sum(v.nbytes for v in inputs), sum(v.nbytes for v in outputs)
+        # An expanded tensor (a mask for the whole batch, say) is read as often as it is stored.
+        read = sum(min(v.nbytes, self._storage_nbytes[v.name]) for v in inputs)
+        written = sum(v.nbytes for v in outputs)
         if op.target_name == "aten.embedding.default":
             read = written + inputs[1].nbytes
         differentiable = [v for v in inputs if v.requires_grad]
@@ -168,7 +173,7 @@ class _Walk:
         batch, heads, length, width = inputs[0].shape
         keys = inputs[1].shape[2]
         flops = 4.0 * batch * heads * length * keys * width
-        moved = sum(v.nbytes for v in inputs) + sum(v.nbytes for v in outputs)
+        moved = sum(min(v.nbytes, self._storage_nbytes[v.name]) for v in inputs) + sum(v.nbytes for v in outputs)
         saved = tuple(dict.fromkeys(self._root_of[name] for name in (*op.inputs, *op.outputs)))
         return OpProfile(
             flops=flops,

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._collective_utils import redistribute_cost
 from torch.distributed.tensor._ops import utils as dtensor_op_utils
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -72,7 +73,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _free_or_not(current: Any, target: Any) -> float:
-    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else 1."""
+    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else more than 0.
+
+    DTensor picks the first of the cheapest strategies. Which of them are free is all that matters here, and its own
+    formula spends most of its time on pricing the others. Strided shards, of which it has its own idea, are left to it.
+    """
+    if any(isinstance(placement, _StridedShard) for placement in (*current.placements, *target.placements)):
+        return redistribute_cost(current, target)
     if current.is_replicated() or (
         current.placements == target.placements and current.shard_order == target.shard_order
     ):
@@ -82,20 +89,6 @@ def _free_or_not(current: Any, target: Any) -> float:
         if before != after and (not before.is_replicate() or splits_inside):
             return 1.0
     return 0.0
-
-
-@contextmanager
-def _quick_pricing(layouts: Sequence[Layout | None]) -> Iterator[None]:
-    """Within it DTensor prices redistributions as free or not, which is all that matters where a free strategy exists.
-
-    DTensor picks the first of the cheapest strategies, and spends most of its time on pricing the others. For strided
-    shards its formula has ideas of its own, so there it is left to it.
-    """
-    if any(isinstance(placement, _StridedShard) for layout in layouts if layout is not None for placement in layout):
-        yield
-        return
-    with mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
-        yield
 
 
 def functional_target(target: Any) -> Any:

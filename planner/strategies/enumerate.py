@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, divides, split_factor
 from planner.graph import Op, Value
@@ -88,6 +88,17 @@ class _AxisRules:
         return None if layouts is None else tuple(None if layout is None else layout[0] for layout in layouts)
 
 
+def _passes_on(placement: Placement) -> bool:
+    """Tell whether an op may hand a tensor so placed to the next one.
+
+    Averages over ranks are no layout that a redistribution here starts from. Strided shards (what a view that merges a
+    split dim leaves) carry more than their placement says, so that asking op by op would not show what DTensor does.
+    """
+    if isinstance(placement, _StridedShard):
+        return False
+    return not placement.is_partial() or getattr(placement, "reduce_op", "sum") == "sum"
+
+
 class _RegionSearch:
     """Depth-first search over the placements of one region on one axis."""
 
@@ -131,7 +142,7 @@ class _RegionSearch:
         for choice in itertools.product(*(list(self._options(i)) for i in unknown)):
             state = known | dict(zip(unknown, choice, strict=True))
             outputs = self._rules.forward(region_op.op, inputs, tuple(state[i] for i in region_op.inputs))
-            if outputs is None or any(p.is_partial() and getattr(p, "reduce_op", "sum") != "sum" for p in outputs):
+            if outputs is None or not all(map(_passes_on, outputs)):
                 continue
             yield from self._forward(state | dict(zip(region_op.outputs, outputs, strict=True)), step + 1)
 
