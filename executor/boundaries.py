@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,14 @@ from planner.plan import Port, ShardingPlan
 from planner.ports import ports_of, resolve_input_ports, resolve_output_ports
 
 
-def attach_boundaries(module: nn.Module, plan: ShardingPlan, shared: SharedRedistributions) -> None:
-    """Hook every module that ``input_plan`` or ``output_plan`` gives ports to. ``check_plan`` must have passed."""
-    names = module_fqns(module)
+def attach_boundaries(
+    module: nn.Module, plan: ShardingPlan, shared: SharedRedistributions, *, opaque: Collection[nn.Module] = ()
+) -> None:
+    """Hook every module that ``input_plan`` or ``output_plan`` gives ports to. ``check_plan`` must have passed.
+
+    ``opaque`` are the modules that Sharders made: no key was meant for what is inside them.
+    """
+    names = module_fqns(module, opaque=opaque)
     for fqn, spec in _once_each(module, resolve_input_ports(plan.input_plan, names)).items():
         submodule = module.get_submodule(fqn)
         names_of = tuple(parameter_names(submodule))

@@ -67,9 +67,10 @@ def _shard(
     src_data_rank: int | None,
 ) -> nn.Module:
     check_plan(module, device_mesh, plan, sharders)
-    apply_sharders(module, plan, sharders or {})
-    uses = parameter_uses(module, plan)
     place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank)
+    uses = parameter_uses(module, plan)
+    # Keys are for the module as it was: what a Sharder makes is its own affair.
+    opaque = apply_sharders(module, plan, sharders or {})
     redistributor = Redistributor.of_plan(device_mesh, plan)
     shared = SharedRedistributions(redistributor)
     presented = PresentedParameters(uses, compute_dtype(plan))
@@ -80,8 +81,8 @@ def _shard(
         presented_parameters=presented.presented,
         device_type=device_mesh.device_type,
     )
-    attach_boundaries(module, plan, shared)
-    apply_local_outputs(module, plan)
+    attach_boundaries(module, plan, shared, opaque=opaque)
+    apply_local_outputs(module, plan, opaque=opaque)
     # From the inside out: a recomputed block gathers its own parameters again.
     region = CheckpointedRegion()
     materialize_parameters(uses, redistributor, region)

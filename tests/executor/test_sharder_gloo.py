@@ -13,21 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 
-from executor.boundaries_plain import apply_boundaries, apply_local_outputs
-from executor.checks import check_plan
-from executor.place import place_parameters
-from executor.sharder import Sharder, apply_sharders
+from executor.shard import shard_module
+from executor.sharder import Sharder
 from planner.base import ShardingPlanner
 from planner.plan import PlanMesh, ShardingPlan
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, sharders=None, src_data_rank=0) -> nn.Module:
-    check_plan(module, mesh, plan, sharders)
-    place_parameters(module, mesh, plan, src_data_rank=src_data_rank)
-    opaque = apply_sharders(module, plan, sharders or {})
-    apply_boundaries(module, mesh, plan, opaque=opaque)
-    apply_local_outputs(module, plan, opaque=opaque)
-    return module
+    return shard_module(module, mesh, plan, sharders=sharders, src_data_rank=src_data_rank)
 
 
 class Bags(nn.Module):
