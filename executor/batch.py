@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from cost_model.layout import Layout, divides, format_layout, sharded_dim
-from executor.boundaries_plain import path_text
+from executor.names import path_text
 from planner.errors import PlanLayoutError, UnmatchedKeyError
 from planner.plan import ShardingPlan
 from planner.ports import ports_of

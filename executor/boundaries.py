@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.boundaries_plain import module_fqns, parameter_names, path_text
+from executor.names import module_fqns, parameter_names, path_text
 from executor.sharing import SharedRedistributions
 from planner.errors import PlanTypeError, UnmatchedKeyError
 from planner.plan import Port, ShardingPlan

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from executor.boundaries_plain import module_fqns
 from executor.contexts import RunContexts
+from executor.names import module_fqns
 from executor.parameters import PresentedParameters
 from executor.saved_copies import CheckpointedRegion
 from planner.job import CheckpointingMode

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_model.layout import Layout, divides, format_layout, shard_counts, sharded_dim
-from executor.boundaries_plain import module_fqns
+from executor.names import module_fqns
 from executor.place import parameter_layouts, stored_layouts
 from executor.sharder import Sharder, sharder_paths
 from planner.errors import (

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from executor.boundaries import attach_boundaries
-from executor.boundaries_plain import apply_local_outputs
 from executor.checkpointing import checkpoint_blocks
 from executor.checks import check_plan
 from executor.contexts import PhaseClock, RunContexts
 from executor.gradients import GradientReduction
+from executor.local_outputs import apply_local_outputs
 from executor.ops import OwnOps
 from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.parameters import PresentedParameters, materialize_parameters

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from executor.boundaries_plain import apply_boundaries
 from executor.checks import check_plan
 from executor.place import place_parameters
+from executor.shard import shard_module
 from executor.sharder import Sharder, apply_sharders
 from planner.errors import (
     EmptyPathError,
@@ -270,10 +270,8 @@ def test_keys_do_not_reach_into_what_a_sharder_made(mesh: DeviceMesh) -> None:
     module = Model()
     # Before, *.* are the blocks alone; the Wrapper then makes an emb.0.
     plan = ShardingPlan(mesh=PLANNED, plan={"emb": "wrap"}, output_plan={"*.*": WHOLE, "emb": WHOLE})
-    check_plan(module, mesh, plan, {"wrap": Wrapper()})
-    opaque = apply_sharders(module, plan, {"wrap": Wrapper()})
-    apply_boundaries(module, mesh, plan, opaque=opaque)
-    hooked = [name for name, submodule in module.named_modules() if submodule._forward_hooks]
+    shard_module(module, mesh, plan, sharders={"wrap": Wrapper()})
+    hooked = [name for name, submodule in module.named_modules() if name and submodule._forward_hooks]
     assert hooked == ["emb", "blocks.0", "blocks.1"]
 
 
