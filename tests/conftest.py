@@ -1,4 +1,4 @@
-"""Hypothesis without its deadline: the machine is shared, and how long one example takes proves nothing."""
+"""Hypothesis without its deadline: how long one example takes on a shared machine proves nothing."""
 
 from hypothesis import settings
 
