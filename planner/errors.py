@@ -15,6 +15,7 @@ PlannerError                    exit code 2, HTTP 422
 │       ├── EmptyPathError      a Sharder for the root                 (also a KeyError, as in torch)
 │       ├── UnmatchedKeyError   a key that names nothing in the module (also an AttributeError, as in torch)
 │       └── KeyConflictError    two keys that cannot both hold         (also a RuntimeError, as in torch)
+├── UnsupportedTorchError       a torch whose DTensor rules this version does not know
 ├── SolverError                 exit code 1, HTTP 500: the solver broke off without an answer
 └── InfeasibleError             exit code 3: no plan fits the memory
 """
@@ -174,6 +175,12 @@ class KeyConflictError(PlanKeyError, RuntimeError):
     def __init__(self, detail: str, *, field: str, key: str, other: str, what_to_do: str = "") -> None:
         super().__init__(detail, field=field, key=key, what_to_do=what_to_do)
         self.other = other
+
+
+class UnsupportedTorchError(PlannerError):
+    """The installed torch is not one whose DTensor rules this version of shardplan knows."""
+
+    title = "This torch is not supported"
 
 
 class SolverError(PlannerError):

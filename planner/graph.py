@@ -117,10 +117,6 @@ class OpGraph:
         """Every op, in the order of execution."""
         return [data["op"] for _, data in self.digraph.nodes(data=True)]
 
-    def producer(self) -> dict[str, Op]:
-        """Map each value to the op that produces it."""
-        return {value: op for op in self.ops for value in op.outputs}
-
 
 def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
     """Return the graph of ``ops``: nodes in order of execution, an edge for every tensor that one hands to another."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -334,14 +334,6 @@ def _classify(regions: tuple[Region, ...]) -> tuple[tuple[RegionClass, ...], tup
         pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", regions[members[0]].fqn)
         classes.append(RegionClass(index=len(classes), pattern=pattern, members=tuple(members)))
     return tuple(classes), tuple(class_of)
-
-
-def parameter_uses(regions: RegionGraph) -> Iterator[tuple[Region, int, Slot]]:
-    """Yield every (region, slot index, slot) at which a parameter is used."""
-    for region in regions.regions:
-        for position, slot in enumerate(region.slots):
-            if slot.origin == "parameter":
-                yield region, position, slot
 
 
 def find_op_inputs(region: Region, region_op: RegionOp) -> tuple[Value, ...]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from cost_model.layout import Layout, divides, local_shape
+from planner.errors import UnsupportedTorchError
 from planner.graph import Op, Value
 from planner.regions import fill, op_signature
 
@@ -33,10 +34,6 @@ SUPPORTED_TORCH = ((2, 13), (2, 14))
 
 Layouts = tuple[Layout | None, ...]
 """One layout per tensor of an op; None for plain tensors, and for gradients that do not exist."""
-
-
-class UnsupportedTorchError(ImportError):
-    """The installed torch is not one whose DTensor rules this version of shardplan knows."""
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
@@ -49,8 +46,8 @@ def check_torch_version(version: str = torch.__version__) -> None:
     low, high = SUPPORTED_TORCH
     if not low <= found < high:
         raise UnsupportedTorchError(
-            f"shardplan needs torch>={low[0]}.{low[1]},<{high[0]}.{high[1]} and found {version}; "
-            f'install it with: pip install "torch>={low[0]}.{low[1]},<{high[0]}.{high[1]}"'
+            f"shardplan needs torch>={low[0]}.{low[1]},<{high[0]}.{high[1]} and found {version}.",
+            what_to_do=f'Install it with: pip install "torch>={low[0]}.{low[1]},<{high[0]}.{high[1]}".',
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layout import Layout, divides, split_factor
+from cost_model.layout import Layout, divides
 from planner.graph import Op, Value
 from planner.regions import OUTSIDE, Region, RegionOp, find_op_inputs
 from planner.strategies.dtensor_rules import DTensorRules
@@ -253,7 +253,7 @@ class StrategyTable:
             forward = tuple(_join([axis.forward[i] for axis in combination]) for i in range(len(shapes)))
             gradient = tuple(_join([axis.gradient[i] for axis in combination]) for i in range(len(shapes)))
             if all(
-                layout is None or _even(shape, layout, mesh_shape)
+                layout is None or divides(shape, layout, mesh_shape)
                 for shape, layout in zip(shapes, forward, strict=True)
             ):
                 found.append(Strategy(forward=forward, gradient=gradient))
@@ -324,7 +324,3 @@ def _join(placements: Sequence[Placement | None]) -> Layout | None:
     if any(placement is None for placement in placements):
         return None
     return tuple(placement for placement in placements if placement is not None)
-
-
-def _even(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    return divides(shape, layout, mesh_shape) and split_factor(layout, mesh_shape) >= 1
