@@ -9,7 +9,6 @@ from torch import nn
 
 from cost_model.layout import Layout
 from executor.place import stored_layouts
-from planner.job import Job
 from planner.patterns import resolve_keys
 from planner.plan import ShardingPlan
 
@@ -41,12 +40,9 @@ class ParameterUse:
         return self.stored != self.compute or self.gradient is not None
 
 
-def compute_dtype(plan: ShardingPlan) -> torch.dtype | None:
-    """Return the dtype that parameters are computed in; None leaves them as they are.
-
-    A plan written by hand that says nothing of its job says nothing of dtypes.
-    """
-    return None if plan.estimate is None and plan.job == Job() else _DTYPES[plan.job.dtype]
+def compute_dtype(plan: ShardingPlan) -> torch.dtype:
+    """Return the dtype that parameters are computed in."""
+    return _DTYPES[plan.job.dtype]
 
 
 def reduce_dtype(plan: ShardingPlan) -> torch.dtype:

@@ -31,13 +31,13 @@ Copies = Mapping[nn.Parameter, DTensor]
 class PresentedParameters:
     """Shows modules their parameters in the compute dtype, as a model that was built in it would."""
 
-    def __init__(self, uses: Mapping[nn.Module, Sequence[ParameterUse]], dtype: torch.dtype | None) -> None:
+    def __init__(self, uses: Mapping[nn.Module, Sequence[ParameterUse]], dtype: torch.dtype) -> None:
         """Take the parameters that ``uses`` names and whose dtype is not ``dtype``; they are DTensors by now."""
         self._dtype = dtype
         self._slots: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for owner, owned in uses.items():
             slots = {use.name: cast(nn.Parameter, owner._parameters[use.name]) for use in owned}
-            slots = {name: p for name, p in slots.items() if dtype and p.is_floating_point() and p.dtype != dtype}
+            slots = {name: p for name, p in slots.items() if p.is_floating_point() and p.dtype != dtype}
             if slots:
                 self._slots[owner] = slots
         self.copies: Copies = {}

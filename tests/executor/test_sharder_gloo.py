@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from torch.distributed.tensor.experimental import local_map
 from executor.shard import shard_module
 from executor.sharder import Sharder
 from planner.base import ShardingPlanner
+from planner.job import Job
 from planner.plan import PlanMesh, ShardingPlan
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, sharders=None, src_data_rank=0) -> nn.Module:
+    # A plan's job computes in bf16 unless it says otherwise.
+    plan = dataclasses.replace(plan, job=Job(dtype="fp32"))
     return shard_module(module, mesh, plan, sharders=sharders, src_data_rank=src_data_rank)
 
 
