@@ -10,12 +10,16 @@ from torch import nn
 
 from planner.blocks import block_of, find_blocks
 from planner.inputs import as_inputs
-from planner.regions import OUTSIDE, RegionGraph, build_regions, parameter_uses
+from planner.regions import OUTSIDE, RegionGraph, Slot, build_regions
 from planner.trace import to_meta, trace
 
 
 def regions_of(module: nn.Module, inputs: Any) -> RegionGraph:
     return build_regions(trace(to_meta(module, None), as_inputs(inputs)))
+
+
+def parameter_slots(graph: RegionGraph) -> list[Slot]:
+    return [slot for region in graph.regions for slot in region.slots if slot.origin == "parameter"]
 
 
 def test_an_mlp_by_hand() -> None:
@@ -40,7 +44,7 @@ def test_an_mlp_by_hand() -> None:
     assert origins[4] == ["entry", "entry", "op"]
     links = [(link.producer, link.producer_slot, link.consumer, link.consumer_slot) for link in graph.links]
     assert sorted(links) == [(0, 3, 1, 0), (1, 1, 2, 0), (2, 3, 3, 0), (3, 3, 4, 0), (4, 2, 5, 0), (6, 0, 0, 0)]
-    assert [slot.parameter for _, _, slot in parameter_uses(graph)] == [
+    assert [slot.parameter for slot in parameter_slots(graph)] == [
         f"{m}.{p}" for m in ("fc1", "fc2", "head") for p in ("weight", "bias")
     ]
     assert all(len(c.members) == 1 for c in graph.classes)
@@ -78,7 +82,7 @@ def test_folding_loses_nothing() -> None:
     for index, regions in enumerate(graph.classes):
         assert all(graph.class_of[m] == index for m in regions.members)
         assert len({graph.regions[m].signature for m in regions.members}) == 1
-    used = {slot.value.name for _, _, slot in parameter_uses(graph)}
+    used = {slot.value.name for slot in parameter_slots(graph)}
     assert used == set(graph.graph.parameters)
     mlp = next(c for c in graph.classes if c.pattern == "model.layers.*.mlp.down_proj")
     assert [graph.regions[m].fqn for m in mlp.members] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
