@@ -1,4 +1,7 @@
-"""Seconds for one op on one device: the roofline, with the efficiencies of the device catalogue."""
+"""Seconds for one op on one device: the roofline, with the efficiencies of the device catalogue.
+
+For a matrix multiplication whose shape is known see ``gemm``, for attention ``attention``.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ DTYPE_NBYTES = {
     "bool": 1,
 }
 """Bytes of one element by the names that jobs and catalogue use; tf32 is fp32 in memory."""
+
+EAGER_HOST_S = 6e-6
+"""Seconds the host needs to dispatch one op and launch its kernel from Python with autograd. Assumed; 5 to 10 us are
+seen on current servers. ``shardplan calibrate`` measures it."""
 
 
 def dtype_nbytes(dtype: str) -> int:
@@ -74,3 +81,36 @@ def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, ma
         return 0.0
     rate = matmul_flops_per_s(device, dtype) if matmul else device.peak_flops["fp32"]
     return max(flops / rate, nbytes / stream_bytes_per_s(device)) + device.kernel_launch_s
+
+
+def elementwise_time_s(
+    *, numel: int, reads: int, writes: int, dtype: str, device: DeviceSpec, ops: int = 1, fused: bool = True
+) -> float:
+    """Return the seconds of a chain of ``ops`` element-wise ops, bound by bytes; 0.0 where there are no elements.
+
+    Fused (``torch.compile``, a hand-written kernel), inputs are read and results written once, in one kernel. Op by op
+    every intermediate result is written and read again, in as many kernels. Known error: kernels that reduce over rows
+    (norms, softmax) or write few bytes a row reach 10 to 20 % less than the bandwidth meant here.
+
+    Args:
+        numel: elements of one tensor.
+        reads, writes: tensors of that size that enter and leave the chain.
+        dtype: of all of them.
+    """
+    if min(numel, reads, writes) < 0 or ops < 1:
+        raise ValueError(
+            f"numel ({numel}), reads ({reads}) and writes ({writes}) cannot be negative, nor ops ({ops}) 0"
+        )
+    if numel == 0:
+        return 0.0
+    between = 0 if fused else 2 * (ops - 1)
+    nbytes = numel * (reads + writes + between) * dtype_nbytes(dtype)
+    return nbytes / stream_bytes_per_s(device) + device.kernel_launch_s * (1 if fused else ops)
+
+
+def eager_time_s(*, device_s: float, ops: int, host_s: float = EAGER_HOST_S) -> float:
+    """Return the seconds of ``ops`` kernels launched op by op: the device's, or the host's where it cannot keep up.
+
+    Holds over a stretch long enough for the queue between host and device to fill or run dry.
+    """
+    return max(device_s, ops * host_s)

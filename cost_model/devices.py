@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 
+import numpy as np
+
 from cost_model.records import (
     ClusterError,
     as_mapping,
@@ -32,6 +34,8 @@ class LinkSpec:
         efficiency: largest share of ``bandwidth_bytes_per_s`` that a collective reaches, in (0, 1].
         mesh_peers: 0 where one device can give its whole bandwidth to any other (a switch, a bus); otherwise to how
             many peers a device's bandwidth is split, each over its own wires.
+        rank_shares: (ranks, share) pairs where uneven wiring decides what groups of so many ranks reach together;
+            between two the share lies in between, outside it is the nearest one's. Takes the place of ``mesh_peers``.
         source: where the figures come from.
     """
 
@@ -40,6 +44,7 @@ class LinkSpec:
     latency_s: float
     efficiency: float = 1.0
     mesh_peers: int = 0
+    rank_shares: tuple[tuple[int, float], ...] = ()
     source: str = field(default="given by the user", hash=False)
 
     def __post_init__(self) -> None:
@@ -52,17 +57,26 @@ class LinkSpec:
             raise ClusterError(
                 f"{self.name}: latency_s ({self.latency_s}) and mesh_peers ({self.mesh_peers}) cannot be negative"
             )
+        ranks = [count for count, _ in self.rank_shares]
+        if ranks != sorted(set(ranks)) or not all(0 < share <= 1 for _, share in self.rank_shares):
+            raise ClusterError(
+                f"{self.name}.rank_shares is {self.rank_shares}; it holds (ranks, share) with rising ranks and shares "
+                "above 0 and at most 1"
+            )
 
     def rate_bytes_per_s(self, ranks: int) -> float:
         """Return what one device can send to the other ``ranks - 1`` of its group together, in bytes per second."""
         reached = self.bandwidth_bytes_per_s * self.efficiency
+        if self.rank_shares:
+            counts, shares = zip(*self.rank_shares, strict=True)
+            return reached * float(np.interp(ranks, counts, shares))
         if self.mesh_peers == 0:
             return reached
         return reached * min(1.0, max(ranks - 1, 1) / self.mesh_peers)
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, read back by ``read_link``."""
-        return asdict(self)
+        return {**asdict(self), "rank_shares": [list(pair) for pair in self.rank_shares]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +94,8 @@ class DeviceSpec:
         flash_attention: whether a fused attention kernel exists.
         nvls_min_ranks: least ranks in a node for which reduction in the switch (NVLS) is chosen; 0 where there is none.
         nvls_efficiency: share of ``intra_node``'s rate that it reaches.
+        architecture: ``sm80``, ``sm90``, ``gfx942``, ...; chooses the constants of ``efficiency.toml``.
+        processors: streaming multiprocessors or compute units; 0 where unknown, and no wave of tiles is rounded up.
         intra_node, inter_node: the device's usual links.
         cards_per_device: network cards per device in the usual node; below 1 where devices share one.
     """
@@ -99,6 +115,8 @@ class DeviceSpec:
     cards_per_device: float
     nvls_min_ranks: int = 0
     nvls_efficiency: float = 1.0
+    architecture: str = ""
+    processors: int = 0
     source: str = field(default="given by the user", hash=False)
 
     def __post_init__(self) -> None:
@@ -117,8 +135,8 @@ class DeviceSpec:
                 raise ClusterError(f"{self.name}.{name} is {getattr(self, name)}; it is a share, at most 1")
         if "fp32" not in self.peak_flops or not all(rate > 0 for _, rate in self.flop_rates):
             raise ClusterError(f"{self.name}.peak_flops needs fp32 and only rates above 0, not {self.peak_flops}")
-        if min(self.kernel_launch_s, self.collective_launch_s, self.nvls_min_ranks) < 0:
-            raise ClusterError(f"{self.name}: launch times and nvls_min_ranks cannot be negative")
+        if min(self.kernel_launch_s, self.collective_launch_s, self.nvls_min_ranks, self.processors) < 0:
+            raise ClusterError(f"{self.name}: launch times, nvls_min_ranks and processors cannot be negative")
 
     @property
     def peak_flops(self) -> dict[str, float]:
@@ -150,7 +168,16 @@ def read_link(value: object, where: str, base: LinkSpec | None = None) -> LinkSp
     merged: dict[str, object] = {"name": where}
     if base is not None:
         merged = {**base.to_dict(), "source": f"{base.name} with figures given by the user"}
-    return LinkSpec(**read_fields(LinkSpec, {**merged, **data}, where))
+    return _make_link({**merged, **data}, where)
+
+
+def _make_link(data: Mapping[str, object], where: str) -> LinkSpec:
+    values = read_fields(LinkSpec, data, where)
+    try:
+        shares = tuple((int(ranks), float(share)) for ranks, share in values.pop("rank_shares", ()))
+    except (TypeError, ValueError) as error:
+        raise ClusterError(f"{where}.rank_shares must be pairs of ranks and share, [[2, 0.5], [4, 1.0]]") from error
+    return LinkSpec(rank_shares=shares, **values)
 
 
 def read_device(value: object, where: str = "device") -> DeviceSpec:
@@ -214,7 +241,7 @@ def _catalogue() -> tuple[dict[str, DeviceSpec], dict[str, LinkSpec]]:
     """Return devices and links of ``devices.toml`` by name. Read once: the file is part of the program."""
     tables = tomllib.loads(resources.files("cost_model").joinpath("devices.toml").read_text(encoding="utf-8"))
     links = {
-        name: LinkSpec(**read_fields(LinkSpec, {"name": name, **table}, f"devices.toml: links.{name}"))
+        name: _make_link({"name": name, **table}, f"devices.toml: links.{name}")
         for name, table in tables["links"].items()
     }
     devices = {}

@@ -3,7 +3,7 @@
 ``full`` keeps nothing else. ``selective`` also keeps the results of the ops in ``KEPT_OPS``, those with the most FLOPs.
 In both, every collective of the block's forward runs again (phase ``recompute``): redistributions of activations at
 boundaries inside the block, and gathers of parameters, whose copies then serve the block's backward pass too. The ports
-of the block itself lie outside it, and run once.
+of the block itself lie outside it, and run once; so do the gathers of ``executor.fully_sharded``.
 """
 
 from __future__ import annotations

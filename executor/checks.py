@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_model.layout import Layout, divides, format_layout, shard_counts, sharded_dim
+from executor.gather_groups import gather_groups
 from executor.names import module_fqns
 from executor.place import parameter_layouts, stored_layouts
 from executor.sharder import Sharder, sharder_paths
@@ -44,7 +45,9 @@ def check_plan(
         EmptyPathError: a Sharder for the root.
         UnmatchedKeyError: a key, an argument name or a Sharder's name that does not exist.
         KeyConflictError: two keys that disagree, or a key inside a module that a Sharder replaces.
-        PlanLayoutError: a layout with a wrong number of placements, or one that does not divide its parameter.
+        PlanLayoutError: a layout with a wrong number of placements, one that does not divide its parameter, or one that
+            ``fully_shard`` does not have.
+        PlanKeyError: a module or a parameter that ``fully_shard`` cannot take.
     """
     plan.validate()
     _check_mesh(plan.mesh, mesh)
@@ -57,12 +60,16 @@ def check_plan(
     local = resolve_keys(locals_, names, field="return_local_tensor", what="module")
     modes = resolve_keys(plan.activation_checkpointing, names, field="activation_checkpointing", what="module")
     _check_parameters(module, plan)
+    groups = gather_groups(module, plan)
+    if groups and mesh.mesh_dim_names is None:
+        raise _nameless(plan.mesh)
     _check_fingerprint(module, plan)
     stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
     fields: dict[str, Iterable[str]] = {
         "plan": [*_planned_parameters(module, stored, "plan"), *paths],
         "compute_plan": _uses(module, plan.compute_plan, "compute_plan"),
         "gradient_plan": _uses(module, plan.gradient_plan, "gradient_plan"),
+        "fully_shard": (member.fqn for group in groups for member in group.members),
         "input_plan": inputs,
         "output_plan": outputs,
         "return_local_tensor": local,
@@ -86,6 +93,16 @@ def _check_mesh(planned: PlanMesh, mesh: DeviceMesh) -> None:
         expected=str(planned),
         found=found,
         what_to_do=f"Use init_device_mesh(..., {planned.shape}, mesh_dim_names={planned.names}), or plan for {found}.",
+    )
+
+
+def _nameless(planned: PlanMesh) -> PlanMismatchError:
+    return PlanMismatchError(
+        "The plan's fully_shard needs the names of the mesh's axes, but the device mesh has none.",
+        subject="mesh",
+        expected=str(planned),
+        found="axes without names",
+        what_to_do=f"Use init_device_mesh(..., mesh_dim_names={planned.names}).",
     )
 
 

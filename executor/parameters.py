@@ -4,7 +4,8 @@ A parameter rests sharded and in its stored dtype. For the length of a forward, 
 sees it cast (``PresentedParameters``); while the owner's own forward runs, it has it gathered as well
 (``MaterializedForward``). Backward, the gradient goes the other way without communication: it stays in the layout
 that the op gave it, for instance partial, until ``executor.gradients`` reduces it once a step. Only where the plan's
-``gradient_plan`` says so is it brought to a layout in every backward.
+``gradient_plan`` says so is it brought to a layout in every backward. Parameters that are gathered together are the
+affair of ``executor.fully_sharded``, and none of this happens to them.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from executor.boundaries import attach_boundaries
 from executor.checkpointing import checkpoint_blocks
 from executor.checks import check_plan
 from executor.contexts import PhaseClock, RunContexts
+from executor.fully_sharded import gather_together
+from executor.gather_groups import gather_groups, members_of, uses_outside
 from executor.gradients import GradientReduction
 from executor.local_outputs import apply_local_outputs
 from executor.ops import OwnOps
@@ -53,8 +55,8 @@ def shard_module(
 
 
 def shard_with_clock(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, clock: PhaseClock) -> nn.Module:
-    """Do as ``shard_module`` does, with this rank's own values, and tell ``clock`` of each phase that runs."""
-    return _shard(module, device_mesh, plan, clock, sharders=None, src_data_rank=None)
+    """Do as ``shard_module`` does to a module on meta, which runs there, and tell ``clock`` of each phase that runs."""
+    return _shard(module, device_mesh, plan, clock, sharders=None, src_data_rank=None, without_memory=True)
 
 
 def _shard(
@@ -65,10 +67,13 @@ def _shard(
     *,
     sharders: Mapping[str, Sharder] | None,
     src_data_rank: int | None,
+    without_memory: bool = False,
 ) -> nn.Module:
     check_plan(module, device_mesh, plan, sharders)
+    groups = gather_groups(module, plan)
     place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank)
-    uses = parameter_uses(module, plan)
+    together = members_of(groups)
+    uses = uses_outside(groups, parameter_uses(module, plan))
     # Keys are for the module as it was: what a Sharder makes is its own affair.
     opaque = apply_sharders(module, plan, sharders or {})
     redistributor = Redistributor.of_plan(device_mesh, plan)
@@ -90,6 +95,8 @@ def _shard(
     reduction = GradientReduction(
         redistributor, micro_batches=plan.micro_batches, dtype=reduce_dtype(plan), clock=clock
     )
-    reduction.attach([parameter for parameter in module.parameters() if isinstance(parameter, DTensor)])
+    alone = [parameter for parameter in module.parameters() if parameter not in together]
+    reduction.attach([parameter for parameter in alone if isinstance(parameter, DTensor)])
+    gather_together(module, groups, device_mesh, plan, without_memory=without_memory)
     contexts.attach(module)
     return module

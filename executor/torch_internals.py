@@ -2,19 +2,22 @@
 
 Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor``, the functional collectives, the
 dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd
-engine, and the names of the operators that communicate.
+engine, what ``fully_shard`` keeps between passes, and the names of the operators that communicate.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cost_model.layout import Layout
@@ -95,6 +98,71 @@ def current_saved_tensor_hooks() -> SavedTensorHooks | None:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a number that tensors sharing memory have in common, as long as one of them lives."""
     return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
+
+
+def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
+    """Return a parameter of ``tensor``, on that very ``mesh``: torch may take an equal one that it has in a cache."""
+    parameter = nn.Parameter(tensor)
+    assert isinstance(parameter, DTensor)
+    parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
+    return parameter
+
+
+def adopt_parameters(module: FSDPModule) -> None:
+    """Have ``module`` gather what is registered now in place of the parameters that ``fully_shard`` made."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            info = held._module_info
+            held.sharded_param = getattr(info.module, info.param_name)
+            held.reset_sharded_param()
+
+
+def gather_on_meta(module: FSDPModule) -> None:
+    """Have ``module`` run with parameters on meta, which torch refuses, and put all its buffers there as well."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+    meta = torch.device("meta")
+
+    class OnMeta:
+        def allocate(
+            self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+        ) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=meta)
+
+    class AllGather(OnMeta, DefaultAllGather):
+        pass
+
+    class ReduceScatter(OnMeta, DefaultReduceScatter):
+        pass
+
+    module.set_custom_all_gather(AllGather())
+    module.set_custom_reduce_scatter(ReduceScatter())
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        # Of the group the device chooses streams and events, which meta has not; of a parameter only buffers' places.
+        group._validate_no_meta_params = lambda: None  # type: ignore[method-assign]
+        for held in group.fsdp_params:
+            held.device = meta
+
+
+def broke_off(root: FSDPModule) -> bool:
+    """Tell whether the last forward of ``root``, or a backward, ended in an exception."""
+    context = root._get_fsdp_state()._state_ctx
+    unfinished = context.iter_forward_root is not None or context.post_backward_final_callback_queued
+    return unfinished and current_backward_pass() == -1
+
+
+def recorded_forwards(root: FSDPModule) -> int:
+    """Return how many forwards of gathering modules wait for their backward, as far as ``fully_shard`` knows."""
+    # There is no record before the first forward.
+    return len(getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
+
+
+def forget_forwards(root: FSDPModule, kept: int) -> None:
+    """Make ``fully_shard`` forget all but the first ``kept`` forwards that it recorded for prefetching."""
+    order = root._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in reversed(order[kept:]):
+        group._post_forward_indices.pop()
+    del order[kept:]
 
 
 @contextmanager

@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 from torch import nn
 
 from cost_model.layout import Layout, format_layout, replicated
+from planner.blocks import block_of
 from planner.errors import PlanMismatchError
-from planner.formulate import Formulation, Formulator, StoredChoice
+from planner.formulate import Formulation, Formulator
+from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
 from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
-from planner.structure import Structure, hook_key
+from planner.structure import ParameterClass, Structure, hook_key
 
 T = TypeVar("T")
 
@@ -40,6 +42,7 @@ class PlanEntries:
     gradient_plan: Mapping[str, Layout]
     input_plan: Mapping[str, PortSpec]
     output_plan: Mapping[str, PortSpec]
+    fully_shard: Mapping[str, tuple[str, ...]]
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
@@ -47,7 +50,7 @@ def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision
     regions = len(formulation.strategies)
     return Decision(
         strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
-        stored=tuple(choices[c] for choices, c in zip(formulation.stored, assignment[regions:], strict=True)),
+        stored=tuple(choices[c] for choices, c in zip(formulation.stored, assignment[regions:-1], strict=True)),
     )
 
 
@@ -81,9 +84,15 @@ def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> P
     stored: dict[str, Layout] = {}
     gradients: dict[str, Layout] = {}
     by_value: dict[str, StoredChoice] = {}
+    together: dict[str, list[str]] = defaultdict(list)
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         for value in parameter.values:
             by_value[value] = choice
+            if choice.gathered_over is not None:
+                (name,) = regions.graph.parameters[value]
+                block = block_of(name)
+                assert block is not None
+                together[block].append(name[len(block) + 1 :])
             for name in regions.graph.parameters[value]:
                 stored[name] = choice.stored
                 if choice.accumulated is not None:
@@ -115,6 +124,7 @@ def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> P
         gradient_plan=fold_names(gradients, names),
         input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(inputs, modules).items()},
         output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(outputs, modules).items()},
+        fully_shard=fold_names({block: tuple(sorted(held)) for block, held in together.items()}, modules),
     )
 
 
@@ -159,6 +169,8 @@ class _Reader:
         )
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
+        groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
+        self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (
             ("input", resolve_input_ports(plan.input_plan, modules)),
@@ -215,16 +227,19 @@ class _Reader:
         for index, candidates in enumerate(self._candidates):
             if not candidates:
                 self._refuse(index)
-        stored = []
-        for parameter in self._structure.parameters:
-            name = self._regions.graph.parameters[parameter.values[0]][0]
-            stored.append(
-                StoredChoice(
-                    stored=self._stored.get(name, self._replicated()),
-                    accumulated=self._accumulated(parameter.uses, name),
-                )
-            )
+        stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored))
+
+    def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:
+        name = self._regions.graph.parameters[parameter.values[0]][0]
+        stored = self._stored.get(name, self._replicated())
+        compute = self._compute.get(name, stored)
+        changing = [axis for axis in range(len(stored)) if stored[axis] != compute[axis]]
+        return StoredChoice(
+            stored=stored,
+            accumulated=self._accumulated(parameter.uses, name),
+            gathered_over=changing[0] if name in self._with_block else None,
+        )
 
     def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
         found = self._gradients.get(name)

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from cost_model import ClusterSpec, op_time_s
+from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
-from planner.costs import Run
 from planner.errors import MeshError
 from planner.graph import OpGraph, at_batch
 from planner.inputs import with_batch, with_dtype
+from planner.op_times import OpTimes
 from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
+from planner.run import Run
 from planner.structure import Structure, build_structure
 from planner.trace import ExampleInputs, quiet, to_meta, trace
 
@@ -133,24 +134,25 @@ def micro_batch_counts(batch: int) -> list[int]:
     return counts
 
 
-def least_compute_s(traced: TracedModel, run: Run, batch: int) -> float:
+def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
-    device, size = run.cluster.device, run.mesh.size
     total = 0.0
     in_blocks = _ops_in_blocks(traced, batch)
     planned = _planned_ops(traced, batch)
-    for name, op in traced.profile(batch).ops.items():
-        if name not in planned:
+    graph, profiles = traced.graph_at(batch), traced.profile(batch).ops
+    for op in graph.ops:
+        if op.name not in planned:
             continue
-        matmul = op.flops > 0
-        dtype = run.job.dtype
-        forward = op_time_s(flops=op.flops / size, nbytes=op.nbytes / size, device=device, dtype=dtype, matmul=matmul)
-        backward = op_time_s(
-            flops=op.backward_flops / size, nbytes=op.backward_nbytes / size, device=device, dtype=dtype, matmul=matmul
-        )
-        again = forward if name in in_blocks and (run.ac == "full" or (run.ac == "selective" and not matmul)) else 0.0
-        total += forward + ((backward + again) if run.job.training else 0.0)
-    return total * run.micro_batches
+        inputs = [graph.values[name] for name in op.inputs]
+        output = graph.values[op.outputs[0]]
+        profile = profiles[op.name]
+        # One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
+        whole = times.of(op, inputs, output, [v.shape for v in inputs], output.shape, profile, 1.0, 1)
+        recomputed = op.name in in_blocks and (run.ac == "full" or (run.ac == "selective" and profile.flops == 0))
+        total += whole.forward_s
+        if run.job.training:
+            total += whole.backward_s + (whole.forward_s if recomputed else 0.0)
+    return total / run.mesh.size * run.micro_batches
 
 
 def _planned_ops(traced: TracedModel, batch: int) -> set[str]:

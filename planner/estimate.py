@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from planner import problem as quantity
 from planner.assemble import Decision
-from planner.costs import Port, Price, add_prices
+from planner.communication import Port, Price, add_prices
 from planner.formulate import Formulator
 from planner.graph import Value
 from planner.problem import peak_bytes, phase_time_s, step_time_s
@@ -37,6 +37,8 @@ class _Itemiser:
                 strategy = self._decision.strategies[index]
                 port = strategy.forward[slot], strategy.gradient[slot]
                 yield _some(self._formulator.use_price(parameter, use, choice, port))
+        for block, axis, numel in self._formulator.block_gathers(self._decision.strategies, self._decision.stored):
+            yield self._formulator.gather_price(block, axis, numel)
         yield from self._redistributions()
         if self._pricer.run.job.training:
             yield from self._copies()
@@ -85,7 +87,7 @@ def _some(price: Price | None) -> Price:
 
 def itemise(formulator: Formulator, structure: Structure, decision: Decision) -> Price:
     """Return the full price of ``decision``: the totals of all quantities, and every collective."""
-    return add_prices(_Itemiser(formulator, structure, decision).prices())
+    return add_prices(list(_Itemiser(formulator, structure, decision).prices()))
 
 
 def estimate(formulator: Formulator, structure: Structure, decision: Decision) -> Estimate:
@@ -117,7 +119,7 @@ def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decisio
     values = structure.regions.graph.values
     found = 0.0
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
-        price = formulator.pricer.parameter(values[parameter.values[0]], choice.stored, len(parameter.values))
+        price = formulator.parameter_pricer.kept(values[parameter.values[0]], choice.stored, len(parameter.values))
         found += price.charge.get(quantity.EXPOSED, 0.0)
     return found
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model import reserve_bytes
 from cost_model.layout import Layout, divides, replicated, split_factor
 from planner import problem as quantity
-from planner.costs import Port, Price, Pricer, add_prices
+from planner.communication import Port, Price
+from planner.costs import Pricer
 from planner.graph import Value
+from planner.parameter_costs import ParameterPricer, StoredChoice
 from planner.problem import Charge, Edge, Node, Problem, Unit
 from planner.regions import Region, RegionGraph
 from planner.strategies.enumerate import Strategy, StrategyTable
-from planner.structure import EdgeKey, ParameterClass, Structure, Tally
+from planner.structure import BlockGather, EdgeKey, ParameterClass, Structure, Tally
 
 Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""
@@ -24,20 +28,12 @@ AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 """(parameter, its FQNs, stored layout) -> whether it may be chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredChoice:
-    """How a parameter rests; ``accumulated``: the layout that its gradient is brought to in every backward.
-
-    Where that is None, the gradient accumulates in the layout that its one use gives it, and is reduced once a step.
-    """
-
-    stored: Layout
-    accumulated: Layout | None
-
-
 @dataclass(slots=True)
 class Formulation:
-    """A `Problem` and what its nodes stand for: first one per region class, then one per parameter class."""
+    """A `Problem` and what its nodes stand for.
+
+    First one per region class, then one per parameter class, then the mesh axis over which blocks gather.
+    """
 
     structure: Structure
     pricer: Pricer
@@ -57,7 +53,9 @@ class Formulator:
         self.pricer = pricer
         self._table = table
         self._mesh = pricer.run.mesh.shape
-        self._pairs: dict[tuple[object, ...], Price | None] = {}
+        self._ports = pricer.communication.ports
+        self._holders = _holders(structure)
+        self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
 
     def build(self, accepts: Accepts | None = None, accepts_stored: AcceptsStored | None = None) -> Formulation | None:
         """Return the problem with the strategies that ``accepts`` lets through; None where a region has none left."""
@@ -79,12 +77,17 @@ class Formulator:
         nodes += [
             self._parameter_node(p, choices) for p, choices in zip(self._structure.parameters, stored, strict=True)
         ]
-        ports = _Ports()
-        edges = [self._edge(key, strategies, ports) for key in self._structure.edges]
-        units = list(self._units(edges, ports))
+        axis_node = len(nodes)
+        nodes.append(Node(name="gathering axis", charges=tuple({} for _ in self._mesh)))
+        edges = [self._edge(key, strategies) for key in self._structure.edges]
+        charges = _Charges()
+        self._charge_redistributions(edges, charges)
+        first = len(edges) + len(self._structure.agreements)
         edges += [self._agreement(edges[a], edges[b]) for a, b in self._structure.agreements]
-        edges += list(self._parameter_edges(strategies, stored, ports))
-        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=self.constant())
+        edges += list(self._parameter_edges(strategies, stored, first, charges))
+        edges += list(self._axis_edges(len(strategies), stored, axis_node))
+        units = charges.settle(edges)
+        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
         return Formulation(
             structure=self._structure,
             pricer=self.pricer,
@@ -137,12 +140,29 @@ class Formulator:
         return tuple(choices)
 
     def _reduced_every_time(self, value: Value, layouts: Sequence[Layout]) -> list[StoredChoice]:
-        """Return the choices that reduce a gradient in every micro-batch, so that it never accumulates unsplit."""
+        """Return the choices that reduce a gradient in every micro-batch: with the block, or by itself."""
         run = self.pricer.run
-        if run.micro_batches == 1 or not run.job.training or not value.requires_grad:
+        if not run.job.training or not value.requires_grad:
             return []
+        with_block = [
+            StoredChoice(stored=layout, accumulated=accumulated, gathered_over=axis)
+            for layout in layouts
+            for axis, placement in enumerate(layout)
+            if isinstance(placement, Shard)
+            for accumulated in self._left_by_block(layout, axis)
+        ]
+        if run.micro_batches == 1:
+            return with_block
         split = [layout for layout in layouts if split_factor(layout, self._mesh) > 1]
-        return [StoredChoice(stored=layout, accumulated=layout) for layout in split]
+        return [*(StoredChoice(stored=layout, accumulated=layout) for layout in split), *with_block]
+
+    def _left_by_block(self, stored: Layout, axis: int) -> list[Layout]:
+        """Return the layouts in which a gradient can be once it is split over ``axis``: a sum is left on others."""
+        options = [
+            [placement] if a == axis or placement != Replicate() or self._mesh[a] == 1 else [placement, Partial()]
+            for a, placement in enumerate(stored)
+        ]
+        return [tuple(layout) for layout in itertools.product(*options)]
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""
@@ -150,12 +170,7 @@ class Formulator:
 
     def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
-        value = self.value_of(parameter)
-        price = self.pricer.parameter(value, choice.stored, len(parameter.values))
-        if choice.accumulated is None:
-            return price
-        reduced = self.pricer.accumulated_gradient(value, choice.accumulated, choice.stored, len(parameter.values))
-        return None if reduced is None else add_prices((price, reduced))
+        return self.parameter_pricer.resting(self.value_of(parameter), choice, len(parameter.values))
 
     def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StoredChoice]) -> Node:
         prices = [self.parameter_price(parameter, choice) for choice in choices]
@@ -179,25 +194,27 @@ class Formulator:
 
     def redistribution_price(self, value: Value, source: Port, target: Port) -> Price | None:
         """Return the price of one redistribution, forward and backward; None where it cannot be."""
-        key = (value.shape, value.dtype, value.requires_grad, source, target)
-        if key not in self._pairs:
-            self._pairs[key] = Price() if source == target else self.pricer.redistribution(value, source, target, 1)
-        return self._pairs[key]
+        return self.pricer.redistribution(value, source, target, 1)
 
-    def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]], ports: _Ports) -> Edge:
-        producer = [(s.forward[key.producer_slot], s.gradient[key.producer_slot]) for s in strategies[key.producer]]
-        consumer = [(s.forward[key.consumer_slot], s.gradient[key.consumer_slot]) for s in strategies[key.consumer]]
-        value = self._structure.representative(key.consumer).slots[key.consumer_slot].value
-        pairs: dict[tuple[int, int], Charge] = {}
-        for p in dict.fromkeys(producer):
-            for q in dict.fromkeys(consumer):
-                if self.redistribution_price(value, p, q) is not None:
-                    pairs[ports.index(p), ports.index(q)] = {}
+    def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]]) -> Edge:
+        number = self._ports.number
+        producer = [
+            number((s.forward[key.producer_slot], s.gradient[key.producer_slot])) for s in strategies[key.producer]
+        ]
+        consumer = [
+            number((s.forward[key.consumer_slot], s.gradient[key.consumer_slot])) for s in strategies[key.consumer]
+        ]
+        exchanged = self.pricer.exchange(self._structure.representative(key.consumer).slots[key.consumer_slot].value)
+        price = self.pricer.communication.exchange
+        wanted = list(dict.fromkeys(consumer))
+        pairs: dict[tuple[int, int], Charge] = {
+            (p, q): {} for p in dict.fromkeys(producer) for q in wanted if price(exchanged, p, q) is not None
+        }
         return Edge(
             producer=key.producer,
             consumer=key.consumer,
-            producer_ports=tuple(ports.index(p) for p in producer),
-            consumer_ports=tuple(ports.index(q) for q in consumer),
+            producer_ports=tuple(producer),
+            consumer_ports=tuple(consumer),
             pairs=pairs,
         )
 
@@ -213,39 +230,40 @@ class Formulator:
             pairs={(p, p): {} for p in shared},
         )
 
-    def _units(self, edges: Sequence[Edge], ports: _Ports) -> Iterator[Unit]:
+    def _charge_redistributions(self, edges: Sequence[Edge], charges: _Charges) -> None:
+        ports, pricer = self._ports, self.pricer
         for tally in self._structure.forward:
+            exchanged = pricer.exchange(self._value(tally))
             for p, q, members in _meeting(edges, tally.edges):
-                price = self.redistribution_price(self._value(tally), ports.port(p), ports.port(q))
-                if p != q and price is not None and price.charge:
-                    yield Unit(charge=_times(price.charge, tally.count), members=members)
+                price = pricer.communication.exchange(exchanged, p, q)
+                if price is not None:
+                    charges.add(members, price.charge, tally.count)
         for tally in self._structure.recompute:
+            value = self._value(tally)
             for p, q, members in _meeting(edges, tally.edges):
                 if ports.port(p)[0] != ports.port(q)[0]:
-                    price = self.pricer.recomputed_redistribution(
-                        self._value(tally), ports.port(p), ports.port(q), tally.count
-                    )
-                    if price.charge:
-                        yield Unit(charge=price.charge, members=members)
-        if self.pricer.run.job.training:
-            yield from self._memory_units(edges, ports)
+                    price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count)
+                    charges.add(members, price.charge)
+        if pricer.run.job.training:
+            self._charge_copies(edges, charges)
 
-    def _memory_units(self, edges: Sequence[Edge], ports: _Ports) -> Iterator[Unit]:
+    def _charge_copies(self, edges: Sequence[Edge], charges: _Charges) -> None:
+        ports, copy = self._ports, self.pricer.copy
         for tally in self._structure.kept:
+            value = self._value(tally)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
             for p, q, members in _meeting(edges, tally.edges):
                 source, target = ports.port(p)[0], ports.port(q)[0]
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
             for layout, found in by_layout.items():
-                charge = self.pricer.copy(self._value(tally), layout, tally.count, tally.quantity).charge
-                yield Unit(charge=charge, members=tuple(found))
+                charges.add(tuple(found), copy(value, layout, tally.count, tally.quantity).charge)
         for tally in self._structure.copied:
+            value = self._value(tally)
             for p, q, members in _meeting(edges, tally.edges):
-                target = ports.port(q)[0]
-                if target is not None and ports.port(p)[0] != target:
-                    charge = self.pricer.copy(self._value(tally), target, tally.count, tally.quantity).charge
-                    yield Unit(charge=charge, members=members)
+                layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
+                if layout_q is not None and layout_p != layout_q:
+                    charges.add(members, copy(value, layout_q, tally.count, tally.quantity).charge)
 
     def _value(self, tally: Tally) -> Value:
         key = self._structure.edges[tally.edges[0]]
@@ -261,56 +279,141 @@ class Formulator:
         structure = self._structure
         region = structure.representative(index)
         value = region.slots[slot].value
-        block = structure.block(region)
+        if choice.gathered_over is not None:
+            held = self._holders.get(parameter.values[0], ())
+            return self.parameter_pricer.use_with_block(value, choice, port, held) if held else None
         saved = any(structure.profile.root[value.name] in structure.profile.ops[o.op.name].saved for o in region.ops)
-        return self.pricer.parameter_use(
+        return self.parameter_pricer.use(
             value,
-            choice.stored,
-            choice.accumulated,
+            choice,
             port,
             count=len(parameter.values) * parameter.uses[use],
             saved=saved,
-            recomputed=block is not None,
+            recomputed=structure.block(region) is not None,
             first=index == structure.first_class,
         )
 
     def _parameter_edges(
-        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]], ports: _Ports
+        self,
+        strategies: Sequence[tuple[Strategy, ...]],
+        stored: Sequence[tuple[StoredChoice, ...]],
+        first: int,
+        charges: _Charges,
     ) -> Iterator[Edge]:
+        """Yield the edges between parameters and their uses, the first of which is the problem's edge ``first``."""
+        gathered: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        edge = first
         for position, (parameter, choices) in enumerate(zip(self._structure.parameters, stored, strict=True)):
             for use in parameter.uses:
                 index, slot = use
-                shown = [(s.forward[slot], s.gradient[slot]) for s in strategies[index]]
+                shown = [self._ports.number((s.forward[slot], s.gradient[slot])) for s in strategies[index]]
                 pairs: dict[tuple[int, int], Charge] = {}
                 for c, choice in enumerate(choices):
                     for q in dict.fromkeys(shown):
-                        price = self.use_price(parameter, use, choice, q)
-                        if price is not None:
-                            pairs[c, ports.index(q)] = price.charge
+                        price = self.use_price(parameter, use, choice, self._ports.port(q))
+                        if price is None:
+                            continue
+                        pairs[c, q] = price.charge
+                        if choice.gathered_over is not None:
+                            gathered[position, choice.gathered_over].append((edge, c, q))
                 yield Edge(
                     producer=len(strategies) + position,
                     consumer=index,
                     producer_ports=tuple(range(len(choices))),
-                    consumer_ports=tuple(ports.index(q) for q in shown),
+                    consumer_ports=tuple(shown),
                     pairs=pairs,
                 )
+                edge += 1
+        for block in self._structure.gathers:
+            for axis in range(len(self._mesh)):
+                members = tuple(member for position in block.held for member in gathered[position, axis])
+                if members:
+                    charges.add(members, self.parameter_pricer.block_latency(block, axis, self._itemsize(block)).charge)
+
+    def _itemsize(self, block: BlockGather) -> int:
+        return self.value_of(self._structure.parameters[next(iter(block.held))]).dtype.itemsize
+
+    def _axis_edges(self, regions: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int) -> Iterator[Edge]:
+        """Yield edges that let all blocks gather over one axis only: `fully_shard` splits a module on one."""
+        axes = range(len(self._mesh))
+        for position, choices in enumerate(stored):
+            if any(choice.gathered_over is not None for choice in choices):
+                yield Edge(
+                    producer=regions + position,
+                    consumer=axis_node,
+                    producer_ports=tuple(-1 if c.gathered_over is None else c.gathered_over for c in choices),
+                    consumer_ports=tuple(axes),
+                    pairs={(p, q): {} for p in (-1, *axes) for q in axes if p in (-1, q)},
+                )
+
+    def block_gathers(
+        self, strategies: Sequence[Strategy], stored: Sequence[StoredChoice]
+    ) -> Iterator[tuple[BlockGather, int, int]]:
+        """Yield each kind of block that gathers anything under a decision, the axis, and the elements of a gather."""
+        for block in self._structure.gathers:
+            axis, numel = None, 0
+            for position, held in block.held.items():
+                if stored[position].gathered_over is None:
+                    continue
+                axis = stored[position].gathered_over
+                parameter = self._structure.parameters[position]
+                ((index, slot),) = parameter.uses
+                layout = strategies[index].forward[slot]
+                assert layout is not None
+                value = self.value_of(parameter)
+                numel += held * (value.nbytes // value.dtype.itemsize // split_factor(layout, self._mesh))
+            if axis is not None:
+                yield block, axis, numel
+
+    def gather_price(self, block: BlockGather, axis: int, numel: int) -> Price:
+        """Return the latency of a kind of block's gathers, and their collectives."""
+        itemsize = self._itemsize(block)
+        latency = self.parameter_pricer.block_latency(block, axis, itemsize)
+        rows = self.parameter_pricer.block_collectives(block, axis, numel, itemsize)
+        return Price(charge=latency.charge, collectives=rows.collectives)
 
 
-class _Ports:
-    """Numbers for ports."""
+def _holders(structure: Structure) -> dict[str, tuple[tuple[BlockGather, int], ...]]:
+    """Return, by a class's first parameter, the kinds of blocks that gather it, with how many of it each holds."""
+    return {
+        parameter.values[0]: tuple((block, block.held[i]) for block in structure.gathers if i in block.held)
+        for i, parameter in enumerate(structure.parameters)
+    }
+
+
+class _Charges:
+    """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Port, int] = {}
-        self._ports: list[Port] = []
+        self._by_members: dict[tuple[tuple[int, int, int], ...], dict[str, float]] = {}
 
-    def index(self, port: Port) -> int:
-        if port not in self._numbers:
-            self._numbers[port] = len(self._ports)
-            self._ports.append(port)
-        return self._numbers[port]
+    def add(self, members: tuple[tuple[int, int, int], ...], charge: Charge, count: float = 1) -> None:
+        if not charge:
+            return
+        found = self._by_members.setdefault(members, {})
+        for name, amount in charge.items():
+            found[name] = found.get(name, 0.0) + amount * count
 
-    def port(self, index: int) -> Port:
-        return self._ports[index]
+    def settle(self, edges: list[Edge]) -> tuple[Unit, ...]:
+        """Put what one pair alone pays for on its edge, and return the rest."""
+        units = []
+        alone: dict[int, dict[tuple[int, int], Charge]] = defaultdict(dict)
+        for members, charge in self._by_members.items():
+            if len(members) == 1:
+                ((edge, p, q),) = members
+                alone[edge][p, q] = charge
+            else:
+                units.append(Unit(charge=charge, members=members))
+        for edge, own in alone.items():
+            pairs = {pair: _sum(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
+            edges[edge] = dataclasses.replace(edges[edge], pairs=pairs)
+        return tuple(units)
+
+
+def _sum(charge: Charge, more: Charge | None) -> Charge:
+    if not more or not charge:
+        return more or charge
+    return {name: charge.get(name, 0.0) + more.get(name, 0.0) for name in {**charge, **more}}
 
 
 def _meeting(
@@ -323,10 +426,6 @@ def _meeting(
             members[p, q].append((edge, p, q))
     for (p, q), found in members.items():
         yield p, q, tuple(found)
-
-
-def _times(charge: Charge, count: float) -> Charge:
-    return {name: amount * count for name, amount in charge.items()}
 
 
 def stored_layouts(value: Value, mesh_shape: Sequence[int]) -> list[Layout]:

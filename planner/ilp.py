@@ -5,7 +5,7 @@
     x[producer,c]
                                                                                 sum_p f[e,p,q] = sum_{c shows q}
                                                                                 x[consumer,c]
-    units       u >= f[e,p,q]       paid once for all its members
+    units       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
     quantities  Q[name] = constant + sum of the charges of x, f and u
     time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the
     backward
@@ -45,6 +45,7 @@ class _Program:
     choice: list[list[pulp.LpVariable]] = field(default_factory=list)
     flow: list[dict[tuple[int, int], pulp.LpVariable]] = field(default_factory=list)
     terms: dict[str, list[tuple[pulp.LpVariable, float]]] = field(default_factory=lambda: defaultdict(list))
+    scales: dict[str, float] = field(default_factory=dict)
 
     def charge(self, variable: pulp.LpVariable, charge: Charge) -> None:
         for name, amount in charge.items():
@@ -52,7 +53,9 @@ class _Program:
                 self.terms[name].append((variable, amount * self._scale(name)))
 
     def _scale(self, name: str) -> float:
-        return self.memory_scale if _in_bytes(name) else self.time_scale
+        if name not in self.scales:
+            self.scales[name] = self.memory_scale if _in_bytes(name) else self.time_scale
+        return self.scales[name]
 
     def quantity(self, name: str) -> pulp.LpAffineExpression:
         """Return quantity ``name`` as a linear expression, in the program's scale."""
@@ -98,14 +101,18 @@ def _flows(program: _Program) -> None:
 
 def _units(program: _Program) -> None:
     for u, unit in enumerate(program.problem.units):
-        members = [program.flow[e][p, q] for e, p, q in unit.members if (p, q) in program.flow[e]]
-        if len(members) == 1:
-            program.charge(members[0], unit.charge)
+        flows: dict[int, list[pulp.LpVariable]] = defaultdict(list)
+        for e, p, q in unit.members:
+            if (p, q) in program.flow[e]:
+                flows[e].append(program.flow[e][p, q])
+        if len(flows) == 1:
+            for variable in next(iter(flows.values())):
+                program.charge(variable, unit.charge)
             continue
         paid = program.model.add_variable(f"u_{u}", lowBound=0)
         program.charge(paid, unit.charge)
-        for member in members:
-            program.model += pulp.LpAffineExpression([(paid, 1.0), (member, -1.0)]) >= 0
+        for together in flows.values():
+            program.model += pulp.LpAffineExpression([(paid, 1.0), *((v, -1.0) for v in together)]) >= 0
 
 
 def _time(program: _Program) -> None:

@@ -13,7 +13,7 @@ from planner import plan_file, plan_json
 from planner.errors import MeshError, PlannerError
 from planner.job import CheckpointingMode, Job
 from planner.patterns import check_pattern
-from planner.plan_checks import check_layout, check_ports, wrong_type
+from planner.plan_checks import check_layout, check_names, check_ports, wrong_type
 from planner.plan_json import FORMAT_VERSION
 from planner.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase, SolverReport
@@ -34,7 +34,15 @@ __all__ = [
 ]
 
 
-_MAPPINGS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan", "activation_checkpointing")
+_MAPPINGS = (
+    "plan",
+    "compute_plan",
+    "gradient_plan",
+    "fully_shard",
+    "input_plan",
+    "output_plan",
+    "activation_checkpointing",
+)
 """Fields whose keys are FQN patterns."""
 
 
@@ -69,6 +77,8 @@ class ShardingPlan:
         compute_plan: parameters -> layout at use, where it differs from the stored one.
         gradient_plan: parameters -> the layout that their gradient is brought to in every micro-batch's backward; the
             others' accumulate as they come (partial, say) and are reduced once a step.
+        fully_shard: modules -> names, relative to the module, of parameters that are gathered together before its
+            forward and its backward, and whose gradients are reduced together, by torch's ``fully_shard``.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
@@ -89,6 +99,7 @@ class ShardingPlan:
     plan: Mapping[str, Layout | str] = field(default_factory=dict)
     compute_plan: Mapping[str, Layout] = field(default_factory=dict)
     gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
+    fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     return_local_tensor: tuple[str, ...] = ()
@@ -116,6 +127,11 @@ class ShardingPlan:
             entries = getattr(self, name)
             if isinstance(entries, Mapping):
                 object.__setattr__(self, name, {key: normalised(value) for key, value in entries.items()})
+        if isinstance(self.fully_shard, Mapping):
+            groups = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
+            }
+            object.__setattr__(self, "fully_shard", groups)
         for name in ("return_local_tensor", "notes"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -139,6 +155,8 @@ class ShardingPlan:
             for key, layout in layouts.items():
                 if not is_layout(layout):
                     raise wrong_type(name, key, layout, "Give a layout, one placement per mesh axis.")
+        for key, names in self.fully_shard.items():
+            check_names("fully_shard", key, names)
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
             for key, spec in entries.items():
                 check_ports(name, key, spec)
@@ -174,6 +192,7 @@ class ShardingPlan:
             "plan": {key: plan_json.layout_text(value) for key, value in self.plan.items()},
             "compute_plan": {key: plan_json.layout_text(layout) for key, layout in self.compute_plan.items()},
             "gradient_plan": {key: plan_json.layout_text(layout) for key, layout in self.gradient_plan.items()},
+            "fully_shard": {key: list(names) for key, names in self.fully_shard.items()},
             "input_plan": {key: plan_json.ports_text(spec) for key, spec in self.input_plan.items()},
             "output_plan": {key: plan_json.ports_text(spec) for key, spec in self.output_plan.items()},
             "return_local_tensor": list(self.return_local_tensor),

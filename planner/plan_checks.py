@@ -28,6 +28,18 @@ def check_ports(name: str, key: str, spec: object) -> None:
             raise wrong_type(name, key, port, advice)
 
 
+def check_names(name: str, key: str, names: object) -> None:
+    """Raise ``PlanTypeError`` where ``names`` is no tuple of different names with at least one in it."""
+    advice = "Give a list of the names of parameters, as they are called inside the module."
+    # A lone string would be taken apart into its letters.
+    if not isinstance(names, tuple) or not names or not all(isinstance(item, str) and item for item in names):
+        raise wrong_type(name, key, names, advice)
+    if len(set(names)) < len(names):
+        repeated = next(item for item in names if names.count(item) > 1)
+        detail = f"{name} has {repeated!r} twice for {key!r}."
+        raise PlanTypeError(detail, field=name, key=key, what_to_do="Name every parameter once.")
+
+
 def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
     """Raise ``PlanLayoutError`` where ``layout`` cannot be on ``mesh``, whatever the tensor."""
     text = f"({', '.join(format_layout(layout))})"

@@ -88,6 +88,8 @@ class PlanDocument(_Document):
     """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
     gradient_plan: dict[str, LayoutText] = {}
     """FQN pattern of parameters -> layout that their gradient is brought to in every micro-batch's backward."""
+    fully_shard: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
+    """FQN pattern of modules -> names, relative to the module, of parameters that are gathered together."""
     input_plan: dict[str, PortsText] = {}
     """FQN pattern of modules + ".input" -> layouts of what enters."""
     output_plan: dict[str, PortsText] = {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.assemble import Decision
-from planner.costs import Port, add_prices
-from planner.formulate import Formulator, StoredChoice, stored_layouts
+from planner.communication import Port, add_prices
+from planner.formulate import Formulator, stored_layouts
+from planner.parameter_costs import StoredChoice
 from planner.problem import Charge
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
@@ -41,7 +42,7 @@ def _tidier(
         stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
     ):
         accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
-        other = StoredChoice(stored=layout, accumulated=accumulated)
+        other = StoredChoice(stored=layout, accumulated=accumulated, gathered_over=choice.gathered_over)
         if other == choice:
             return choice
         charge = _parameter_charge(formulator, parameter, other, decision)

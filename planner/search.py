@@ -6,6 +6,7 @@ Lower bounds come first, so that what cannot win is not solved.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +16,20 @@ from cost_model.layout import MeshSpec, split_factor
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
 from planner.candidates import TracedModel, least_compute_s, least_memory_bytes
-from planner.costs import Pricer, Run
+from planner.communication import Communication
+from planner.costs import Pricer
 from planner.errors import InfeasibleError
 from planner.estimate import estimate
 from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.job import Job
+from planner.op_times import OpTimes
 from planner.polish import polish
-from planner.problem import Solution
+from planner.problem import Solution, peak_bytes, totals
 from planner.random_assignment import random_assignment
 from planner.regions import Region
 from planner.report import Estimate
+from planner.run import Run
 from planner.strategies.enumerate import StrategyTable
 from planner.structure import Structure
 
@@ -33,6 +37,9 @@ Progress = Callable[[str], None]
 
 _LEAST_MEMORY_RUNS = 24
 """Up to so many runs are all solved for the least memory that would do, once nothing fits."""
+
+_PATIENCE = 2
+"""Larger numbers of micro-batches in a row that are slower, after which no larger one is tried."""
 
 STATE_BYTES_PER_PARAMETER = 4
 """A floor for lower bounds: no optimizer and dtype of ours keeps less than one float32 or two bf16 values."""
@@ -47,6 +54,15 @@ class Candidate:
     decision: Decision
     estimate: Estimate
     solution: Solution | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Floor:
+    """The least step time on a mesh, and the candidate that reaches it where that fits and was asked for."""
+
+    mesh: MeshSpec
+    bound_s: float
+    candidate: Candidate | None
 
 
 @dataclass(slots=True)
@@ -70,6 +86,8 @@ class Search:
         self._clock = clock
         self._table = StrategyTable()
         self._memory_bytes = job.memory_bytes or cluster.device.memory_bytes
+        self._communication: dict[MeshSpec, Communication] = {}
+        self._op_times = OpTimes(cluster.device, traced.flash_attention)
         self._unrestricted: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     @property
@@ -85,7 +103,9 @@ class Search:
         """Return what builds the problem of ``run``."""
         micro_batch = self._batch // run.micro_batches
         structure = self._traced.structure(micro_batch, run.ac)
-        pricer = Pricer(run, self._traced.profile(micro_batch))
+        if run.mesh not in self._communication:
+            self._communication[run.mesh] = Communication(run.mesh, run.cluster)
+        pricer = Pricer(run, self._traced.profile(micro_batch), self._communication[run.mesh], self._op_times)
         return Formulator(structure, pricer, self._table, self._traced.base), structure
 
     def formulate(self, run: Run, restriction: Restriction | None) -> tuple[Formulator, Structure, Formulation | None]:
@@ -116,9 +136,7 @@ class Search:
             wanted = slower_than_s is None or solution.objective_s < slower_than_s
             refused = self._refused(run, formulation, decision) if wanted else []
             if not refused:
-                decision = polish(formulator, structure, decision)
-                found = estimate(formulator, structure, decision)
-                return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
+                return self._candidate(run, formulator, structure, decision, solution)
             formulation = _without(formulator, formulation, decision, refused)
         return None
 
@@ -153,13 +171,7 @@ class Search:
         if assignment is None:
             return None
         decision = decision_of(formulation, assignment)
-        return Candidate(
-            run=run,
-            structure=structure,
-            decision=decision,
-            estimate=estimate(formulator, structure, decision),
-            solution=None,
-        )
+        return self._candidate(run, formulator, structure, decision, None)
 
     def best(
         self,
@@ -169,44 +181,96 @@ class Search:
         restrict: Callable[[MeshSpec], Restriction | None],
         progress: Progress | None,
     ) -> Candidate | None:
-        """Return the fastest candidate over all runs, None where none fits."""
+        """Return the fastest candidate over all runs, None where none fits.
+
+        Every mesh is first solved without a memory cap, in one micro-batch and without checkpointing: no run on that
+        mesh can be faster. (Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide
+        them divide the larger ones; checkpointing adds work.) The most promising mesh goes first.
+        """
+        floors = []
+        for mesh in meshes:
+            if progress is not None:
+                progress(f"bounding mesh {mesh}")
+            floor = self._floor(mesh, counts, modes, restrict(mesh))
+            if floor is not None:
+                floors.append(floor)
         best: Candidate | None = None
-        for ac in modes:
-            for mesh in meshes:
-                best = self._best_on(mesh, counts, ac, restrict(mesh), best, progress)
+        for floor in sorted(floors, key=lambda floor: floor.bound_s):
+            if best is not None and floor.bound_s >= best.estimate.step_time_s:
+                break
+            if floor.candidate is not None:
+                if best is None or floor.candidate.estimate.step_time_s < best.estimate.step_time_s:
+                    best = floor.candidate
+                continue
+            for ac in modes:
+                best = self._best_on(floor, counts, ac, restrict(floor.mesh), best, progress)
         return best
+
+    def _floor(
+        self, mesh: MeshSpec, counts: Sequence[int], modes: Sequence[str], restriction: Restriction | None
+    ) -> _Floor | None:
+        """Return what no run on ``mesh`` can beat; None where nothing divides evenly."""
+        run = self.run_of(mesh, counts[0], "none")
+        formulator, structure, formulation = self.formulate(run, restriction)
+        if formulation is None:
+            return None
+        started = time.perf_counter()
+        solution = solve(formulation.problem, mip_gap=self._job.mip_gap)
+        self._clock.add("solve_s", started)
+        if solution is None:
+            return None
+        candidate = None
+        fits = peak_bytes(totals(formulation.problem, solution.assignment)) <= self._memory_bytes
+        if fits and "none" in modes:
+            decision = decision_of(formulation, solution.assignment)
+            if not self._refused(run, formulation, decision):
+                candidate = self._candidate(run, formulator, structure, decision, solution)
+        return _Floor(mesh=mesh, bound_s=solution.bound_s, candidate=candidate)
+
+    @staticmethod
+    def _candidate(
+        run: Run, formulator: Formulator, structure: Structure, decision: Decision, solution: Solution | None
+    ) -> Candidate:
+        if solution is not None:
+            decision = polish(formulator, structure, decision)
+        found = estimate(formulator, structure, decision)
+        return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
 
     def _best_on(
         self,
-        mesh: MeshSpec,
+        floor: _Floor,
         counts: Sequence[int],
         ac: str,
         restriction: Restriction | None,
         best: Candidate | None,
         progress: Progress | None,
     ) -> Candidate | None:
-        """Return the better of ``best`` and what ``mesh`` gives with the fewest micro-batches that fit, or the next."""
-        found_before: float | None = None
+        """Return the better of ``best`` and what a mesh gives: the fewest micro-batches that fit, or more of them.
+
+        More are tried until they have not paid `_PATIENCE` times in a row.
+        """
+        fastest_s, worse = math.inf, 0
         for count in counts:
-            run = self.run_of(mesh, count, ac)
+            run = self.run_of(floor.mesh, count, ac)
             micro_batch = self._batch // count
-            floor = least_memory_bytes(self._traced, run, micro_batch, STATE_BYTES_PER_PARAMETER) + reserve_bytes(
-                self._cluster.device
-            )
-            if floor > self._memory_bytes:
+            least = least_memory_bytes(self._traced, run, micro_batch, STATE_BYTES_PER_PARAMETER)
+            if least + reserve_bytes(self._cluster.device) > self._memory_bytes:
                 continue
-            if best is not None and least_compute_s(self._traced, run, micro_batch) >= best.estimate.step_time_s:
-                break
+            if best is not None:
+                least_s = max(floor.bound_s, least_compute_s(self._traced, self._op_times, run, micro_batch))
+                if least_s >= best.estimate.step_time_s * (1.0 - self._job.mip_gap):
+                    break
             if progress is not None:
-                progress(f"solving mesh {mesh}, {count} micro-batches, checkpointing {ac}")
+                progress(f"solving mesh {floor.mesh}, {count} micro-batches, checkpointing {ac}")
             candidate = self.solve(run, restriction, None if best is None else best.estimate.step_time_s)
             if candidate is None:
                 continue
             if best is None or candidate.estimate.step_time_s < best.estimate.step_time_s:
                 best = candidate
-            if found_before is not None and candidate.estimate.step_time_s >= found_before:
+            worse = 0 if candidate.estimate.step_time_s < fastest_s else worse + 1
+            fastest_s = min(fastest_s, candidate.estimate.step_time_s)
+            if worse == _PATIENCE:
                 break
-            found_before = candidate.estimate.step_time_s
         return best
 
     def refuse(

@@ -160,6 +160,7 @@ class PlanningSession:
             gradient_plan=dict(entries.gradient_plan),
             input_plan=dict(entries.input_plan),
             output_plan=dict(entries.output_plan),
+            fully_shard=dict(entries.fully_shard),
             activation_checkpointing=dict.fromkeys(blocks, _checkpointing(run.ac)),
             micro_batches=run.micro_batches,
             estimate=candidate.estimate,

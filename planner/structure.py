@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner import problem as quantity
@@ -47,6 +47,24 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGather:
+    """A kind of block whose parameters can be gathered together: one flat collective for each of ``count`` blocks.
+
+    Attributes:
+        kind: FQN of the kind's representative.
+        held: index of a parameter class -> how many of its parameters one such block holds.
+        numel: elements of all of them.
+        is_first: whether it is the first such kind in the model.
+    """
+
+    kind: str
+    count: int
+    held: Mapping[int, int]
+    numel: int
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs."""
 
@@ -62,6 +80,7 @@ class Structure:
     copied: tuple[Tally, ...]
     agreements: tuple[tuple[int, int], ...]
     first_class: int | None
+    gathers: tuple[BlockGather, ...]
 
     def representative(self, region_class: int) -> Region:
         """Return a region of the class."""
@@ -134,6 +153,7 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
+        gathers=_block_gathers(regions, blocks, parameters),
         **tallies,
     )
 
@@ -220,6 +240,40 @@ def _parameter_classes(regions: RegionGraph) -> tuple[ParameterClass, ...]:
     for value, counted in uses.items():
         groups[tuple(sorted(counted.items()))].append(value)
     return tuple(ParameterClass(values=tuple(values), uses=dict(key)) for key, values in groups.items())
+
+
+def _block_gathers(
+    regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass]
+) -> tuple[BlockGather, ...]:
+    """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
+    home: dict[str, str] = {}
+    contents: dict[str, list[int]] = defaultdict(list)
+    for region in regions.regions:
+        block = blocks.of_region.get(region.index)
+        if block is None:
+            continue
+        contents[block].append(regions.class_of[region.index])
+        for slot in region.slots:
+            if slot.origin == "parameter" and slot.parameter is not None and slot.parameter.startswith(block + "."):
+                home[slot.value.name] = block
+    held: dict[str, Counter[int]] = defaultdict(Counter)
+    for index, parameter in enumerate(parameters):
+        values = [regions.graph.values[name] for name in parameter.values]
+        used_once = len(parameter.uses) == 1 and set(parameter.uses.values()) == {1}
+        if used_once and all(value.requires_grad and value.name in home for value in values):
+            for value in values:
+                held[home[value.name]][index] += 1
+    kinds: Counter[tuple[int, ...]] = Counter(tuple(sorted(contents[block])) for block in held)
+    found: list[BlockGather] = []
+    for block in blocks.representatives:
+        if block in held:
+            numel = sum(
+                n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
+                for index, n in held[block].items()
+            )
+            count = kinds[tuple(sorted(contents[block]))]
+            found.append(BlockGather(kind=block, count=count, held=dict(held[block]), numel=numel, is_first=not found))
+    return tuple(found)
 
 
 def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cost_model.layout import divides
+from cost_model.layout import divides, sharded_dim
 from planner.job import Job
+from planner.patterns import resolve_keys
 from planner.plan import PlanMesh, Port, ShardingPlan
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
@@ -175,6 +177,44 @@ def megatron(*, vocabulary: bool = False, fsdp: bool = False, **fields: Any) -> 
         f"{blocks}.mlp": leaving,
     }
     return Case("llama", _plan(plan=stored, compute_plan=computed, input_plan=inputs, output_plan=outputs, **fields))
+
+
+LLAMA_BLOCKS = {
+    "model.layers.*": (
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    )
+}
+"""All large parameters of a block of Llama, gathered together."""
+
+
+def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], axis: int = 0) -> Case:
+    """``case`` with the parameters in ``groups`` at rest split on ``axis``, where they were whole, gathered in one."""
+    model = make_model(case.family)
+    plan = case.plan
+    names = resolve_keys(groups, [fqn for fqn, _ in model.named_modules()], field="fully_shard", what="module")
+    stored, computed, gradients = dict(plan.plan), dict(plan.compute_plan), dict(plan.gradient_plan)
+    for module, members in names.items():
+        for member in members:
+            fqn = f"{module}.{member}" if module else member
+            layout = list(stored[fqn])
+            shape = model.get_parameter(fqn).shape
+            taken = {sharded_dim(place) for place in layout}
+            dim = next(d for d, n in enumerate(shape) if d not in taken and n % plan.mesh.shape[axis] == 0)
+            computed[fqn] = tuple(layout)
+            layout[axis] = Shard(dim)
+            stored[fqn] = gradients[fqn] = tuple(layout)
+    changed = dataclasses.replace(
+        plan, plan=stored, compute_plan=computed, gradient_plan=gradients, fully_shard=dict(groups)
+    )
+    return Case(case.family, changed)
+
+
+def replicated_on_tp(family: str, **fields: Any) -> Case:
+    """Data parallel on dp; on tp all ranks do the same."""
+    case = data_parallel(family, **fields)
+    ports = {name: Port(layout=(S0, R)) for name in tensor_names(make_batch(family))}
+    return Case(family, dataclasses.replace(case.plan, input_plan={"input": ports}))
 
 
 def reference(family: str, seed: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -74,6 +74,13 @@ def test_refused_text_says_what_and_what_to_do(text: str, parts: list[str]) -> N
         ({"nodes": 1.5}, "cluster.nodes must be a whole number"),
         ({"nodes": True}, "cluster.nodes must be a number"),
         ({"cards_per_node": 0}, "cluster.cards_per_node is 0"),
+        ({"oversubscription": 0.5}, "cluster.oversubscription is 0.5; 1 is none"),
+        ({"rail_optimized": "yes"}, "cluster.rail_optimized must be true or false"),
+        ({"sweeps": [3]}, "cluster.sweeps: an item must be a mapping"),
+        ({"sweeps": [{"file": "a.txt", "ranks": 8}]}, "unknown key 'ranks'; did you mean ranks_per_node"),
+        ({"intra_node": {"rank_shares": [2, 0.5]}}, "intra_node.rank_shares must be pairs"),
+        ({"intra_node": {"rank_shares": [[4, 0.5], [2, 0.5]]}}, "rising ranks"),
+        ({"intra_node": {"rank_shares": [[2, 1.5]]}}, "above 0 and at most 1"),
     ],
 )
 def test_refused_mapping_names_the_place(change: dict[str, object], part: str) -> None:
@@ -127,6 +134,23 @@ def test_yaml_file(tmp_path: Path) -> None:
     path.write_text("- 1\n")
     with pytest.raises(ClusterError, match=r"ours\.yaml: the file must be a mapping"):
         ClusterSpec.parse(path)
+
+
+def test_fabric_round_trips_and_is_left_out_where_usual() -> None:
+    data = {"nodes": 2, "devices_per_node": 8, "device": "toy", "oversubscription": 2.0, "rail_optimized": False}
+    cluster = ClusterSpec.from_dict(data)
+    assert (cluster.oversubscription, cluster.rail_optimized) == (2.0, False)
+    assert ClusterSpec.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert {"oversubscription", "rail_optimized", "sweeps"}.isdisjoint(ClusterSpec.parse("2x8xtoy").to_dict())
+
+
+def test_uneven_wiring_by_hand() -> None:
+    # DGX-1: of 6 links at 25e9 B/s, reached to nine tenths, a pair has one and all eight have six
+    link = find_device("v100-sxm-32gb").intra_node
+    assert link.rate_bytes_per_s(2) == pytest.approx(22.5e9, rel=0.01)
+    assert link.rate_bytes_per_s(8) == pytest.approx(135e9)
+    assert link.rate_bytes_per_s(6) == pytest.approx((link.rate_bytes_per_s(5) + link.rate_bytes_per_s(7)) / 2)
+    assert link.rate_bytes_per_s(16) == link.rate_bytes_per_s(8)
 
 
 @pytest.mark.parametrize("name", device_names())

@@ -1,7 +1,7 @@
 """Collectives: properties that must hold anywhere, numbers worked by hand, and published nccl-tests plateaus."""
 
 import dataclasses
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import get_args
 
 import numpy as np
@@ -18,7 +18,9 @@ from cost_model.collectives import (
     collective_lines,
     collective_time_s,
     collective_times_s,
+    fastest_algorithm,
 )
+from cost_model.groups import pair_card_rate_bytes_per_s
 from cost_model.layout import MeshSpec
 
 KINDS = get_args(CollectiveKind)
@@ -27,6 +29,7 @@ DEVICES = [
     "h100-sxm-80gb",
     "b200-sxm-180gb",
     "mi300x-192gb",
+    "mi250x-64gb",
     "l40s-48gb",
     "v100-sxm-32gb",
     "toy",
@@ -92,6 +95,32 @@ def test_time_never_rises_with_more_cards(
     assert collective_time_s(kind, nbytes, group, many) <= collective_time_s(kind, nbytes, group, few) * (1 + 1e-12)
 
 
+@given(
+    kind=kinds,
+    group=groups,
+    cluster=clusters,
+    nbytes=sizes,
+    oversubscription=st.floats(1, 16),
+    more=st.floats(0, 16),
+    rails=st.booleans(),
+)
+def test_time_never_falls_with_more_oversubscription_nor_without_rails(
+    kind: CollectiveKind,
+    group: AxisGroup,
+    cluster: ClusterSpec,
+    nbytes: int,
+    oversubscription: float,
+    more: float,
+    rails: bool,
+) -> None:
+    less = dataclasses.replace(cluster, oversubscription=oversubscription, rail_optimized=True)
+    worse = dataclasses.replace(cluster, oversubscription=oversubscription + more, rail_optimized=rails)
+    time_s = collective_time_s(kind, nbytes, group, less)
+    assert collective_time_s(kind, nbytes, group, worse) >= time_s
+    if group.nodes == 1:
+        assert collective_time_s(kind, nbytes, group, worse) == time_s
+
+
 @given(kind=kinds, cluster=clusters, nbytes=sizes)
 def test_a_group_of_one_has_nobody_to_talk_to(kind: CollectiveKind, cluster: ClusterSpec, nbytes: int) -> None:
     assert collective_time_s(kind, nbytes, one_node(1), cluster) == 0.0
@@ -109,8 +138,9 @@ def test_array_equals_scalar(kind: CollectiveKind, group: AxisGroup, cluster: Cl
 def test_all_reduce_costs_at_most_reduce_scatter_then_all_gather(
     group: AxisGroup, cluster: ClusterSpec, nbytes: int
 ) -> None:
+    # PAT, which an all-reduce has not, undercuts it by up to 2 % around 2 MiB on 8 nodes
     parts = [collective_time_s(kind, nbytes, group, cluster) for kind in ("reduce_scatter", "all_gather")]
-    assert collective_time_s("all_reduce", nbytes, group, cluster) <= sum(parts) * (1 + 1e-12)
+    assert collective_time_s("all_reduce", nbytes, group, cluster) <= sum(parts) * 1.02
 
 
 def test_ring_by_hand() -> None:
@@ -125,25 +155,39 @@ def test_ring_by_hand() -> None:
     assert collective_time_s("broadcast", 1_000_000, one_node(4), toy) == pytest.approx(1e-7 + 3e-7 + 1e6 / 1e11)
 
 
-def test_smallest_all_gather_by_hand() -> None:
-    # H100, 2 nodes of 8, LL: 6.6 us + 14 hops inside at 0.6 + 1 between at 2.7
+def test_latencies_by_hand() -> None:
+    # H100, 2 nodes of 8: 14 hops inside, 1 between (LL: 6.6 us + 0.6 and 2.7 a hop; Simple: 8.4 us + 3.4 and 14)
     cluster = ClusterSpec.parse("2x8xh100-sxm-80gb")
     group = AxisGroup(nodes=2, ranks_per_node=8, groups_per_node=1)
-    assert collective_time_s("all_gather", 1, group, cluster) == pytest.approx(17.7e-6, rel=1e-4)
+    lines = {line.algorithm: line for line in collective_lines("all_gather", group, cluster)}
+    assert lines["ring LL"].latency_s == pytest.approx(17.7e-6)
+    assert lines["ring LL128"].latency_s == pytest.approx(14e-6 + 14 * 1.9e-6 + 4.0e-6)
+    assert lines["ring Simple"].latency_s == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 14e-6)
+    # trees: up and down, 7 hops inside and log2(N) between; NVLSTree 25 us and 2 log2(N) hops of 20.9 us
+    far = AxisGroup(nodes=64, ranks_per_node=8, groups_per_node=1)
+    lines = {
+        line.algorithm: line for line in collective_lines("all_reduce", far, ClusterSpec.parse("64x8xh100-sxm-80gb"))
+    }
+    assert lines["tree LL"].latency_s == pytest.approx(6.6e-6 + 2 * (7 * 0.6e-6 + 6 * 5e-6))
+    assert lines["NVLSTree"].latency_s == pytest.approx(25e-6 + 12 * 20.9e-6)
+
+
+def test_one_rank_per_node_has_pat() -> None:
+    # 8.4 us + 2.8 us a rank + log2(16) hops of 14/3.5 us, three quarters of the card's 48e9 B/s
+    cluster = ClusterSpec.parse("16x8xh100-sxm-80gb")
+    group = AxisGroup(nodes=16, ranks_per_node=1, groups_per_node=8)
+    line = next(line for line in collective_lines("all_gather", group, cluster) if line.algorithm == "PAT")
+    assert line.latency_s == pytest.approx(8.4e-6 + 16 * 2.8e-6 + 4 * 4e-6)
+    assert line.seconds_per_byte == pytest.approx(15 / 16 / (0.75 * 48e9))
+    full = AxisGroup(nodes=16, ranks_per_node=8, groups_per_node=1)
+    assert "PAT" not in {line.algorithm for line in collective_lines("all_gather", full, cluster)}
 
 
 def test_trees_win_where_rings_are_long_and_rings_where_messages_are() -> None:
     cluster = ClusterSpec.parse("64x8xa100-sxm-80gb")
     group = AxisGroup(nodes=64, ranks_per_node=8, groups_per_node=1)
-
-    def fastest(nbytes: int) -> str:
-        lines = collective_lines("all_reduce", group, cluster)
-        return min(lines, key=lambda line: line.latency_s + nbytes * line.seconds_per_byte).algorithm
-
-    assert fastest(1024) == "tree LL"
-    assert fastest(64 * GIB) == "ring Simple"
-    # 6.6 us launch + 2 (7 hops of 0.6 us + 6 hops of 5 us)
-    assert collective_time_s("all_reduce", 1, group, cluster) == pytest.approx(75e-6, rel=1e-3)
+    assert fastest_algorithm("all_reduce", 1024, group, cluster) == "tree LL"
+    assert fastest_algorithm("all_reduce", 64 * GIB, group, cluster) == "ring Simple"
 
 
 @pytest.mark.parametrize(
@@ -209,12 +253,22 @@ def test_across_nodes_by_hand() -> None:
     lines = {line.algorithm: line for line in collective_lines("all_gather", group, cluster)}
     assert lines["ring LL"].seconds_per_byte == pytest.approx(15 / 16 / 39e9)  # the protocol's ceiling
     assert lines["ring Simple"].seconds_per_byte == pytest.approx(15 / 16 / 360e9)  # NVLink, not 8 cards of 48
-    # all-to-all: half of each rank's buffer leaves the node, through its own card
-    latency_s = 6.6e-6 + 7 * 0.6e-6 + 8 * 2.7e-6
-    assert collective_time_s("all_to_all", 10**9, group, cluster) == pytest.approx(latency_s + 0.5e9 / 48e9)
+    # all-to-all: half of each rank's buffer leaves the node, through its own card; NVIDIA's slides have 37 of 50 GB/s
+    (pairs,) = collective_lines("all_to_all", group, cluster)
+    assert pairs.latency_s == pytest.approx(6.6e-6 + 7 * 0.6e-6 + 8 * 2.7e-6)
+    assert pairs.seconds_per_byte == pytest.approx(0.5 / 37.2e9, rel=0.01)
     # one message to the neighbour: through one card, or over NVLink
-    assert collective_time_s("send_recv", 10**9, group, cluster) == pytest.approx(9.3e-6 + 1e9 / 48e9)
-    assert collective_time_s("send_recv", 10**9, one_node(8), cluster) == pytest.approx(7.2e-6 + 1e9 / 360e9)
+    assert collective_time_s("send_recv", 10**9, group, cluster) == pytest.approx(1e9 / 37.2e9, rel=0.02)
+    assert collective_time_s("send_recv", 10**10, one_node(8), cluster) == pytest.approx(
+        1e10 / (0.92 * 360e9), rel=0.03
+    )
+
+
+def test_one_pair_in_a_node_has_few_channels_until_its_message_is_large() -> None:
+    # B200, nccl-tests sendrecv (Vultr): 38 to 85 GB/s up to 64 MiB, then hardly more time up to 512 MiB
+    cluster = ClusterSpec.parse("8xb200-sxm-180gb")
+    times = [collective_time_s("send_recv", size << 20, one_node(8), cluster) for size in (16, 64, 256, 512, 16384)]
+    assert times == pytest.approx([213e-6, 793e-6, 810e-6, 859e-6, 25904e-6], rel=0.15)
 
 
 def test_reduction_in_the_switch_needs_enough_ranks() -> None:
@@ -239,19 +293,49 @@ def test_groups_share_the_cards_of_a_node() -> None:
     # 32 cards (AWS p5): 4 for each rank
     many = dataclasses.replace(cluster, cards_per_node=32)
     assert card_rate_bytes_per_s(beside_seven, many) == 4 * 48e9
+    # one NVLink domain of 72: rings use the cards of 8 ranks, pairs all
+    rack = ClusterSpec.parse("2x72xgb200-nvl72-186gb")
+    whole = AxisGroup(nodes=2, ranks_per_node=72, groups_per_node=1)
+    assert card_rate_bytes_per_s(whole, rack) == 8 * 48e9
+    assert pair_card_rate_bytes_per_s(whole, rack) == 72 * 48e9
+
+
+def test_oversubscribed_switches_slow_pairs_and_rings_without_rails() -> None:
+    cluster = ClusterSpec.parse({"nodes": 4, "devices_per_node": 8, "device": "h100-sxm-80gb", "oversubscription": 3})
+    group = AxisGroup(nodes=4, ranks_per_node=8, groups_per_node=1)
+    assert card_rate_bytes_per_s(group, cluster) == 8 * 48e9
+    assert pair_card_rate_bytes_per_s(group, cluster) == 8 * 16e9
+    plain = dataclasses.replace(cluster, rail_optimized=False)
+    assert card_rate_bytes_per_s(group, plain) == 8 * 16e9
 
 
 def test_strided_group_is_as_slow_as_its_one_card() -> None:
     cluster = ClusterSpec.parse("4x8xh100-sxm-80gb")
     strided = axis_group(MeshSpec.parse("dp=4,tp=8"), "dp", cluster)
-    # ring over 4 nodes at 48e9 B/s: 3/4 GiB
-    assert collective_time_s("all_gather", GIB, strided, cluster) == pytest.approx(0.75 * GIB / 48e9, rel=0.01)
+    # ring over 4 nodes at 48e9 B/s: 3/4 of the bytes
+    assert collective_time_s("all_gather", 8 * GIB, strided, cluster) == pytest.approx(6 * GIB / 48e9, rel=0.01)
 
 
 def test_a_pair_in_a_full_mesh_has_one_of_seven_links() -> None:
     cluster = ClusterSpec.parse("8xmi300x-192gb")
-    pair, all_eight = (collective_time_s("all_gather", 8 * GIB, one_node(n), cluster) for n in (2, 8))
+    pair, all_eight = (collective_time_s("all_gather", 64 * GIB, one_node(n), cluster) for n in (2, 8))
     assert pair / (1 / 2) == pytest.approx(7 * all_eight / (7 / 8), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "busbw_gb_s"),
+    [
+        # RCCL, 4 and 16 GiB: stas00/ml-engineering @744d01e, oci-hpc-oke @61d210a (chains, not rings, on two nodes)
+        ("1x8xmi300x-192gb", 1, 312.9),
+        ("2x8xmi300x-192gb", 2, 358.4),
+        ("1x8xmi355x-288gb", 1, 406.8),
+    ],
+)
+def test_full_meshes_are_within_8_percent_of_rccl_tests(cluster: str, nodes: int, busbw_gb_s: float) -> None:
+    group = AxisGroup(nodes=nodes, ranks_per_node=8, groups_per_node=1)
+    time_s = collective_time_s("all_reduce", 16 * GIB, group, ClusterSpec.parse(cluster))
+    moved = 16 * GIB * 2 * (group.size - 1) / group.size
+    assert moved / time_s / 1e9 == pytest.approx(busbw_gb_s, rel=0.08)
 
 
 @pytest.mark.parametrize(
@@ -311,9 +395,9 @@ def test_bad_arguments() -> None:
 
 def test_farther_groups_of_one_size_are_never_faster() -> None:
     cluster = ClusterSpec.parse("8x8xh100-sxm-80gb")
-    for kind in KINDS:
+    for kind, nbytes in product(KINDS, (1 << 10, 1 << 16, 1 << 20, 1 << 24, GIB)):
         times = [
-            collective_time_s(kind, GIB, AxisGroup(nodes=n, ranks_per_node=8 // n, groups_per_node=n), cluster)
+            collective_time_s(kind, nbytes, AxisGroup(nodes=n, ranks_per_node=8 // n, groups_per_node=n), cluster)
             for n in (1, 2, 4, 8)
         ]
         assert all(near <= far for near, far in pairwise(times)), (kind, times)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.cluster import ClusterError, find_device
-from cost_model.compute import dtype_nbytes, op_time_s
+from cost_model.compute import dtype_nbytes, eager_time_s, elementwise_time_s, op_time_s
 
 H100 = find_device("h100-sxm-80gb")
 amounts = st.floats(0, 1e16)
@@ -61,3 +61,18 @@ def test_a_faster_device_is_never_slower(flops: float, nbytes: float, factor: fl
     )
     times = [op_time_s(flops=flops, nbytes=nbytes, device=d, dtype="bf16", matmul=matmul) for d in (H100, faster)]
     assert times[1] <= times[0]
+
+
+def test_fused_chain_reads_and_writes_once() -> None:
+    # 2^20 bf16 elements, two inputs, one result, three ops: 3 tensors of 2 MiB fused, 4 more between the ops otherwise
+    chain = {"numel": 2**20, "reads": 2, "writes": 1, "dtype": "bf16", "device": H100, "ops": 3}
+    assert elementwise_time_s(**chain) == pytest.approx(3 * 2**21 / 3015e9 + 1e-6)
+    assert elementwise_time_s(**chain, fused=False) == pytest.approx(7 * 2**21 / 3015e9 + 3e-6)
+    assert elementwise_time_s(**{**chain, "numel": 0}) == 0.0
+    with pytest.raises(ValueError, match="cannot be negative"):
+        elementwise_time_s(**{**chain, "ops": 0})
+
+
+def test_eager_waits_for_the_slower_of_host_and_device() -> None:
+    assert eager_time_s(device_s=1e-3, ops=100, host_s=6e-6) == 1e-3
+    assert eager_time_s(device_s=1e-4, ops=100, host_s=6e-6) == pytest.approx(6e-4)

@@ -28,6 +28,8 @@ def full_plan() -> ShardingPlan:
         mesh=MESH,
         plan={"layers.*.weight": (Shard(0), parse_placement("SS(0,8)")), "ebc": "bags"},
         compute_plan={"layers.*.weight": (Replicate(), Shard(1))},
+        gradient_plan={"layers.*.weight": (Shard(0), Shard(1))},
+        fully_shard={"layers.*": ("weight", "mlp.up.weight")},
         input_plan={
             "layers.*.input": {"0": Port(layout=WHOLE, grad=(Replicate(), Partial()), source=SPLIT, source_grad=SPLIT)},
             "relu.input": SPLIT,
@@ -146,6 +148,10 @@ BROKEN: dict[str, tuple[tuple[str | int, ...], Any, str]] = {
     "checkpointing": (("activation_checkpointing", "head"), "none", "activation_checkpointing/head"),
     "bad key": (("plan",), {"a..b": ["R", "R"]}, "empty component"),
     "another version": (("format_version",), 2, "format version 2"),
+    "empty group": (("fully_shard", "layers.*"), [], "fully_shard/layers.*"),
+    "one name for a list": (("fully_shard", "layers.*"), "weight", "fully_shard/layers.*"),
+    "name that is no text": (("fully_shard", "layers.*", 0), 1, "fully_shard/layers.*/0"),
+    "name twice in a group": (("fully_shard", "layers.*"), ["weight", "weight"], "'weight' twice for 'layers.*'"),
     "nan": (("timings", "trace_s"), float("nan"), "timings/trace_s"),
 }
 
@@ -261,6 +267,10 @@ def test_bare_layouts_become_ports_as_torch_and_hyperparallel_write_them() -> No
         ({"plan": {3: SPLIT}}, PlanTypeError),
         ({"plan": [SPLIT]}, PlanTypeError),
         ({"compute_plan": {"weight": "bags"}}, PlanTypeError),
+        ({"fully_shard": {"block": "weight"}}, PlanTypeError),
+        ({"fully_shard": {"block": ()}}, PlanTypeError),
+        ({"fully_shard": {"block": ("weight", "")}}, PlanTypeError),
+        ({"fully_shard": {"a..b": ("weight",)}}, PlanKeyError),
         ({"input_plan": {"input": "R"}}, PlanTypeError),
         ({"output_plan": {"": [None]}}, PlanTypeError),
         ({"output_plan": {"": {"x": 3}}}, PlanTypeError),

@@ -1,0 +1,173 @@
+"""How far the cost model is from published measurements: every row priced, by file, check, device and configuration.
+
+    cd benchmarks && python accuracy.py --truth ../../shared/truth [--json] [--rows OUT.csv] [--plot OUT.png]
+
+Rows of sources that constants were fitted to (published/split.toml) are shown apart from the rows that only judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from published import collectives, gemm, memory, runs
+from published.checks import CHECKS, figures, holds, target
+from published.frameworks import TABLE
+from published.rows import PricedRow
+
+TAGS = ("gpu", "family", "parallelism", "size", "framework", "precision", "checkpointing", "kind", "nodes")
+FEWEST = 3
+"""Groups of fewer rows are not shown."""
+
+
+def price(folder: Path) -> list[PricedRow]:
+    """Return every row of every file of ``folder`` that there is a model for."""
+    return [
+        *runs.price(folder),
+        *memory.price(folder),
+        *collectives.price(folder),
+        *collectives.price_with_sweep(folder),
+        *gemm.price(folder),
+    ]
+
+
+def main() -> int:
+    """Price, and print or write what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--rows", type=Path, help="write one line for each row and quantity to this CSV file")
+    parser.add_argument("--plot", type=Path, help="draw predicted against measured into this PNG file")
+    arguments = parser.parse_args()
+    if not arguments.truth.is_dir():
+        parser.error(f"{arguments.truth} is no folder")
+    rows = price(arguments.truth)
+    if arguments.rows is not None:
+        write_rows(rows, arguments.rows)
+    if arguments.plot is not None:
+        draw(rows, arguments.plot)
+    print(json.dumps(summary(rows), indent=1) if arguments.json else text(rows))
+    return 0
+
+
+def summary(rows: list[PricedRow]) -> dict[str, object]:
+    """Return the figures of checks and files, calibration and validation apart, as plain data."""
+    checks = []
+    for check in CHECKS:
+        for split in ("validation", "calibration"):
+            found = figures([row for row in rows if row.split == split and check.counts(row)])
+            if found.rows:
+                checks.append(
+                    {"check": check.number, "name": check.name, "split": split, "target": target(check)}
+                    | {"holds": holds(check, found)} | asdict(found)
+                )  # fmt: skip
+    files = {}
+    for file, quantity in _tables(rows):
+        inside = [row for row in rows if (row.file, row.quantity) == (file, quantity)]
+        files[f"{file} {quantity}"] = {
+            split: asdict(figures([row for row in inside if row.split == split]))
+            for split in ("calibration", "validation")
+        } | {"left_out": dict(Counter(row.left_out for row in inside if row.left_out))}
+    return {"checks": checks, "files": files}
+
+
+def text(rows: list[PricedRow]) -> str:
+    """Return the tables as text."""
+    lines = [
+        f"{'check':58} {'split':12} {'rows':>11} {'mean':>7} {'median':>7} {'signed':>7} {'in 15%':>7} {'under':>7}"
+    ]
+    for check in CHECKS:
+        for split in ("validation", "calibration"):
+            inside = [row for row in rows if row.split == split and check.counts(row)]
+            if inside:
+                verdict = ("holds" if holds(check, figures(inside)) else "MISSED") if split == "validation" else ""
+                lines.append(_line(f"{check.number} {check.name}", split, inside) + f"  {verdict}")
+        lines.append(f"{'':4}asked: {target(check)}")
+    for file, quantity in _tables(rows):
+        inside = [row for row in rows if (row.file, row.quantity) == (file, quantity)]
+        lines += ["", f"{file}, {quantity}"]
+        for split in ("calibration", "validation"):
+            lines.append(_line("  all", split, [row for row in inside if row.split == split]))
+        for reason, count in Counter(row.left_out for row in inside if row.left_out).most_common():
+            lines.append(f"    left out {count:5}  {reason}")
+        for tag in TAGS:
+            lines += _groups(tag, [row for row in inside if row.split == "validation"])
+    lines += ["", "assumed where a column is blank or a framework's default decides:"]
+    lines += [f"  {name:20} {assumed.note}" for name, assumed in TABLE]
+    return "\n".join(lines)
+
+
+def _tables(rows: list[PricedRow]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys((row.file, row.quantity) for row in rows))
+
+
+def _groups(tag: str, rows: list[PricedRow]) -> list[str]:
+    groups: dict[str, list[PricedRow]] = defaultdict(list)
+    for row in rows:
+        if row.predicted is not None and row.tags.get(tag):
+            groups[row.tags[tag]].append(row)
+    return [
+        _line(f"    {tag} {name}", "validation", found)
+        for name, found in sorted(groups.items(), key=lambda item: -len(item[1]))
+        if len(found) >= FEWEST
+    ]
+
+
+def _line(name: str, split: str, rows: list[PricedRow]) -> str:
+    found = figures(rows)
+    count = f"{found.priced}/{found.rows}"
+    shares = (found.mean, found.median, found.signed, found.within_15, found.worst_under)
+    return f"{name:58.58} {split:12} {count:>11} " + " ".join(f"{share:>7.1%}" for share in shares)
+
+
+def write_rows(rows: list[PricedRow], path: Path) -> None:
+    """Write file, row_id, quantity, measured, predicted and why a row was left out, with its split and checks."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["file", "row_id", "quantity", "measured", "predicted", "left_out", "split", "checks", "assumed"]
+        )
+        for row in rows:
+            predicted = "" if row.predicted is None else f"{row.predicted:.6g}"
+            checks = " ".join(map(str, row.checks))
+            measured = f"{row.measured:.6g}" if row.measured else ""
+            fields = (row.file, row.row_id, row.quantity, measured, predicted, row.left_out or "", row.split, checks)
+            writer.writerow([*fields, "; ".join(row.assumed)])
+
+
+def draw(rows: list[PricedRow], path: Path) -> None:
+    """Draw predicted against measured, a panel for each file and quantity."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    tables = _tables(rows)
+    figure, panels = pyplot.subplots(1, len(tables), figsize=(4.5 * len(tables), 4.5), squeeze=False)
+    for panel, (file, quantity) in zip(panels[0], tables, strict=True):
+        for split, color in (("calibration", "tab:gray"), ("validation", "tab:blue")):
+            shown = [
+                row for row in rows
+                if (row.file, row.quantity, row.split) == (file, quantity, split) and row.predicted and row.measured
+            ]  # fmt: skip
+            panel.loglog(
+                [row.measured for row in shown], [row.predicted for row in shown], ".", color=color, label=split
+            )
+        low, high = panel.get_xlim()
+        panel.loglog([low, high], [low, high], color="black", linewidth=0.5)
+        panel.set(title=f"{file}\n{quantity}", xlabel="measured", ylabel="predicted")
+        panel.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

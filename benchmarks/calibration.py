@@ -1,0 +1,218 @@
+"""Check 9: calibrate this machine's CPU and gloo, then run ten plans of small models and compare.
+
+``python benchmarks/calibration.py`` starts 2, then 4 processes of one thread each: they measure, a cluster file is
+fitted, five plans are made with it, and each is run for a few steps. Prints predicted and measured seconds of a step,
+the mean error and Spearman's rank correlation. Takes some minutes; wants the machine to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+from cost_model.calibrate import cluster_yaml, fit_cluster
+from executor.batch import local_batch
+from executor.measure import measure
+from executor.mesh import device_mesh_for
+from executor.shard import shard_module
+from planner import PlanningSession
+from planner.plan import ShardingPlan
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan: a small Llama's sizes, a batch, and who plans it on which mesh."""
+
+    hidden: int
+    layers: int
+    batch: int
+    seq: int
+    planner: str
+    mesh: str
+
+
+CASES = {
+    2: (
+        Case(hidden=256, layers=2, batch=8, seq=128, planner="data-parallel", mesh="dp=2"),
+        Case(hidden=256, layers=4, batch=8, seq=128, planner="tensor-parallel", mesh="tp=2"),
+        Case(hidden=512, layers=2, batch=4, seq=128, planner="fully-sharded", mesh="dp=2"),
+        Case(hidden=512, layers=4, batch=8, seq=128, planner="ilp", mesh="dp=2"),
+        Case(hidden=512, layers=2, batch=16, seq=128, planner="data-parallel", mesh="dp=2"),
+    ),
+    4: (
+        Case(hidden=256, layers=2, batch=8, seq=128, planner="data-parallel", mesh="dp=4"),
+        Case(hidden=256, layers=4, batch=16, seq=128, planner="fully-sharded", mesh="dp=4"),
+        Case(hidden=512, layers=2, batch=8, seq=128, planner="tensor-parallel", mesh="dp=2,tp=2"),
+        Case(hidden=512, layers=4, batch=8, seq=128, planner="ilp", mesh="dp=4"),
+        Case(hidden=512, layers=2, batch=16, seq=128, planner="ilp", mesh="dp=2,tp=2"),
+    ),
+}
+
+
+def model_of(case: Case) -> torch.nn.Module:
+    """Return the case's Llama, with the same weights on every rank."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=case.hidden,
+        intermediate_size=4 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1024,
+        max_position_embeddings=case.seq,
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def inputs_of(case: Case) -> dict[str, Any]:
+    """Return the case's global batch."""
+    ids = torch.randint(1024, (case.batch, case.seq), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def on_gloo(run: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
+    """Return what rank 0 returns of ``run(*arguments)``, JSON data, on processes of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, args=(run, world_size, folder, arguments), nprocs=world_size)
+        return json.loads((Path(folder) / "result").read_text())
+
+
+def _rank(rank: int, run: Callable[..., Any], world_size: int, folder: str, arguments: Sequence[Any]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),
+    )
+    result = run(*arguments)
+    if rank == 0:
+        (Path(folder) / "result").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def calibrated_yaml() -> str:
+    """Return the cluster file of this machine with the processes that run this."""
+    measured = measure(torch.device("cpu"))
+    cluster, residuals = fit_cluster(measured)
+    return cluster_yaml(cluster, residuals, measured.notes)
+
+
+def run_plans(plans: Sequence[tuple[Case, Path]], steps: int) -> list[list[float]]:
+    """Return, for each plan, the seconds of each step on the slowest rank, the first two steps left out."""
+    return [_steps_s(case, ShardingPlan.load(file), steps) for case, file in plans]
+
+
+def _steps_s(case: Case, plan: ShardingPlan, steps: int) -> list[float]:
+    mesh = device_mesh_for(plan, device_type="cpu")
+    module = model_of(case)
+    shard_module(module, mesh, plan)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+    inputs = local_batch(inputs_of(case), mesh, plan)
+    taken = []
+    for _ in range(steps + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        module(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = torch.tensor(time.perf_counter() - begin)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        taken.append(float(seconds))
+    return taken[2:]
+
+
+def spearman(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Spearman's rank correlation; no ties are expected among seconds."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (left, right)]
+    count = len(left)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (count * (count**2 - 1))
+
+
+def plan_case(case: Case, cluster: Path) -> ShardingPlan:
+    """Return the case's plan on the calibrated cluster."""
+    session = PlanningSession(
+        model_of(case),
+        cluster=str(cluster),
+        example_inputs=inputs_of(case),
+        dtype="fp32",
+        micro_batches=1,
+        ac="none",
+        optimizer="sgd",
+    )
+    return session.plan(planner=case.planner, mesh=case.mesh)
+
+
+def compare(processes: int, folder: Path, steps: int) -> list[tuple[float, float]]:
+    """Calibrate, plan, run; print and return (predicted, measured) seconds of each plan of ``processes``."""
+    cluster = folder / f"cpu-{processes}.yaml"
+    cluster.write_text(on_gloo(calibrated_yaml, processes))
+    comments = [line for line in cluster.read_text().splitlines() if line.startswith("#")]
+    print(f"{processes} processes", *comments, sep="\n", flush=True)
+    plans = [plan_case(case, cluster) for case in CASES[processes]]
+    files = [folder / f"plan-{processes}-{index}.json" for index in range(len(plans))]
+    for plan, file in zip(plans, files, strict=True):
+        plan.save(file)
+    found = []
+    taken = on_gloo(run_plans, processes, list(zip(CASES[processes], files, strict=True)), steps)
+    for case, plan, seconds in zip(CASES[processes], plans, taken, strict=True):
+        assert plan.estimate is not None
+        found.append((plan.estimate.step_time_s, median(seconds)))
+        print(_line(case, plan, seconds), flush=True)
+    return found
+
+
+def _line(case: Case, plan: ShardingPlan, seconds: Sequence[float]) -> str:
+    estimate = plan.estimate
+    assert estimate is not None
+    parts = (estimate.compute_s, estimate.exposed_communication_s, estimate.optimizer_s)
+    return (
+        f"{case.planner:15s} {case.mesh:10s} hidden {case.hidden} layers {case.layers} batch {case.batch:2d}: "
+        f"predicted {estimate.step_time_s:.3f} s ({' + '.join(f'{part:.3f}' for part in parts)}), "
+        f"measured {median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), "
+        f"{100 * (estimate.step_time_s / median(seconds) - 1):+.0f} %"
+    )
+
+
+def main() -> None:
+    """Calibrate, plan, run, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5, help="steps that count, of each plan")
+    parser.add_argument("--processes", type=int, choices=tuple(CASES), help="only these, not all ten plans")
+    parser.add_argument("--keep", type=Path, help="folder for the cluster files and plans")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print("predicted: compute + exposed communication + optimizer")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        found = [
+            pair
+            for processes in ([arguments.processes] if arguments.processes else CASES)
+            for pair in compare(processes, folder, arguments.steps)
+        ]
+    predicted, measured = zip(*found, strict=True)
+    error = 100 * mean(abs(p / m - 1) for p, m in found)
+    print(f"Spearman {spearman(predicted, measured):.3f} (0.9 or more), mean error {error:.1f} % (20 or less)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The checks of the accuracy table: which rows count, what is asked of them, and what they show."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from published.rows import PricedRow
+
+Rows = Sequence[PricedRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        mean: most that the mean absolute error may be.
+        within: (error, share): the least share of rows within an error, where one is asked.
+        under: most that a single row may be too low, where one is asked.
+        scope: least share of the rows that must have a prediction, where one is asked.
+    """
+
+    number: int
+    name: str
+    counts: Callable[[PricedRow], bool]
+    mean: float
+    within: tuple[float, float] | None = None
+    under: float | None = None
+    scope: float | None = None
+
+
+def _precision(name: str) -> Callable[[PricedRow], bool]:
+    return lambda row: 1 in row.checks and row.tags.get("precision") == name
+
+
+def _large(row: PricedRow) -> bool:
+    return row.tags.get("size") == ">= 256 MiB"
+
+
+CHECKS = (
+    Check(number=1, name="step time, 16-bit dense", counts=_precision("16-bit"), mean=0.08, within=(0.15, 0.9), scope=0.85),
+    Check(number=1, name="step time, fp8 dense", counts=_precision("fp8"), mean=0.12),
+    Check(number=2, name="step time, experts, 16-bit", counts=lambda row: 2 in row.checks, mean=0.15),
+    Check(number=3, name="step time, sequence-parallel paper", counts=lambda row: 3 in row.checks, mean=0.05),
+    Check(number=4, name="peak memory", counts=lambda row: 4 in row.checks, mean=0.08, under=0.1),
+    Check(number=6, name="collectives, one node", counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node", mean=0.15),
+    Check(number=6, name="collectives, one node, 256 MB and more",
+          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node" and _large(row), mean=0.06),
+    Check(number=6, name="collectives, several nodes",
+          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes", mean=0.2),
+    Check(number=6, name="collectives, several nodes, 256 MB and more",
+          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes" and _large(row), mean=0.09),
+    Check(number=7, name="collectives after a sweep, one node",
+          counts=lambda row: 7 in row.checks and row.tags["nodes"] == "one node", mean=0.06),
+    Check(number=7, name="collectives after a sweep, several nodes",
+          counts=lambda row: 7 in row.checks and row.tags["nodes"] == "several nodes", mean=0.07),
+    Check(number=8, name="matrix products and attention", counts=lambda row: 8 in row.checks, mean=0.1),
+)  # fmt: skip
+"""Check 5 compares with torch's MemTracker and has no rows here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Errors of some rows, as shares of what was measured."""
+
+    rows: int
+    priced: int
+    mean: float
+    median: float
+    signed: float
+    within_15: float
+    worst_under: float
+
+
+def figures(rows: Rows) -> Figures:
+    """Return the errors of the rows that have a prediction; zeros where none has."""
+    errors = [row.error for row in rows if row.predicted is not None and row.measured > 0]
+    if not errors:
+        return Figures(rows=len(rows), priced=0, mean=0.0, median=0.0, signed=0.0, within_15=0.0, worst_under=0.0)
+    sizes = [abs(error) for error in errors]
+    return Figures(
+        rows=len(rows),
+        priced=len(errors),
+        mean=statistics.fmean(sizes),
+        median=statistics.median(sizes),
+        signed=statistics.fmean(errors),
+        within_15=sum(size <= 0.15 for size in sizes) / len(sizes),
+        worst_under=min(0.0, *errors),
+    )
+
+
+def holds(check: Check, found: Figures) -> bool:
+    """Return whether what was asked is met."""
+    if not found.priced or found.mean > check.mean:
+        return False
+    if check.within is not None and found.within_15 < check.within[1]:
+        return False
+    if check.under is not None and found.worst_under < -check.under:
+        return False
+    return check.scope is None or found.priced >= check.scope * found.rows
+
+
+def target(check: Check) -> str:
+    """Return what is asked, in words."""
+    parts = [f"mean {check.mean:.0%}"]
+    if check.within is not None:
+        parts.append(f"{check.within[1]:.0%} within {check.within[0]:.0%}")
+    if check.under is not None:
+        parts.append(f"none under by more than {check.under:.0%}")
+    if check.scope is not None:
+        parts.append(f"{check.scope:.0%} in scope")
+    return ", ".join(parts)

@@ -1,0 +1,309 @@
+"""Fits the constants of cost_model/collectives.toml to the calibration sources of collectives.csv.
+
+    cd benchmarks && python -m published.collectives_fit --truth ../../shared/truth [--write | --leave-out]
+
+What is minimized is the mean of |ln(predicted / measured)|: the median of a cluster's rows counts, not its worst, and
+a constant settles between clusters that disagree. Each sweep weighs as the root of its number of rows. In stages, so
+that what one place shows does not bend another: one node, then several nodes (with EFA's latency), then pairs.
+``--leave-out`` prints the error of every source when nothing of that source was fitted to, all others being used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_model.collectives import collective_lines
+from cost_model.correction import architecture_class, read_correction
+from cost_model.devices import find_device
+from cost_model.pairs import Shares
+from published import collectives
+from published.rows import calibration_sources, number, read
+from published.simplex import minimize
+
+TARGET = Path(__file__).resolve().parents[2] / "cost_model" / "collectives.toml"
+FAMILIES = ("LL", "LL128", "Simple", "nvls", "pairs")
+STEPS = (0.5, 0.2, 0.05)
+PRIOR_WEIGHT = 0.005
+"""What a constant costs in the loss for each square of ln(constant / expected): a factor of e must lower the mean error
+by half a percent. Keeps constants that the rows do not decide near NCCL's own latencies and the textbook's ramp."""
+EXPECTED = {"ll_latency": 1.5, "ll128_latency": 1.5, "simple_latency": 1.5, "nvls_latency": 1.5}
+EXPECTED_RAMP, EXPECTED_LIMIT = 1.0, 10.0
+PAIR_KINDS = ("all_to_all", "send_recv")
+NOMINAL = Shares(link=1.0, card=1.0, few_channels_bytes_per_s=1.0, few_channels_bytes=0.0)
+FEW_CHANNELS_BYTES = 64 << 20
+"""Up to here the time of one pair on NVLink 5 rises with its bytes, and from here to 512 MiB hardly: read off the
+send/recv rows of the Vultr cluster."""
+USUAL_CARD_LATENCY_S = 2.7e-6
+"""EFA's latency is fitted as a multiple of this, an InfiniBand or RoCE card's (NCCL)."""
+LARGEST_PAIR_BYTES = 4 << 20
+"""Between nodes, larger messages between pairs tell of the card's share, which is not taken from them: the one cluster
+that was swept had not been tuned, and its tuned settings agree with NVIDIA's slides."""
+Constants = dict[str, float]
+Row = Mapping[str, str]
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """The uncorrected lines of rows as arrays [row, line]; absent lines never win.
+
+    Attributes:
+        latency_s, per_card_s: latency, and what each second of the card's latency adds to it.
+        transfer_s, family: seconds of the bytes; index in FAMILIES.
+        architecture, efa, nbytes, measured_s, weight: of each row.
+    """
+
+    latency_s: Array
+    per_card_s: Array
+    transfer_s: Array
+    family: NDArray[np.int64]
+    architecture: tuple[str, ...]
+    efa: Array
+    nbytes: Array
+    measured_s: Array
+    weight: Array
+
+
+def calibrate(folder: Path) -> dict[str, dict[str, object]]:
+    """Return the tables of ``collectives.toml``: constants, and the rows that they were fitted to."""
+    sources = calibration_sources().get(collectives.FILE, frozenset())
+    return fit([row for row in read(folder, collectives.FILE) if row["source"] in sources])
+
+
+def fit(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
+    """Return the tables of ``collectives.toml`` fitted to all usable rows of ``rows``."""
+    usable = [row for row in rows if collectives.left_out(row) is None]
+    pairs = [row for row in usable if collectives.KINDS[row["collective"]] in PAIR_KINDS]
+    others = [row for row in usable if row not in pairs]
+    one_node, shared = _fit_place([row for row in others if _one_node(row)], {"before_hopper": 2.0, "amd": 2.0}, {})
+    several, efa = _fit_place([row for row in others if not _one_node(row)], {"efa": 4.0}, shared)
+    near = [row for row in pairs if _one_node(row)]
+    far = [row for row in pairs if not _one_node(row) and float(row["bytes"]) <= LARGEST_PAIR_BYTES]
+    near_fit = _fit_pairs(near, shared, inside=True, card_share=1.0)
+    card_share = _card_share(rows)
+    far_fit = _fit_pairs(far, shared, inside=False, card_share=card_share)
+    used = Counter(row["source"] for row in (*others, *near, *far))
+    tables: dict[str, dict[str, object]] = {
+        "one_node": {**one_node, **{key: near_fit[key] for key in far_fit}},
+        "several_nodes": {**several, **far_fit},
+        "architectures": {"hopper_on": 1.0, **shared},
+        "pairs": {
+            "link_share": near_fit["link_share"],
+            "card_share": card_share,
+            "few_channels_bytes_per_s": near_fit["few_channels_bytes_per_s"],
+            "few_channels_bytes": FEW_CHANNELS_BYTES,
+        },
+        "links": {"efa_latency_s": efa["efa"] * USUAL_CARD_LATENCY_S},
+        "rows": {"used": sum(used.values()), **dict(sorted(used.items()))},
+    }
+    _check_against_model(others, tables)
+    return tables
+
+
+def _check_against_model(rows: Sequence[Row], tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Assert that the arrays that were fitted say what ``cost_model`` says of the rows."""
+    correction, efa_latency_s = read_correction(tables), tables["links"]["efa_latency_s"]
+    for name, one_node in (("one_node", True), ("several_nodes", False)):
+        mine = [row for row in rows if _one_node(row) is one_node]
+        constants = {**tables[name], **tables["architectures"], "efa": efa_latency_s / USUAL_CARD_LATENCY_S}
+        model_s = [collectives.predicted_s(row, correction, efa_latency_s) for row in mine]
+        np.testing.assert_allclose(times_s(lines_of(mine), constants), model_s, rtol=1e-9)
+
+
+def _fit_place(rows: Sequence[Row], more: Constants, fixed: Constants) -> tuple[Constants, Constants]:
+    """Return the constants of rings, trees and NVLS of one place, and those of ``more`` that are fitted beside them."""
+    lines = lines_of(rows)
+    start = {**EXPECTED, "ramp": EXPECTED_RAMP, "ramp_limit": EXPECTED_LIMIT, **more}
+    names, expected = tuple(start), np.log(list(start.values()))
+
+    def loss(point: Array) -> float:
+        constants = {**fixed, **dict(zip(names, np.exp(point).tolist(), strict=True))}
+        return _loss(times_s(lines, constants), lines) + PRIOR_WEIGHT * float(np.sum((point - expected) ** 2))
+
+    point = minimize(loss, expected.tolist(), STEPS)
+    found = dict(zip(names, np.exp(point).tolist(), strict=True))
+    return {name: found[name] for name in names if name not in more}, {name: found[name] for name in more}
+
+
+def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_share: float) -> Constants:
+    """Return the constants of pairs of one place; inside a node with the share of a link that they reach."""
+    lines = lines_of(rows)
+    slow = np.array([inside and collectives.KINDS[row["collective"]] == "send_recv" for row in rows])
+    start = {"pairs_latency": 1.5, "pairs_ramp": EXPECTED_RAMP, "pairs_ramp_limit": EXPECTED_LIMIT}
+    if inside:
+        start |= {"link_share": 0.93, "few_channels_bytes_per_s": 85e9}
+    names, expected = tuple(start), np.log(list(start.values()))
+    if not rows:
+        return dict(start)
+
+    def loss(point: Array) -> float:
+        constants = dict(zip(names, np.exp(point).tolist(), strict=True))
+        transfer_s = lines.transfer_s[:, 0] / (constants["link_share"] if inside else card_share)
+        if inside:
+            held_s = np.minimum(lines.nbytes, FEW_CHANNELS_BYTES) / constants["few_channels_bytes_per_s"]
+            transfer_s = np.where(slow, np.maximum(transfer_s, held_s), transfer_s)
+        latency_s = _latency_s(lines, shared)[:, 0]
+        times = _corrected_s(latency_s, transfer_s, constants["pairs_latency"], constants, "pairs_ramp")
+        return _loss(times, lines) + PRIOR_WEIGHT * float(np.sum((point - expected) ** 2))
+
+    point = minimize(loss, expected.tolist(), STEPS)
+    return dict(zip(names, np.exp(point).tolist(), strict=True))
+
+
+def times_s(lines: Lines, constants: Constants) -> Array:
+    """Return the corrected seconds of each row, as ``cost_model.correction`` has them (a test compares the two)."""
+    factors = np.array([constants["ll_latency"], constants["ll128_latency"], constants["simple_latency"],
+                        constants["nvls_latency"], 1.0])  # fmt: skip
+    latency_s = _latency_s(lines, constants)
+    times = _corrected_s(latency_s, lines.transfer_s, factors[lines.family], constants, "ramp")
+    return np.asarray(times.min(axis=1), dtype=np.float64)
+
+
+def _corrected_s(latency_s: Array, transfer_s: Array, factor: Array | float, constants: Constants, ramp: str) -> Array:
+    limit_s = constants[f"{ramp}_limit"] * latency_s
+    root = np.sqrt(latency_s * transfer_s / (1.0 + transfer_s / limit_s))
+    return np.asarray(factor * latency_s + transfer_s + constants[ramp] * root, dtype=np.float64)
+
+
+def _latency_s(lines: Lines, constants: Constants) -> Array:
+    card_s = USUAL_CARD_LATENCY_S * np.where(lines.efa > 0, constants.get("efa", 1.0), 1.0)
+    factors = np.array([constants.get(name, 1.0) for name in lines.architecture])
+    return np.asarray((lines.latency_s + lines.per_card_s * card_s[:, None]) * factors[:, None], dtype=np.float64)
+
+
+def _loss(times: Array, lines: Lines) -> float:
+    return float(np.average(np.abs(np.log(times / lines.measured_s)), weights=lines.weight))
+
+
+def lines_of(rows: Sequence[Row]) -> Lines:
+    """Return the uncorrected lines of ``rows``, with cards of no latency and what latency adds apart."""
+    sweeps = [tuple(row[column] for column in ("source", "nodes", "gpus_per_node", "collective")) for row in rows]
+    sizes = Counter(sweeps)
+    still, slower = (_lines_at(rows, latency_s) for latency_s in (0.0, 1.0))
+    return Lines(
+        latency_s=still[0],
+        per_card_s=slower[0] - still[0],
+        transfer_s=still[1],
+        family=still[2].astype(np.int64),
+        architecture=tuple(architecture_class(collectives.cluster_of(row)) for row in rows),
+        efa=np.array(["EFA" in row["interconnect"] for row in rows], dtype=np.float64),
+        nbytes=np.array([float(row["bytes"]) for row in rows]),
+        measured_s=np.array([float(row["time_us"]) * 1e-6 for row in rows]),
+        weight=np.array([sizes[sweep] ** -0.5 for sweep in sweeps]),
+    )
+
+
+def _lines_at(rows: Sequence[Row], card_latency_s: float) -> Array:
+    """Return latency, transfer and family as [3, row, line], for cards of that latency."""
+    found = np.zeros((3, len(rows), 8))
+    found[0], found[1] = 1e6, 1e6
+    for index, row in enumerate(rows):
+        kind, group, cluster = collectives.shape_of(row, efa_latency_s=card_latency_s, card_latency_s=card_latency_s)
+        for column, line in enumerate(collective_lines(kind, group, cluster, NOMINAL)):
+            family = FAMILIES.index(line.family)
+            found[:, index, column] = line.latency_s, float(row["bytes"]) * line.seconds_per_byte, family
+    return found
+
+
+def _card_share(rows: Sequence[Row]) -> float:
+    """Return the share of a card's rate that pairs reach: NVIDIA's all-to-all between 4 nodes of A100 and of H100.
+
+    Of the printed bus bandwidth S(n-1)/n over time, (n-R)/(n-1) leaves the node, through each rank's card.
+    """
+    shares = []
+    for row in rows:
+        if row["kind"] != "headline" or row["collective"] != "all_to_all" or row["variant"] or _one_node(row):
+            continue
+        bus, device = number(row, "busbw_gbs"), collectives.device_of(row["gpu"])
+        if bus is None or device is None or not row["nodes"]:
+            continue
+        ranks, per_node = int(row["nodes"]) * int(row["gpus_per_node"]), int(row["gpus_per_node"])
+        link = find_device(device).inter_node
+        sent_bytes_per_s = bus * 1e9 * (ranks - per_node) / (ranks - 1)
+        shares.append(sent_bytes_per_s / (link.bandwidth_bytes_per_s * link.efficiency))
+    return statistics.mean(shares) if shares else 0.77
+
+
+def _one_node(row: Row) -> bool:
+    return (number(row, "nodes") or 1) <= (collectives.RACK_NODES if row["gpu"].startswith("GB200") else 1)
+
+
+def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Return ``tables`` as the text of ``collectives.toml``; figures with four digits."""
+    lines = [
+        "# Constants of cost_model/correction.py and pairs.py (which say what each means), fitted to the calibration",
+        "# sources of shared/truth/collectives.csv, listed last with their rows. Written, 2026-11, in benchmarks/ by",
+        "# `python -m published.collectives_fit --truth ../../shared/truth --write`; not to be edited.",
+        "# All are factors and shares without unit but few_channels_bytes, ..._bytes_per_s, and efa_latency_s, which",
+        "# devices.toml repeats rounded.",
+    ]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_key(key)} = {_figure(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else "'" + key + "'"
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def leave_out(folder: Path) -> None:
+    """Print, for each source, the error of its rows under constants fitted to all other sources."""
+    rows = [row for row in read(folder, collectives.FILE) if collectives.left_out(row) is None]
+    headlines = [row for row in read(folder, collectives.FILE) if row["kind"] == "headline"]
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    machines = sorted({_machine(row) for row in rows})
+    for machine in machines:
+        tables = fit([*headlines, *(row for row in rows if _machine(row) != machine)])
+        correction, efa_latency_s = read_correction(tables), float(str(tables["links"]["efa_latency_s"]))
+        for row in rows:
+            if _machine(row) == machine and row["kind"] == "measured":
+                price_s = collectives.predicted_s(row, correction, efa_latency_s)
+                error = abs(price_s / (float(row["time_us"]) * 1e-6) - 1)
+                place = "one node" if _one_node(row) else "several nodes"
+                found[f"{place:14} {machine}"].append((error, float(row["bytes"])))
+                found[f"{place:14} ALL"].append((error, float(row["bytes"])))
+    for name, errors in sorted(found.items()):
+        large = [error for error, nbytes in errors if nbytes >= 256 << 20]
+        mean = statistics.mean(error for error, _ in errors)
+        print(f"{name[:80]:80} {len(errors):4} {mean:6.1%} {statistics.mean(large) if large else 0:6.1%} from 256 MiB")
+
+
+def _machine(row: Row) -> str:
+    """Return the source; files of one profile of one machine are one."""
+    start = row["source"][:24]
+    return start if start.startswith(("VIA-Research", "microsoft/nnscaler")) else row["source"]
+
+
+def main() -> int:
+    """Fit; print, write or leave sources out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", type=Path, default=Path("../../shared/truth"), help="folder of collectives.csv")
+    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
+    parser.add_argument("--leave-out", action="store_true", help="print errors with each source left out of the fit")
+    arguments = parser.parse_args()
+    if arguments.leave_out:
+        leave_out(arguments.truth)
+        return 0
+    text = toml_text(calibrate(arguments.truth))
+    if arguments.write:
+        TARGET.write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

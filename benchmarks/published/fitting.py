@@ -1,0 +1,43 @@
+"""Fitting a few positive constants to rows: cyclic search along one constant at a time, on the error of logarithms."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from published.rows import PricedRow
+
+STEPS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
+"""Factors that are tried on a constant in each round."""
+
+
+def loss(rows: Iterable[PricedRow]) -> float:
+    """Return the mean of |log(predicted / measured)|, where a source of n rows weighs sqrt(n)."""
+    priced = [row for row in rows if row.predicted]
+    counts = Counter(row.source for row in priced)
+    weights = [1 / math.sqrt(counts[row.source]) for row in priced]
+    errors = [abs(math.log((row.predicted or 1.0) / row.measured)) for row in priced]
+    return sum(weight * error for weight, error in zip(weights, errors, strict=True)) / sum(weights)
+
+
+def fit(
+    start: Mapping[str, float],
+    price: Callable[[Mapping[str, float]], Sequence[PricedRow]],
+    bounds: Mapping[str, tuple[float, float]],
+    rounds: int = 8,
+) -> tuple[dict[str, float], float]:
+    """Return the constants that ``price`` is least wrong with, and the loss; a local minimum, reached from ``start``."""
+    best = dict(start)
+    least = loss(price(best))
+    for _ in range(rounds):
+        before = least
+        for name, (low, high) in bounds.items():
+            for factor in STEPS:
+                tried = {**best, name: min(high, max(low, best[name] * factor))}
+                value = loss(price(tried))
+                if value < least - 1e-6:
+                    best, least = tried, value
+        if before - least < 1e-4:
+            break
+    return best, least

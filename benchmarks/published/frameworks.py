@@ -1,0 +1,193 @@
+"""What is assumed of each framework where a row's columns are blank or its defaults decide. The one place for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cost_model.parallelism import Checkpointing, Implementation
+from published.rows import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """A framework's defaults, and what to say of them.
+
+    Attributes:
+        micro_batch: where a row states none; 0 for unknown.
+        checkpointing: where a row states none.
+        packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
+        model_batches: micro-batch of models whose own configuration in the framework says another.
+        layers_per_chunk: of an interleaved pipeline whose chunks are not stated; 0 for a pipeline that is not.
+    """
+
+    implementation: Implementation
+    checkpointing: Checkpointing = "none"
+    micro_batch: int = 0
+    seq: int = 0
+    zero: int = 0
+    sequence_parallel: bool = True
+    dropout: bool = False
+    layers_per_chunk: int = 0
+    packed_document: int = 0
+    model_batches: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+
+_MEGATRON = Implementation(
+    attention="cudnn", fused=True, host_ops_per_layer=20, tensor_overlap=True, reduce_nbytes=2, gradient_nbytes=2,
+    cast_nbytes=4.0, parameter_nbytes=2, master_nbytes=4, loss_traffic_nbytes=30.0, keeps_gathered=False, gradients_persist=True,
+    saves_cast=True,
+)  # fmt: skip
+_FSDP2 = Implementation(
+    attention="flash2", fused=False, host_ops_per_layer=60, tensor_copies=True, attention_copies=4.0
+)
+
+TABLE: tuple[tuple[str, Assumptions], ...] = (
+    ("Megatron-LM 2021", Assumptions(
+        implementation=Implementation(
+            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
+            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
+        checkpointing="full", sequence_parallel=False, dropout=True,
+        note="unfused attention, dropout on, gradients reduced in fp16 after backward, sends not overlapped")),
+    ("Megatron-LM PTD-P", Assumptions(
+        implementation=Implementation(
+            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
+            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
+        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021")),
+    ("Megatron-LM 2022", Assumptions(
+        implementation=Implementation(
+            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
+            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
+        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021")),
+    ("Megatron-DeepSpeed", Assumptions(
+        implementation=Implementation(
+            attention="unfused", fused=False, host_ops_per_layer=60, data_overlap=False, reduce_nbytes=2,
+            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
+        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021; vocabulary 51200")),
+    ("DeepSpeed ZeRO-3", Assumptions(
+        implementation=Implementation(
+            attention="unfused", fused=False, host_ops_per_layer=60, reduce_nbytes=2, gradient_nbytes=2,
+            parameter_nbytes=2, master_nbytes=4, reduce_each_micro_batch=True),
+        checkpointing="full", zero=3, dropout=True, note="as Megatron-LM 2021, parameters gathered beside compute")),
+    ("Megatron-Core CI", Assumptions(
+        implementation=dataclasses.replace(_MEGATRON, tensor_overlap=False, host_ops_per_layer=60, reduce_nbytes=4,
+                                           gradient_nbytes=4),
+        sequence_parallel=False, note="no overlap unless stated; gradients reduced in fp32")),
+    ("NeMo AutoModel", Assumptions(
+        implementation=dataclasses.replace(_FSDP2, attention="cudnn", fused=True, reduce_nbytes=4, parameter_nbytes=2,
+                                           gradient_nbytes=2, state_nbytes=4, expert_overlap=False),
+        zero=3, note="Transformer Engine layers, bf16 parameters and states, no recomputation")),
+    ("NeMo", Assumptions(implementation=_MEGATRON, zero=1, layers_per_chunk=1, packed_document=256,
+        note="Transformer Engine, tp-comm-overlap, gradients reduced in bf16, no recomputation where blank, "
+        "fine-tuning on packed SQuAD examples of about 256 tokens, "
+        "one layer in each interleaved chunk where blank")),
+    ("Megatron-Bridge", Assumptions(
+        implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True), zero=1,
+        note="as NeMo; CUDA graphs; DeepEP or HybridEP; no recomputation where blank")),
+    ("NVIDIA dgxc", Assumptions(
+        implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True), zero=1,
+        note="as Megatron-Bridge")),
+    ("Megatron-Core", Assumptions(implementation=_MEGATRON, zero=1, note="as NeMo")),
+    ("Composer", Assumptions(
+        implementation=Implementation(
+            attention="flash1", fused=False, host_ops_per_layer=25, reduce_each_micro_batch=True,
+            backward_gather_hidden=False, attention_copies=8.0,
+            optimizer_passes=2.3, loss_traffic_nbytes=10.0, loss_nbytes=6.0),
+        zero=3, note="FlashAttention-1, fused cross-entropy, unfused decoupled AdamW, gradients reduced every "
+        "micro-batch: in fp32 (DEFAULT) or bf16 (PURE)")),
+    ("FSDP1 (fms", Assumptions(
+        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=4, fused=True), zero=3, note="compiled; FSDP1")),
+    ("torchtitan", Assumptions(implementation=_FSDP2, checkpointing="selective", micro_batch=1, seq=8192, zero=3,
+        model_batches={"DeepSeek-V3-16B (torchtitan)": 4},
+        note="fp32 parameters, gradients reduced in fp32, SDPA's FlashAttention-2, local batch 1 and selective "
+        "checkpointing where blank; with a pipeline as many micro-batches as ranks until #1073 (2025-04-07), micro-batches of 1 after, "
+        "parameters kept gathered and gradients reduced once a step; the loss compiled with the model since "
+        "#1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27)")),
+    ("torchtune", Assumptions(
+        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4), zero=3,
+        note="bf16 parameters and states")),
+    ("DeepSpeed", Assumptions(
+        implementation=dataclasses.replace(
+            _FSDP2, attention="flash3", optimizer_on_host=True, parameter_nbytes=2, gradient_nbytes=2, reduce_nbytes=2,
+            master_nbytes=4, loss_traffic_nbytes=8.0, loss_nbytes=0.5, fused=True),
+        zero=3, note="Liger kernels, optimizer on the CPU")),
+    ("HF transformers", Assumptions(
+        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
+        note="bf16 parameters and states, one device")),
+    ("nanotron", Assumptions(
+        implementation=dataclasses.replace(
+            _MEGATRON, attention="flash2", tensor_overlap=False, reduce_nbytes=4, gradient_nbytes=4, host_ops_per_layer=50, fused=False),
+        zero=1, note="FlashAttention-2, gradients in fp32")),
+    ("Primus", Assumptions(implementation=dataclasses.replace(_MEGATRON, attention="flash2"), zero=1, note="as NeMo")),
+    ("Meta internal", Assumptions(implementation=dataclasses.replace(_MEGATRON), zero=2, note="as NeMo")),
+)  # fmt: skip
+"""First match of the start of the row's framework wins."""
+
+
+_PULLS = ((0, "2024-01-01"), (355, "2024-06-05"), (701, "2024-11-26"), (1033, "2025-04-02"), (1690, "2025-09-17"),
+          (2095, "2025-12-01"), (2937, "2026-04-27"), (3659, "2026-06-13"), (4143, "2026-08-13"))  # fmt: skip
+"""Numbers of torchtitan's pull requests and when they were merged (git log @b5bcd76)."""
+
+
+def _date(row: Mapping[str, str]) -> str:
+    """Return the row's date; the middle of the year where the year alone is known, else the latest of ``_PULLS`` before
+    the pull request that the source names, else nothing."""
+    date = row.get("source_date", "")
+    if not date:
+        pull = re.search(r"torchtitan commit .*\(#(\d+)", row.get("source", ""))
+        return next(day for number, day in reversed(_PULLS) if number <= int(pull[1])) if pull else ""
+    return f"{date}-07-01" if len(date) == 4 else date
+
+
+def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
+    """Return what is assumed for a row, adjusted to what it states; None for an unknown framework."""
+    framework = row.get("framework", "")
+    found = next((known for start, known in TABLE if framework.startswith(start)), None)
+    if found is None:
+        return None
+    implementation = found.implementation
+    notes = (row.get("config_notes", "") + " " + row.get("notes", "") + " " + framework).lower()
+    compiled = row.get("compile", "").startswith("Y")
+    if compiled and not implementation.fused:
+        implementation = dataclasses.replace(
+            implementation,
+            fused=True,
+            recomputes_cheap=True,
+            loss_traffic_nbytes=14.0,
+            host_ops_per_layer=implementation.host_ops_per_layer // 2,
+        )
+    if framework.startswith("torchtitan") and (compiled or row.get("compile") == "loss only"):
+        if _date(row) >= "2025-04-02":  # the loss is compiled too (#1033): logits and their gradient stay in 16 bits
+            implementation = dataclasses.replace(implementation, loss_traffic_nbytes=8.0, loss_nbytes=4.0)
+    if framework.startswith("torchtitan") and _date(row) >= "2026-04-27":
+        implementation = dataclasses.replace(implementation, loss_chunks=8)  # ChunkedCELoss, #2937
+    if framework.startswith(("torchtitan", "torchtune")) and (_date(row) or "2025-01") < "2025-08":
+        implementation = dataclasses.replace(implementation, float32_norm=True)
+    if "chunked ce" in notes:
+        implementation = dataclasses.replace(implementation, loss_chunks=8)
+    if "fused=false" in notes:
+        implementation = dataclasses.replace(implementation, optimizer_passes=3.0)
+    if framework.startswith("torchtitan") and (number(row, "pp") or 1) > 1:
+        implementation = dataclasses.replace(implementation, reshards=False)
+    if framework.startswith("torchtitan") and "0000" < _date(row) < "2024-05-01":
+        implementation = dataclasses.replace(implementation, loss_parallel=False)
+    if framework.startswith("torchtitan") and row.get("zero_stage") == "2":
+        implementation = dataclasses.replace(implementation, reshards=False)
+    if "PURE" in row.get("precision", ""):
+        implementation = dataclasses.replace(implementation, reduce_nbytes=2)
+    if "(lora)" in row.get("model", "").lower():
+        implementation = dataclasses.replace(implementation, lora=True)
+    if "async tp" in notes or "asynctp" in notes:
+        implementation = dataclasses.replace(implementation, tensor_overlap=True)
+    if "deepep" in notes or "hybridep" in notes:
+        implementation = dataclasses.replace(implementation, expert_once=True)
+    if "ep overlap on" in notes:
+        implementation = dataclasses.replace(implementation, expert_overlap=True)
+    if row.get("gpu", "").startswith("A100") and implementation.attention == "cudnn":
+        implementation = dataclasses.replace(implementation, attention="flash2")
+    if "mem-efficient" in notes:
+        implementation = dataclasses.replace(implementation, attention="efficient")
+    return dataclasses.replace(found, implementation=implementation)

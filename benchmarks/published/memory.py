@@ -1,0 +1,77 @@
+"""Peak memory of memory.csv beside its prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from cost_model.step_constants import StepConstants
+from cost_model.step_memory import step_memory
+from published.configurations import UnknownConfigurationError, configuration_of, precision_class
+from published.frameworks import assumptions_of
+from published.machines import UnknownMachineError, cluster_of
+from published.models import UnknownModelError, family_of, model_of, size_class
+from published.rows import PricedRow, number, read
+
+FILE = "memory.csv"
+GIB = 2.0**30
+ALLOCATED = ("allocated", "peak active", "peak allocated", "rank-0 peak", "wandb", "peak memory gb", "gb as printed")
+"""How statistics begin that mean allocated (or active) bytes; Megatron prints those. All others mean reserved ones."""
+
+
+def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRow]:
+    """Return every row of the file with its price, or why it has none."""
+    dates = {row["row_id"]: row["source_date"] for row in read(folder, "training_runs.csv")}
+    rows = read(folder, FILE)
+    return [
+        price_row({**row, "source_date": dates.get(row["source_row"].rpartition(":")[2], "")}, constants)
+        for row in rows
+    ]
+
+
+def price_row(row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
+    """Return one row with its price, or why it has none."""
+    tags = {
+        "gpu": row["gpu"].split(" (")[0] or "not stated",
+        "family": family_of(row["model"]),
+        "framework": row.get("framework", "").split(" ")[0],
+        "precision": precision_class(row.get("precision", "")),
+        "trust": row.get("trust", ""),
+        "checkpointing": row.get("act_ckpt", "") or "not stated",
+    }
+    measured = number(row, "value_gib")
+    checks = (4,) if row["kind"] == "measured" and row["trust"] == "A" else ()
+    try:
+        predicted, size, note = _price(row, measured, constants)
+    except (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError) as error:
+        return PricedRow(
+            file=FILE, row_id=row["row_id"], quantity="peak_mem_gib", source=row["source"], measured=measured or 0.0,
+            predicted=None, left_out=str(error), tags=tags, checks=checks,
+        )  # fmt: skip
+    return PricedRow(
+        file=FILE, row_id=row["row_id"], quantity="peak_mem_gib", source=row["source"], measured=measured or 0.0,
+        predicted=predicted, tags={**tags, "size": size}, checks=checks, assumed=(note,),
+    )  # fmt: skip
+
+
+def _price(row: Mapping[str, str], measured: float | None, constants: StepConstants | None) -> tuple[float, str, str]:
+    if row["kind"] != "measured":
+        raise UnknownConfigurationError(f"kind {row['kind']}: not a measurement")
+    if not measured:
+        raise UnknownConfigurationError("no bytes measured (out of memory, or another unit)")
+    if not row["quantity"].startswith("peak"):
+        raise UnknownConfigurationError("quantity is not the peak of a step")
+    assumed = assumptions_of(row)
+    if assumed is None:
+        raise UnknownConfigurationError(f"framework {row.get('framework') or 'not stated'} unknown")
+    spec = model_of({**row, "arch": row.get("arch", "")}, old_dropout=assumed.dropout)
+    parallel = configuration_of(row, assumed)
+    rank = None
+    statistic = (row.get("mem_stat", "") + row.get("notes", "")).lower()
+    if "last rank" in statistic or "last stage" in statistic:
+        rank = parallel.pipeline - 1
+    elif "rank-0" in statistic:
+        rank = 0
+    memory = step_memory(spec, parallel, cluster_of(row), constants, rank=rank)
+    reserved = "reserved" in row["quantity"] or not statistic.startswith(ALLOCATED)
+    return (memory.reserved if reserved else memory.allocated) / GIB, size_class(spec), assumed.note

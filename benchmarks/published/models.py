@@ -1,0 +1,125 @@
+"""The model of a row: the file's dimensions, and what it leaves out of them from the models' published configs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from cost_model.transformer import Experts, LatentAttention, TransformerSpec
+from published.rows import number
+
+KNOWN: dict[str, dict[str, float]] = {
+    # Grok-1's release (xai-org/grok-1 model.py); the file holds its expert count alone
+    "Grok1": {
+        "layers": 64, "hidden": 6144, "heads": 48, "kv_heads": 8, "ffn": 32768, "moe_ffn": 32768, "vocab": 131072,
+    },
+    "Mixtral-8x22B": {"vocab": 32768, "moe_ffn": 16384},
+    "GPT3-175B": {"vocab": 51200},
+}  # fmt: skip
+"""Dimensions that the file leaves blank, by how the model's name starts. Config files of the models' releases."""
+
+NOT_GATED = ("MPT", "GPT", "GPT3", "Nemotron4")
+NOT_GATED_EXCEPT = ("GPT-OSS",)
+HEAD_DIMS = {"Qwen3": 128, "GPT-OSS": 64, "Grok1": 128, "Llama4": 128}
+"""Where a head is not hidden / heads: the models' config.json files."""
+
+DEEPSEEK_V3 = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+DEEPSEEK_V2_LITE = LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+"""arXiv 2412.19437 section 4.2, and arXiv 2405.04434 appendix B, whose dimensions torchtitan's 16B model has."""
+
+
+class UnknownModelError(ValueError):
+    """A row whose model the file does not describe well enough; the message is the reason that tables print."""
+
+
+def model_of(row: Mapping[str, str], *, old_dropout: bool = False) -> TransformerSpec:
+    """Return the model of a row of training_runs.csv or memory.csv.
+
+    Raises:
+        UnknownModelError: a dimension is blank and not known, or the model is no plain transformer.
+    """
+    name = row["model"]
+    if row.get("arch", "") in ("hybrid-mamba", "hybrid-moe", "hybrid", "t5", "bert"):
+        raise UnknownModelError(f"{row['arch']}: not a stack of decoder layers")
+    dims = {key: value for start, table in KNOWN.items() if name.startswith(start) for key, value in table.items()}
+    for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "n_experts", "topk", "moe_ffn"):
+        value = number(row, key)
+        if value is not None:
+            dims[key] = value
+    gated = not name.startswith(NOT_GATED) or name.startswith(NOT_GATED_EXCEPT)
+    missing = [key for key in ("layers", "hidden", "heads") if key not in dims]
+    if missing:
+        raise UnknownModelError(f"dimensions not stated: {', '.join(missing)}")
+    hidden, heads = int(dims["hidden"]), int(dims["heads"])
+    latent = DEEPSEEK_V3 if name == "DeepSeek-V3" else DEEPSEEK_V2_LITE if name.startswith("DeepSeek-V3-16B") else None
+    if latent is None and name.lower().startswith(("deepseek", "kimi", "glm")):
+        raise UnknownModelError("latent attention whose dimensions the file does not give")
+    spec = TransformerSpec(
+        layers=int(dims["layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(dims.get("kv_heads", heads)),
+        head_dim=next((dim for start, dim in HEAD_DIMS.items() if name.startswith(start)), hidden // heads),
+        ffn=int(dims.get("ffn", 4 * hidden)),
+        vocab=int(dims.get("vocab", 51200)),
+        gated=gated,
+        tied=name.startswith(("MPT", "GPT-", "GPT L", "GPT3", "Llama3.2")) and not name.startswith("GPT-OSS"),
+        positions=int(number(row, "seq_len") or 2048) if not gated and not name.startswith("Nemotron4") else 0,
+        layer_norm=not gated,
+        query_norm=name.startswith("Qwen3"),
+        squared_relu=name.startswith("Nemotron4"),
+        dropout=old_dropout and not gated,
+        window=128 if name.startswith("GPT-OSS") else 0,
+        latent=latent,
+    )
+    return dataclasses.replace(spec, experts=_experts(name, dims, spec))
+
+
+def _experts(name: str, dims: Mapping[str, float], spec: TransformerSpec) -> Experts | None:
+    if not dims.get("n_experts"):
+        return None
+    count, ffn = int(dims["n_experts"]), int(dims.get("moe_ffn", spec.ffn))
+    first_dense, shared, every = 0, 0, 1
+    if name == "DeepSeek-V3":
+        first_dense, shared = 3, ffn
+    elif name.startswith("DeepSeek-V3-16B"):
+        first_dense, shared = 1, 2 * ffn
+    elif name.startswith("Llama4-Maverick"):
+        shared, every = ffn, 2
+    return Experts(
+        count=count,
+        top_k=int(dims.get("topk", 2)),
+        ffn=ffn,
+        shared_ffn=shared,
+        first_dense=first_dense,
+        every=every,
+    )
+
+
+def family_of(name: str) -> str:
+    """Return the model family that tables group by."""
+    for family in (
+        "MPT",
+        "Llama",
+        "GPT-OSS",
+        "GPT3",
+        "GPT",
+        "Qwen",
+        "Nemotron",
+        "DeepSeek",
+        "Grok",
+        "Mixtral",
+        "nanotron",
+    ):
+        if name.lower().startswith(family.lower()):
+            return family
+    return name.split("-")[0] or "unknown"
+
+
+def size_class(spec: TransformerSpec) -> str:
+    """Return the class of a model's parameters."""
+    billions = spec.parameters / 1e9
+    for limit, name in ((1, "< 1B"), (10, "1-10B"), (40, "10-40B"), (200, "40-200B")):
+        if billions < limit:
+            return name
+    return ">= 200B"

@@ -1,0 +1,74 @@
+"""One published measurement beside what the cost model says of it, and how rows are split into fitted and judged."""
+
+from __future__ import annotations
+
+import csv
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+Quantity = Literal["step_time_s", "peak_mem_gib", "time_us", "tflops"]
+Split = Literal["calibration", "validation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedRow:
+    """One quantity of one row: measured, and predicted or why not.
+
+    Attributes:
+        file, row_id: where the row is.
+        source: the row's source, which decides its split.
+        left_out: why there is no prediction; None where there is one.
+        tags: what tables group by: ``gpu``, ``family``, ``parallelism``, ``size``, ``trust``, ``precision``, ...
+        checks: numbers of the checks of the accuracy table that this row counts in.
+        assumed: what was assumed where a column is blank or a framework's default decides.
+    """
+
+    file: str
+    row_id: str
+    quantity: Quantity
+    source: str
+    measured: float
+    predicted: float | None
+    left_out: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    checks: tuple[int, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def split(self) -> Split:
+        """Whether a constant may have been fitted to the row."""
+        return "calibration" if self.source in calibration_sources().get(self.file, ()) else "validation"
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured; of rows that have a prediction."""
+        assert self.predicted is not None
+        return self.predicted / self.measured - 1.0
+
+
+@cache
+def calibration_sources() -> Mapping[str, frozenset[str]]:
+    """Return, by file, the sources whose rows constants are fitted to; ``split.toml`` says why those."""
+    tables = tomllib.loads((Path(__file__).parent / "split.toml").read_text(encoding="utf-8"))
+    return {file: frozenset(table["sources"]) for file, table in tables.items()}
+
+
+def read(folder: Path, name: str) -> list[dict[str, str]]:
+    """Return the rows of ``folder/name``, none where there is no such file."""
+    path = folder / name
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def number(row: Mapping[str, str], column: str) -> float | None:
+    """Return the number in ``column``, None where it is blank or no number."""
+    try:
+        return float(row.get(column, ""))
+    except ValueError:
+        return None

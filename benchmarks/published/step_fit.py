@@ -1,0 +1,104 @@
+"""The fit of ``cost_model/step_constants.toml`` to the calibration sources of training runs and of memory.csv."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cost_model.step_constants import StepConstants, shipped_constants
+from published import memory, runs
+from published.fitting import fit
+from published.rows import PricedRow, calibration_sources, read
+
+Price = Callable[[Mapping[str, float]], Sequence[PricedRow]]
+
+ASSUMED_SHARES = {"gfx942": 0.8}
+"""Shares of a matrix product's rate that no calibration row decides: assumed as Blackwell's."""
+
+FITTED = {
+    "sm80": (0.95, 0.7, 1.0),
+    "sm90": (0.85, 0.7, 1.0),
+    "sm100": (0.85, 0.6, 1.0),
+    "fp8_share": (0.95, 0.5, 1.0),
+    "expert_share": (0.7, 0.3, 1.0),
+    "stream_share": (0.75, 0.5, 1.0),
+    "fused_stream_share": (0.7, 0.5, 1.0),
+    "host_op_s": (1.5e-5, 3e-6, 4e-5),
+    "overlap_slowdown": (0.1, 0.02, 1.0),
+    "exposed_tensor_share": (0.2, 0.05, 1.0),
+    "power_exponent": (0.4, 0.2, 1.0),
+}
+"""Constants that step times decide: where the search starts, and the least and most that can be believed."""
+
+FITTED_MEMORY = {"fragmentation": (0.1, 0.01, 0.4), "fragmentation_bytes": (4e9, 0.2e9, 12e9)}
+"""The same of the constants that peaks of memory decide."""
+
+THINNED = {"training_runs_vtrain.csv": 10}
+"""Of a file's calibration rows every how many-th is used: 900 runs of one node say little more than 90."""
+
+
+def calibrate(folder: Path) -> dict[str, object]:
+    """Return the tables of ``step_constants.toml``: fitted constants, and the sources and rows that decided them."""
+    return {**_fit_times(folder), **_fit_memory(folder)}
+
+
+def calibration_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
+    """Return (file, row) of the runs that the constants of a step are fitted to."""
+    found = []
+    for file in runs.FILES:
+        sources = calibration_sources().get(file, frozenset())
+        rows = [row for row in read(folder, file) if row["source"] in sources]
+        found += [(file, row) for row in rows[:: THINNED.get(file, 1)]]
+    return found
+
+
+def with_constants(values: Mapping[str, float]) -> StepConstants:
+    """Return the shipped constants with ``values`` of ``FITTED`` instead."""
+    shares = {name: value for name, value in values.items() if name.startswith("sm")}
+    others = {name: value for name, value in values.items() if not name.startswith("sm")}
+    return dataclasses.replace(shipped_constants(), gemm_share={**ASSUMED_SHARES, **shares}, **others)
+
+
+def _fit_times(folder: Path) -> dict[str, object]:
+    rows = calibration_rows(folder)
+
+    def priced(values: Mapping[str, float]) -> list[PricedRow]:
+        constants = with_constants(values)
+        return [runs.price_row(file, row, constants) for file, row in rows]
+
+    best, least = _fit(FITTED, priced)
+    shares = ASSUMED_SHARES | {name: value for name, value in best.items() if name.startswith("sm")}
+    tables: dict[str, object] = {"gemm_share": {"value": {key: _rounded(value) for key, value in shares.items()}}}
+    tables |= {name: {"value": _rounded(value)} for name, value in best.items() if not name.startswith("sm")}
+    return {**tables, "fit": _provenance(priced(best), least)}
+
+
+def _fit_memory(folder: Path) -> dict[str, object]:
+    sources = calibration_sources().get(memory.FILE, frozenset())
+
+    def priced(values: Mapping[str, float]) -> list[PricedRow]:
+        constants = dataclasses.replace(shipped_constants(), **values)
+        return [row for row in memory.price(folder, constants) if row.source in sources]
+
+    best, least = _fit(FITTED_MEMORY, priced)
+    tables: dict[str, object] = {name: {"value": _rounded(value)} for name, value in best.items()}
+    return {**tables, "fit_memory": _provenance(priced(best), least)}
+
+
+def _fit(search: Mapping[str, tuple[float, float, float]], priced: Price) -> tuple[dict[str, float], float]:
+    start = {name: first for name, (first, _, _) in search.items()}
+    return fit(start, priced, {name: (low, high) for name, (_, low, high) in search.items()})
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _provenance(rows: Sequence[PricedRow], least: float) -> dict[str, object]:
+    used = [row for row in rows if row.predicted is not None]
+    return {
+        "rows": len(used),
+        "mean_abs_log_error": _rounded(least),
+        "sources": sorted({f"{row.file}: {row.source}" for row in used}),
+    }

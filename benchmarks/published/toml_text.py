@@ -1,0 +1,42 @@
+"""Tables of constants as TOML text, read back by ``tomllib``."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+
+_WIDTH = 112
+_SHORT = 24  # items shorter than this, and without spaces, share lines
+
+
+def toml_text(tables: Mapping[str, object], header: str = "") -> str:
+    """Return nested mappings of text, numbers and lists of them as TOML, under ``header`` as a comment."""
+    lines = [f"# {line}".rstrip() for line in header.splitlines()]
+    _append(lines, tables, ())
+    return "\n".join(lines).strip() + "\n"
+
+
+def _append(lines: list[str], table: Mapping[str, object], path: tuple[str, ...]) -> None:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in table.items() if key not in inner}
+    if path and plain:
+        lines += ["", f"[{'.'.join(path)}]"]
+    lines += [f"{key} = {_value(value)}" for key, value in plain.items()]
+    for key, value in inner.items():
+        _append(lines, value, (*path, key))
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        items = [_value(item) for item in value]
+        text = ", ".join(items)
+        if len(text) < _WIDTH:
+            return f"[{text}]"
+        lines = textwrap.wrap(text, _WIDTH) if max(map(len, items)) < _SHORT else items
+        return "[\n" + "".join(f"    {line.rstrip(',')},\n" for line in lines) + "]"
+    raise TypeError(f"{value!r} has no place in a table of constants")

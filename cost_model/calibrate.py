@@ -1,0 +1,193 @@
+"""A cluster whose constants are fitted to its own measurements, and how far it stays from them.
+
+Rates scale what the model says, so each is fitted by itself: launch first, as measured; then the bandwidth; then, for
+each dtype, the rate at which half of the matrix multiplications are predicted too slow and half too fast. Collectives
+are not fitted but kept: their sweeps take the place of the model. Attention has no constant of its own on a device and
+only shows in the residuals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+import yaml
+
+from cost_model.attention import attention_time_s
+from cost_model.cluster import ClusterSpec
+from cost_model.collectives import collective_time_s
+from cost_model.devices import DeviceSpec, device_names, find_device
+from cost_model.gemm import gemm_flops, gemm_time_s
+from cost_model.groups import AxisGroup
+from cost_model.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
+from cost_model.records import ClusterError
+
+_ROUNDS = 40
+_REPORTED = (
+    ("h200", "h200-sxm-141gb"),
+    ("h100 nvl", "h100-nvl-94gb"),
+    ("h100 pcie", "h100-pcie-80gb"),
+    ("h100", "h100-sxm-80gb"),
+    ("a100-pcie", "a100-pcie-80gb"),
+    ("a100-sxm4-40gb", "a100-sxm-40gb"),
+    ("a100", "a100-sxm-80gb"),
+    ("gb200", "gb200-nvl72-186gb"),
+    ("b200", "b200-sxm-180gb"),
+    ("mi300x", "mi300x-192gb"),
+    ("l40s", "l40s-48gb"),
+    ("4090", "rtx-4090-24gb"),
+)
+"""What a device's reported name contains -> the catalogue's name; the first that fits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """Predicted over measured, minus one, of the points of one kind.
+
+    Attributes:
+        what: ``gemm bf16``, ``stream``, ``attention forward``, ``all_reduce 1x8``, ...
+        count: points.
+        mean_error, worst_error: of absolute values.
+        signed_error: mean with sign; above 0 where predictions are too slow.
+    """
+
+    what: str
+    count: int
+    mean_error: float
+    worst_error: float
+    signed_error: float
+
+
+def fit_cluster(measured: Measurements) -> tuple[ClusterSpec, tuple[Residual, ...]]:
+    """Return the calibrated cluster and its residuals.
+
+    Raises:
+        ClusterError: a measurement that a constant needs is missing.
+    """
+    if not measured.gemms or not measured.streams:
+        raise ClusterError("nothing to fit: both matrix multiplications and streams must have been measured")
+    device = _fit_device(measured, _start(measured))
+    bare = ClusterSpec(
+        nodes=measured.nodes,
+        devices_per_node=measured.ranks_per_node,
+        device=device,
+        intra_node=device.intra_node,
+        inter_node=device.inter_node,
+        cards_per_node=max(1, round(measured.ranks_per_node * device.cards_per_device)),
+    )
+    cluster = bare.with_sweep(*measured.sweeps)
+    return cluster, tuple(_residuals(measured, cluster))
+
+
+def cluster_yaml(cluster: ClusterSpec, residuals: Iterable[Residual], notes: Iterable[str] = ()) -> str:
+    """Return the cluster as a file that ``ClusterSpec.parse`` reads, residuals and notes as comments at its top."""
+    lines = ["Measured and fitted by `shardplan calibrate`. Predicted against measured, in percent:"]
+    lines.append(f"{'what':28s} {'points':>6s} {'mean':>7s} {'worst':>7s} {'signed':>7s}")
+    for residual in residuals:
+        errors = (residual.mean_error, residual.worst_error, residual.signed_error)
+        figures = " ".join(f"{100 * error:7.1f}" for error in errors)
+        lines.append(f"{residual.what:28s} {residual.count:6d} {figures}")
+    lines += [f"note: {note}" for note in notes]
+    comments = "".join(f"# {line}\n" for line in lines)
+    return comments + yaml.safe_dump(cluster.to_dict(), sort_keys=False)
+
+
+def _start(measured: Measurements) -> DeviceSpec:
+    """Return the catalogue's device that the measured one is, else its kind's, to be fitted."""
+    if measured.kind == "cpu":
+        return find_device("cpu")
+    name = measured.device.lower().replace("nvidia ", "")
+    for part, known in _REPORTED:
+        if part in name and known in device_names():
+            return find_device(known)
+    raise ClusterError(f"no device of the catalogue is {measured.device!r}; add its figures to a cluster file first")
+
+
+def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
+    device = dataclasses.replace(
+        start,
+        name=f"{start.name}-calibrated",
+        memory_bytes=measured.memory_bytes,
+        kernel_launch_s=measured.launch_s,
+        source=f"measured on {measured.device} by shardplan calibrate",
+    )
+    device = _with_bandwidth(device, measured.streams)
+    by_dtype: dict[str, list[GemmPoint]] = defaultdict(list)
+    for point in measured.gemms:
+        by_dtype[point.dtype].append(point)
+    rates = {dtype: _fitted_rate(device, points) for dtype, points in by_dtype.items()}
+    efficiency = device.gemm_efficiency
+    if device.kind != "cpu":  # the peak is the maker's, what is reached is measured
+        main = "bf16" if "bf16" in rates else next(iter(rates))
+        efficiency = min(1.0, rates[main] / device.peak_flops[main])
+    peaks = device.peak_flops | {dtype: rate / efficiency for dtype, rate in rates.items()}
+    return dataclasses.replace(device, gemm_efficiency=efficiency, flop_rates=tuple(sorted(peaks.items())))
+
+
+def _with_bandwidth(device: DeviceSpec, points: Sequence[StreamPoint]) -> DeviceSpec:
+    """Return the device with the bandwidth at which the median point is predicted right; launch is taken off."""
+    reached = median(point.nbytes / max(point.time_s - device.kernel_launch_s, 0.1 * point.time_s) for point in points)
+    if device.kind == "cpu":
+        return dataclasses.replace(device, memory_bandwidth_bytes_per_s=reached / device.memory_efficiency)
+    return dataclasses.replace(device, memory_efficiency=min(1.0, reached / device.memory_bandwidth_bytes_per_s))
+
+
+def _fitted_rate(device: DeviceSpec, points: Sequence[GemmPoint]) -> float:
+    """Return ``peak * gemm_efficiency`` of the points' dtype at which the median log error is zero."""
+    dtype = points[0].dtype
+    rate = max(gemm_flops(m=p.m, n=p.n, k=p.k) / p.time_s for p in points)
+    for _ in range(_ROUNDS):
+        tried = dataclasses.replace(
+            device, flop_rates=tuple(sorted({**device.peak_flops, dtype: rate / device.gemm_efficiency}.items()))
+        )
+        error = median(math.log(_gemm_s(p, tried) / p.time_s) for p in points)
+        rate *= math.exp(error)
+        if abs(error) < 1e-4:
+            break
+    return rate
+
+
+def _gemm_s(point: GemmPoint, device: DeviceSpec) -> float:
+    return gemm_time_s(m=point.m, n=point.n, k=point.k, device=device, dtype=point.dtype)
+
+
+def _attention_s(point: AttentionPoint, device: DeviceSpec) -> float:
+    return attention_time_s(
+        batch=point.batch,
+        heads=point.heads,
+        kv_heads=point.heads,
+        seq_q=point.seq,
+        seq_k=point.seq,
+        head_dim=point.head_dim,
+        causal=True,
+        backward=point.backward,
+        device=device,
+        dtype=point.dtype,
+    )
+
+
+def _residuals(measured: Measurements, cluster: ClusterSpec) -> Iterable[Residual]:
+    device = cluster.device
+    errors: dict[str, list[float]] = defaultdict(list)
+    for gemm in measured.gemms:
+        errors[f"gemm {gemm.dtype}"].append(_gemm_s(gemm, device) / gemm.time_s - 1)
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+    for stream in measured.streams:
+        errors["stream"].append((stream.nbytes / bandwidth + device.kernel_launch_s) / stream.time_s - 1)
+    for attention in measured.attention:
+        name = f"attention {'backward' if attention.backward else 'forward'}"
+        errors[name].append(_attention_s(attention, device) / attention.time_s - 1)
+    for sweep in measured.sweeps:
+        group = AxisGroup(nodes=sweep.nodes, ranks_per_node=sweep.ranks_per_node, groups_per_node=1)
+        for nbytes, time_s in zip(sweep.nbytes, sweep.times_s, strict=True):
+            predicted = collective_time_s(sweep.kind, nbytes, group, cluster)
+            errors[f"{sweep.kind} {sweep.nodes}x{sweep.ranks_per_node}"].append(predicted / time_s - 1)
+    for what, found in errors.items():
+        absolute = [abs(error) for error in found]
+        yield Residual(
+            what=what, count=len(found), mean_error=mean(absolute), worst_error=max(absolute), signed_error=mean(found)
+        )

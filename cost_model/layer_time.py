@@ -1,0 +1,199 @@
+"""Seconds of one layer on one rank and micro-batch: kernels, and the collectives that its own compute waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.cluster import ClusterSpec
+from cost_model.compute import stream_bytes_per_s
+from cost_model.layer_work import LayerWork, layer_work
+from cost_model.parallelism import ParallelSpec
+from cost_model.rank_groups import group_time_s, strided_group
+from cost_model.step_constants import StepConstants
+from cost_model.step_kernels import Gemm, attention_s, gemm_s, stream_s
+from cost_model.transformer import TransformerSpec
+
+BACKWARD_HOST_SHARE = 1.0
+"""Autograd launches about as many kernels as forward has ops, times two, at half the cost each (no Python)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTime:
+    """One layer's seconds: what the device computes and what waits for other ranks, by phase.
+
+    ``backward_*`` includes what is recomputed.
+    """
+
+    forward_compute_s: float
+    forward_tensor_s: float
+    forward_context_s: float
+    forward_expert_s: float
+    backward_compute_s: float
+    backward_tensor_s: float
+    backward_context_s: float
+    backward_expert_s: float
+
+    @property
+    def forward_s(self) -> float:
+        """Forward, alone."""
+        return self.forward_compute_s + self.forward_tensor_s + self.forward_context_s + self.forward_expert_s
+
+    @property
+    def backward_s(self) -> float:
+        """Backward and recomputation, alone."""
+        return self.backward_compute_s + self.backward_tensor_s + self.backward_context_s + self.backward_expert_s
+
+
+def layer_time(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants, *, sparse: bool
+) -> LayerTime:
+    """Return the seconds of one layer with (``sparse``) or without experts."""
+    work = layer_work(spec, parallel, sparse=sparse)
+    forward_gemm, backward_gemm, again_gemm = _gemm_seconds(work, parallel, cluster, constants)
+    attend = _attention_seconds(spec, parallel, cluster, backward=False)
+    attend_back = _attention_seconds(spec, parallel, cluster, backward=True)
+    stream = stream_s(
+        work.forward_nbytes, fused=parallel.implementation.fused, device=cluster.device, constants=constants
+    )
+    stream_back = stream_s(
+        work.backward_nbytes, fused=parallel.implementation.fused, device=cluster.device, constants=constants
+    )
+    implementation = parallel.implementation
+    host = constants.host_op_s * (implementation.host_ops_per_layer + (implementation.expert_host_ops if sparse else 0))
+    again = {
+        "none": 0.0,
+        "attention": attend if implementation.attention == "unfused" else 0.0,
+        "selective": again_gemm + stream,
+        "full": forward_gemm + attend + stream,
+    }[parallel.checkpointing]
+    recomputed = 1.0 if parallel.checkpointing == "full" else 0.0
+    tensor = _tensor_seconds(spec, parallel, cluster, constants)
+    ring, ring_back = _context_seconds(spec, parallel, cluster)
+    routed = _expert_seconds(spec, parallel, cluster, work)
+    host_again = host if parallel.checkpointing in ("full", "selective") else 0.0
+    return LayerTime(
+        forward_compute_s=max(forward_gemm + attend + stream, host),
+        forward_tensor_s=tensor,
+        forward_context_s=max(0.0, ring - attend),
+        forward_expert_s=routed,
+        backward_compute_s=max(
+            backward_gemm + attend_back + stream_back + again, host * BACKWARD_HOST_SHARE + host_again
+        ),
+        backward_tensor_s=tensor * (1.0 + recomputed),
+        backward_context_s=max(0.0, ring_back - attend_back) + recomputed * max(0.0, ring - attend),
+        backward_expert_s=routed * (1.0 + recomputed),
+    )
+
+
+def _gemm_seconds(
+    work: LayerWork, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
+) -> tuple[float, float, float]:
+    """Return the seconds of all products forward, backward, and of those that selective checkpointing repeats."""
+    dtype = parallel.dtype
+
+    def seconds(gemm: Gemm) -> float:
+        share = constants.expert_share if gemm.groups > 1 else 1.0
+        return 1 / share * gemm_s(gemm, device=cluster.device, dtype=dtype, constants=constants)
+
+    times = [(gemm, seconds(gemm)) for gemm in work.gemms]
+    forward = sum(time for _, time in times)
+    backward = 0.0
+    for gemm in work.gemms:
+        to_input, to_weight = gemm.transposed()
+        backward += seconds(to_input) + (0.0 if parallel.implementation.lora else seconds(to_weight))
+    if parallel.implementation.lora:
+        forward *= LORA_FORWARD
+    if dtype in ("fp8", "fp4"):
+        nbytes = parallel.implementation.cast_nbytes
+        cast = nbytes * sum(
+            (gemm.m + gemm.n / parallel.micro_batches) * gemm.k * gemm.groups for gemm in work.gemms
+        )  # weights once a step
+        cast_back = nbytes * sum(gemm.m * gemm.n * gemm.groups for gemm in work.gemms)
+        forward += cast / stream_bytes_per_s(cluster.device)
+        backward += cast_back / stream_bytes_per_s(cluster.device)
+    # Every second product is kept (torchtitan): keys of q, k, v, the output projection, and half of gate and up.
+    again = 0.0
+    for place, (_, time) in enumerate(times):
+        again += time * (0.5 if place % 2 == 0 else 0.0)
+    return forward, backward, again
+
+
+LORA_FORWARD = 1.05
+"""Adapters of rank 8 to 16 beside each linear: 2 to 5 % more work. Assumed."""
+
+
+def _attention_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, *, backward: bool) -> float:
+    seq = min(parallel.document or parallel.seq, parallel.seq)
+
+    def seconds(window: int) -> float:
+        whole = attention_s(
+            kernel=parallel.implementation.attention,
+            batch=max(1, parallel.micro_batch * parallel.seq // seq),
+            heads=spec.heads / parallel.tensor,
+            kv_heads=(spec.heads if spec.latent is not None else spec.kv_heads) / parallel.tensor,
+            seq=seq,
+            head_dim=spec.query_dim // spec.heads,
+            value_dim=spec.attention_out_dim // spec.heads,
+            causal=spec.causal,
+            window=window,
+            backward=backward,
+            device=cluster.device,
+        )
+        return whole / parallel.context
+
+    if not spec.window or spec.window >= seq:
+        return seconds(0)
+    return (seconds(0) + seconds(spec.window)) / 2
+
+
+def _tensor_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
+) -> float:
+    """Return the exposed seconds of tensor parallelism in one pass over a layer: attention's and the MLP's.
+
+    With sequence parallelism a gather before and a scattered reduction after each of the two, else an all-reduce
+    (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+    """
+    nbytes = 2.0 * parallel.tokens * spec.hidden
+    where = {"size": parallel.tensor, "stride": 1}
+    if parallel.sequence_parallel:
+        once = group_time_s("all_gather", nbytes, **where, cluster=cluster)
+        once += group_time_s("reduce_scatter", nbytes, **where, cluster=cluster)
+    else:
+        once = group_time_s("all_reduce", nbytes, **where, cluster=cluster)
+    exposed = constants.exposed_tensor_share if parallel.implementation.tensor_overlap else 1.0
+    copies = 4.0 * nbytes if parallel.implementation.tensor_copies and parallel.tensor > 1 else 0.0
+    return 2.0 * (once * exposed + stream_s(copies, fused=True, device=cluster.device, constants=constants))
+
+
+def _context_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:
+    """Return the seconds in which keys and values go once around the context ring, forward, and with gradients."""
+    if parallel.context == 1:
+        return 0.0, 0.0
+    nbytes = 2.0 * parallel.tokens * (spec.key_dim + spec.value_dim) / parallel.tensor
+    hop = group_time_s("send_recv", nbytes, size=parallel.context, stride=parallel.tensor, cluster=cluster)
+    return hop * (parallel.context - 1), 2 * hop * (parallel.context - 1)
+
+
+def _expert_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, work: LayerWork) -> float:
+    """Return the exposed seconds of the two all-to-alls of one pass: tokens to their experts, and back."""
+    if not work.expert_gemms or parallel.expert == 1:
+        return 0.0
+    nbytes = 2.0 * work.routed_tokens / parallel.expert_tensor * spec.hidden
+    if parallel.implementation.expert_once and spec.experts is not None:
+        nbytes *= _distinct_share(spec.experts.top_k, parallel, cluster)
+    once = group_time_s("all_to_all", nbytes, size=parallel.expert, stride=parallel.expert_tensor, cluster=cluster)
+    if parallel.expert_tensor > 1:
+        gathered = nbytes * parallel.expert_tensor
+        once += group_time_s("all_gather", gathered, size=parallel.expert_tensor, stride=1, cluster=cluster)
+    return 2.0 * once * (0.3 if parallel.implementation.expert_overlap else 1.0)
+
+
+def _distinct_share(top_k: int, parallel: ParallelSpec, cluster: ClusterSpec) -> float:
+    """Return the share of a token's copies that leave where it goes once to each node (or rank), on average.
+
+    ``places`` equally likely places, ``top_k`` draws: places (1 - (1 - 1/places)^top_k) of them are distinct.
+    """
+    group = strided_group(parallel.expert, parallel.expert_tensor, cluster.devices_per_node)
+    places = group.nodes if group.nodes > 1 else group.size
+    return places * (1.0 - (1.0 - 1.0 / places) ** top_k) / top_k

@@ -1,0 +1,65 @@
+"""What ``shardplan calibrate`` measured on a cluster, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.sweep import Sweep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPoint:
+    """``[m, k] @ [k, n]`` and its seconds."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoint:
+    """One pass of causal attention over ``[batch, heads, seq, head_dim]`` and its seconds."""
+
+    batch: int
+    heads: int
+    seq: int
+    head_dim: int
+    backward: bool
+    dtype: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPoint:
+    """Bytes read and written by a kernel that does little else, and its seconds."""
+
+    nbytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Means (of a GPU: medians) of repetitions on all ranks at once; of the ranks, the mean.
+
+    Attributes:
+        device: the name that the device reports.
+        kind: ``cuda``, ``rocm`` or ``cpu``.
+        memory_bytes: of one device; on a CPU, of one rank.
+        launch_s: between two small kernels of a full queue; on a CPU, one small op of a DTensor.
+        sweeps: collectives, by kind and shape of group; the slowest rank's time.
+        notes: what could not be measured, and why.
+    """
+
+    device: str
+    kind: str
+    nodes: int
+    ranks_per_node: int
+    memory_bytes: int
+    launch_s: float
+    gemms: tuple[GemmPoint, ...]
+    attention: tuple[AttentionPoint, ...]
+    streams: tuple[StreamPoint, ...]
+    sweeps: tuple[Sweep, ...]
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,154 @@
+"""How one training step is spread over ranks and time, and what a framework adds: values only, nothing is priced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Checkpointing = Literal["none", "selective", "attention", "full"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
+AttentionKernel = Literal["flash1", "flash2", "flash3", "flash4", "cudnn", "efficient", "unfused"]
+TrainingDtype = Literal["bf16", "fp16", "fp32", "fp8", "fp4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What a framework decides beside the parallel degrees.
+
+    Attributes:
+        attention: the kernel that computes attention.
+        fused: whether element-wise chains run as one kernel each (torch.compile, Transformer Engine, Apex).
+        float32_norm: whether RMSNorm is a chain of kernels in float32 (torch before its fused one of August 2025).
+        attention_copies: values copied around attention for each value of its queries, each way: repeated keys and
+            values, transposed or unpadded tensors.
+        host_ops_per_layer: kernels that Python launches for one layer's forward; 0 with CUDA graphs, which hide it.
+        expert_host_ops: the same for a mixture of experts, on top.
+        cast_nbytes: bytes moved to scale and cast one operand's value to 8 bits: read (twice where the scale is found
+            first), written (twice where its transpose is, too).
+        tensor_overlap: whether tensor-parallel gathers and reductions run in pieces beside their matrix products.
+        tensor_copies: whether tensors are copied around tensor-parallel collectives, as they cut the sequence dim
+            (DTensor).
+        backward_gather_hidden: whether parameters are gathered for backward before they are needed (FSDP1's
+            BACKWARD_PRE, FSDP2); else after the layer before is done.
+        data_overlap: whether gathers of parameters and reductions of gradients run beside compute.
+        expert_overlap: whether the all-to-all of one micro-batch runs beside another's compute.
+        expert_once: whether a token is sent once to a node that holds several of its experts (DeepEP, HybridEP).
+        reduce_each_micro_batch: whether gradients are reduced after every micro-batch, else once a step.
+        reduce_nbytes, gradient_nbytes, parameter_nbytes: bytes of one value of a gradient on the wire, of the
+            accumulated gradient (0 where it shares the parameter's dtype and lives only in backward), of the stored
+            parameter.
+        master_nbytes: bytes of a float32 copy kept beside the parameter; 0 where the parameter is float32 or none is.
+        state_nbytes: bytes of the optimizer's states per parameter.
+        optimizer_passes: how often an unfused optimizer reads and writes what it keeps; 1 where it is fused.
+        optimizer_on_host: whether states and step are in host memory.
+        loss_nbytes: bytes of memory that the loss holds per logit at its peak.
+        loss_traffic_nbytes: bytes that the loss reads and writes per logit, forward and backward.
+        loss_chunks: into how many pieces the logits are cut, one alive at a time.
+        loss_parallel: whether tensor-parallel logits stay split over the vocabulary in the loss.
+        norm_saved_nbytes: bytes that a norm keeps per value beside its input.
+        recomputes_cheap: whether results of norms and of the gate's activation are computed again (torch.compile).
+        keeps_gathered: whether what tensor parallelism gathered is kept, else gathered again (Megatron).
+        saves_cast: whether 8-bit products keep their inputs in 8 bits (Transformer Engine).
+        gradients_persist: whether gradients have a buffer of their own (Megatron), else none between steps.
+        reshards: whether gathered parameters are dropped after forward.
+        lora: whether only small adapters are trained.
+    """
+
+    attention: AttentionKernel = "flash2"
+    fused: bool = False
+    float32_norm: bool = False
+    attention_copies: float = 0.0
+    host_ops_per_layer: int = 40
+    expert_host_ops: int = 60
+    cast_nbytes: float = 7.0
+    tensor_overlap: bool = False
+    tensor_copies: bool = False
+    data_overlap: bool = True
+    backward_gather_hidden: bool = True
+    expert_overlap: bool = False
+    expert_once: bool = False
+    reduce_each_micro_batch: bool = False
+    reduce_nbytes: int = 4
+    gradient_nbytes: int = 4
+    parameter_nbytes: int = 4
+    master_nbytes: int = 0
+    state_nbytes: int = 8
+    optimizer_passes: float = 1.0
+    optimizer_on_host: bool = False
+    loss_nbytes: float = 14.0
+    loss_traffic_nbytes: float = 36.0
+    loss_chunks: int = 1
+    loss_parallel: bool = True
+    norm_saved_nbytes: int = 0
+    recomputes_cheap: bool = False
+    keeps_gathered: bool = True
+    saves_cast: bool = False
+    gradients_persist: bool = False
+    reshards: bool = True
+    lora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """One configuration: degrees, batches, recomputation, precision, and the framework's part.
+
+    Ranks are numbered with tensor parallelism innermost, then context, data (sharded, then replicated), and pipeline
+    outermost, as Megatron and torchtitan do. Experts are spread over context and data ranks.
+
+    Attributes:
+        replicate, shard: data-parallel ranks that hold the same, and that share, parameters.
+        zero: 0 replicated states, 1 states sharded, 2 gradients too, 3 parameters too (FSDP).
+        sequence_parallel: whether activations between tensor-parallel blocks are split over the sequence.
+        expert, expert_tensor: ranks over which experts are spread, and over which each is cut.
+        virtual_stages: model chunks per pipeline rank.
+        micro_batch: sequences per data-parallel rank and micro-batch.
+        micro_batches: of them per step.
+        document: tokens of the documents that are packed into a sequence and do not attend to each other; 0 for one.
+    """
+
+    micro_batch: int
+    micro_batches: int = 1
+    seq: int
+    document: int = 0
+    replicate: int = 1
+    shard: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    pipeline: int = 1
+    virtual_stages: int = 1
+    schedule: Schedule = "1f1b"
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    checkpointing: Checkpointing = "none"
+    dtype: TrainingDtype = "bf16"
+    implementation: Implementation = Implementation()
+
+    def __post_init__(self) -> None:
+        batches = (self.micro_batch, self.micro_batches, self.seq)
+        degrees = (self.replicate, self.shard, self.tensor, self.pipeline, self.virtual_stages, self.context, self.expert, self.expert_tensor)
+        if min(counts) < 1:
+            raise ValueError(f"{self} has a degree or a batch below 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"zero is {self.zero}; it is 0, 1, 2 or 3")
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks: replicas times shards."""
+        return self.replicate * self.shard
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.data * self.context * self.tensor * self.pipeline
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per step."""
+        return self.micro_batch * self.micro_batches * self.data
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one rank, after context parallelism."""
+        return max(1, self.micro_batch * self.seq // self.context)

@@ -1,0 +1,42 @@
+"""Pipeline schedules: idle time of a rank in a step, and micro-batches whose activations a rank holds.
+
+Write p = ranks, v = model chunks per rank, m = micro-batches, and per micro-batch and rank f = forward, b = backward.
+
+    gpipe        idle (p-1)(f+b);            m in flight
+    1f1b         idle (p-1)(f+b);            min(m, p - rank) in flight (Narayanan et al., arXiv 2006.09503)
+    interleaved  idle (p-1)(f+b)/v;          (p v + p - 1 - 2 rank)/v in flight (arXiv 2104.04473, section 2.2)
+    zero-bubble  idle (p-1)(f+b-2w), w = the weights' part of backward; as 1f1b (ZB-H1, arXiv 2401.10241)
+"""
+
+from __future__ import annotations
+
+from cost_model.parallelism import ParallelSpec
+
+WEIGHT_PART = 1 / 3
+"""Part of forward and backward that computes gradients of weights, in a transformer of short sequences: one of three
+equal matrix products."""
+
+
+def idle_share(parallel: ParallelSpec) -> float:
+    """Return the idle time of a rank in a step over the time f + b of one micro-batch."""
+    ranks = parallel.pipeline
+    if ranks == 1:
+        return 0.0
+    if parallel.schedule == "zero-bubble":
+        return (ranks - 1) * (1.0 - 2.0 * WEIGHT_PART) / parallel.virtual_stages
+    chunks = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
+    return (ranks - 1) / chunks
+
+
+def micro_batches_in_flight(parallel: ParallelSpec, rank: int = 0) -> float:
+    """Return for how many micro-batches pipeline rank ``rank`` holds activations of all its layers at once, at most."""
+    ranks, chunks, count = parallel.pipeline, parallel.virtual_stages, parallel.micro_batches
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}; the pipeline has {ranks} ranks")
+    if ranks == 1:
+        return 1.0
+    if parallel.schedule == "gpipe":
+        return float(count)
+    if parallel.schedule == "interleaved" and chunks > 1:
+        return min(float(count), (ranks * chunks + ranks - 1 - 2 * rank) / chunks)
+    return float(min(count, ranks - rank))

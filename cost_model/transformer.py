@@ -1,0 +1,202 @@
+"""The dimensions of a decoder or encoder, its parameters and its FLOPs.
+
+Counts follow from the shapes alone, so they are exact: a linear of ``k`` inputs and ``n`` outputs holds ``k n``
+parameters and costs ``2 k n`` FLOPs a token forward and twice that backward; attention costs ``2 s (d_qk + d_v)`` FLOPs
+a token and head, half of it where a token sees only those before it. Biases are left out (0.01 % of the parameters of
+GPT-3), and so are the FLOPs of what matrix units do not do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """DeepSeek's multi-head latent attention: ranks of the two bottlenecks, and head dims with and without rotation.
+
+    ``query_rank`` 0 stands for a query projection without a bottleneck (DeepSeek-V2-Lite).
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The mixture of experts of a layer: ``count`` experts of ``ffn``, ``top_k`` of which see a token.
+
+    Attributes:
+        shared_ffn: ffn of the shared experts together, which see every token; 0 where there are none.
+        every: one layer in ``every`` is sparse, after ``first_dense`` layers that are not.
+    """
+
+    count: int
+    top_k: int
+    ffn: int
+    shared_ffn: int = 0
+    first_dense: int = 0
+    every: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSpec:
+    """One stack of equal transformer layers between an embedding and a vocabulary projection.
+
+    Attributes:
+        ffn: of a dense layer.
+        gated: whether the MLP has a gate beside its up projection (SwiGLU).
+        tied: whether embedding and vocabulary projection are one parameter.
+        positions: learned positions; 0 for none.
+        window: tokens that a token of the layers of every second kind sees; 0 where all see everything before.
+        layer_norm: whether norms have a bias and subtract the mean; else RMSNorm.
+        squared_relu: whether the activation is a squared ReLU, which no framework fuses.
+        query_norm: whether queries and keys have a norm of their own.
+        dropout: whether dropout is on; frameworks of before 2023 trained with it.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    positions: int = 0
+    causal: bool = True
+    window: int = 0
+    layer_norm: bool = False
+    dropout: bool = False
+    squared_relu: bool = False
+    query_norm: bool = False
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab)
+        if min(sizes) < 1 or min(self.ffn, self.positions, self.window) < 0:
+            raise ValueError(f"{self} has a dimension below 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} key and value heads")
+
+    @property
+    def query_dim(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim)
+
+    @property
+    def key_dim(self) -> int:
+        """Width of all key heads together, as attention reads them."""
+        return self.query_dim if self.latent is not None else self.kv_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of all value heads together, as attention reads them."""
+        return self.heads * self.latent.value_dim if self.latent is not None else self.kv_heads * self.head_dim
+
+    @property
+    def attention_out_dim(self) -> int:
+        """Width of what attention returns."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @cached_property
+    def sparse_layers(self) -> int:
+        """Number of layers with experts."""
+        if self.experts is None:
+            return 0
+        return sum(1 for layer in range(self.experts.first_dense, self.layers) if (layer + 1) % self.experts.every == 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers without experts."""
+        return self.layers - self.sparse_layers
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of one MLP: three where it is gated."""
+        return 3 if self.gated else 2
+
+    @cached_property
+    def attention_parameters(self) -> int:
+        """Parameters of one layer's attention projections."""
+        if self.latent is None:
+            return self.hidden * (self.query_dim + self.key_dim + self.value_dim + self.attention_out_dim)
+        latent = self.latent
+        query = (
+            latent.query_rank * (self.hidden + self.query_dim) if latent.query_rank else self.hidden * self.query_dim
+        )
+        kv = self.hidden * (latent.kv_rank + latent.rope_dim)
+        kv += latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        return query + kv + self.hidden * self.attention_out_dim
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one layer's two norms."""
+        return 2 * self.hidden * (2 if self.layer_norm else 1)
+
+    @property
+    def dense_mlp_parameters(self) -> int:
+        """Parameters of the MLP of a layer without experts."""
+        return self.mlp_matrices * self.hidden * self.ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts of one sparse layer."""
+        return 0 if self.experts is None else self.mlp_matrices * self.hidden * self.experts.ffn * self.experts.count
+
+    @property
+    def shared_mlp_parameters(self) -> int:
+        """Parameters of one sparse layer's shared experts and router."""
+        if self.experts is None:
+            return 0
+        return self.hidden * (self.mlp_matrices * self.experts.shared_ffn + self.experts.count)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding and learned positions."""
+        return (self.vocab + self.positions) * self.hidden
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters, a tied one once."""
+        per_layer = self.attention_parameters + self.norm_parameters
+        mlps = self.dense_layers * self.dense_mlp_parameters
+        mlps += self.sparse_layers * (self.expert_parameters + self.shared_mlp_parameters)
+        head = self.hidden + (0 if self.tied else self.vocab * self.hidden)
+        return self.layers * per_layer + mlps + self.embedding_parameters + head
+
+    @cached_property
+    def active_matmul_parameters(self) -> int:
+        """Parameters that multiply each token: all linears and the experts that it is sent to, without the embedding's
+        look-up."""
+        active = self.layers * self.attention_parameters + self.dense_layers * self.dense_mlp_parameters
+        if self.experts is not None:
+            routed = self.expert_parameters * self.experts.top_k // self.experts.count
+            active += self.sparse_layers * (routed + self.shared_mlp_parameters)
+        return active + self.vocab * self.hidden
+
+    def seen_tokens(self, seq: int) -> float:
+        """Return how many tokens one token attends to, on average over the sequence and the layers."""
+        full = seq / 2 if self.causal else float(seq)
+        if not self.window or self.window >= seq:
+            return full
+        windowed = self.window * (1 - self.window / (2 * seq)) if self.causal else float(self.window)
+        return (full + windowed) / 2
+
+    def attention_flops_per_token(self, seq: int) -> float:
+        """Return the FLOPs of scores and their product with the values, all layers, forward, for one token."""
+        heads = self.query_dim + self.attention_out_dim
+        return 2.0 * self.layers * heads * self.seen_tokens(seq)
+
+    def model_flops(self, tokens: float, seq: int) -> float:
+        """Return the FLOPs of forward and backward over ``tokens`` tokens in sequences of ``seq``, nothing recomputed.
+
+        Backward counts twice forward, as matrices have it; a flash kernel recomputes its scores, which counts nowhere.
+        """
+        return 3.0 * tokens * (2.0 * self.active_matmul_parameters + self.attention_flops_per_token(seq))

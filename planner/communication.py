@@ -1,0 +1,171 @@
+"""What moving tensors costs on one mesh of one cluster: every redistribution is priced once and remembered."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cost_model import ClusterSpec, axis_group, collective_time_s
+from cost_model.layout import Layout, MeshSpec
+from cost_model.redistribute import Redistribution, RedistributionPlanner
+from planner import problem as quantity
+from planner.report import CollectiveKind, Phase
+
+Port = tuple[Layout | None, Layout | None]
+"""A tensor's layout at a boundary and its gradient's; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """``count`` equal calls in a step: ``nbytes`` is the full buffer of one, ``time_s`` the seconds of one."""
+
+    kind: CollectiveKind
+    axis: str
+    phase: Phase
+    nbytes: int
+    count: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What a decision adds to a step, and the collectives in it."""
+
+    charge: Mapping[str, float] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
+
+
+FREE = Price()
+
+
+def add_prices(prices: Sequence[Price]) -> Price:
+    """Return the sum of ``prices``."""
+    if len(prices) == 1:
+        return prices[0]
+    charge: dict[str, float] = defaultdict(float)
+    collectives: list[Collective] = []
+    for price in prices:
+        for name, amount in price.charge.items():
+            charge[name] += amount
+        collectives += price.collectives
+    return Price(charge=charge, collectives=tuple(collectives))
+
+
+class Ports:
+    """Numbers for ports, so that pairs of them are cheap to look up."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Port, int] = {}
+        self._ports: list[Port] = []
+
+    def number(self, port: Port) -> int:
+        """Return the number of ``port``."""
+        found = self._numbers.get(port)
+        if found is None:
+            found = self._numbers[port] = len(self._ports)
+            self._ports.append(port)
+        return found
+
+    def port(self, number: int) -> Port:
+        """Return the port of that number."""
+        return self._ports[number]
+
+
+class Exchange(NamedTuple):
+    """A kind of tensor that is redistributed: its full shape, bytes per element, and how often in a step."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    calls: int
+    has_backward: bool
+
+
+class Communication:
+    """Prices of communication on ``mesh`` of ``cluster``.
+
+    Attributes:
+        ports: numbers for all ports that are asked about.
+    """
+
+    def __init__(self, mesh: MeshSpec, cluster: ClusterSpec) -> None:
+        self.ports = Ports()
+        self._mesh = mesh
+        self._cluster = cluster
+        self._groups = [axis_group(mesh, name, cluster) for name in mesh.names]
+        self._links = ["between-nodes" if group.nodes > 1 else "inside-node" for group in self._groups]
+        self._paths = RedistributionPlanner(mesh.shape, self.time_s)
+        self._moves: dict[tuple[object, ...], Price | None] = {}
+        self._exchanged: dict[Exchange, dict[tuple[int, int], Price | None]] = {}
+
+    def time_s(self, kind: CollectiveKind, axis: int, nbytes: int) -> float:
+        """Return the seconds of one collective on the axis of that index."""
+        return collective_time_s(kind, nbytes, self._groups[axis], self._cluster)
+
+    def link(self, axis: int) -> str:
+        """Name the wires that an axis communicates over."""
+        return self._links[axis]
+
+    def path(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution | None:
+        """Return the cheapest redistribution, None where there is none."""
+        return self._paths.find(shape, itemsize, source, target)
+
+    def collective(self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: int, prefix: str) -> Price:
+        """Return the price of ``calls`` equal collectives; ``prefix`` says what waits for them."""
+        time_s = self.time_s(kind, axis, nbytes)
+        name = self._mesh.names[axis]
+        found = Collective(kind=kind, axis=name, phase=phase, nbytes=nbytes, count=calls, time_s=time_s)
+        return Price(charge={prefix + self._links[axis]: calls * time_s}, collectives=(found,))
+
+    def move(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        source: Layout,
+        target: Layout,
+        *,
+        phase: Phase,
+        calls: int,
+        prefix: str,
+    ) -> Price | None:
+        """Return the price of ``calls`` redistributions from ``source`` to ``target``; None where there is no path."""
+        key = (shape, itemsize, source, target, phase, calls, prefix)
+        if key not in self._moves:
+            path = self.path(shape, itemsize, source, target)
+            self._moves[key] = None if path is None else self._walk(path, phase, calls, prefix)
+        return self._moves[key]
+
+    def _walk(self, path: Redistribution, phase: Phase, calls: int, prefix: str) -> Price:
+        if not path.collectives:
+            return FREE
+        return add_prices(
+            [self.collective(s.kind, s.axis, s.nbytes, phase, calls, prefix) for s in path.steps if s.kind != "slice"]
+        )
+
+    def exchange(self, exchanged: Exchange, source: int, target: int) -> Price | None:
+        """Return the price of redistributing an activation between two ports, forward and backward.
+
+        None where there is no path, or where the tensor has a gradient on one side only.
+        """
+        if source == target:
+            return FREE
+        known = self._exchanged.setdefault(exchanged, {})
+        if (source, target) not in known:
+            known[source, target] = self._exchange(exchanged, self.ports.port(source), self.ports.port(target))
+        return known[source, target]
+
+    def _exchange(self, exchanged: Exchange, source: Port, target: Port) -> Price | None:
+        (source_layout, source_gradient), (layout, gradient) = source, target
+        shape, itemsize, calls, has_backward = exchanged
+        if source_layout is None or layout is None:
+            return None
+        forward = self.move(
+            shape, itemsize, source_layout, layout, phase="forward", calls=calls, prefix=quantity.BLOCKING_FORWARD
+        )
+        if forward is None or source_gradient is None or gradient is None or not has_backward:
+            return forward
+        backward = self.move(
+            shape, itemsize, gradient, source_gradient, phase="backward", calls=calls, prefix=quantity.BLOCKING_BACKWARD
+        )
+        return None if backward is None else add_prices([forward, backward])

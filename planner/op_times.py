@@ -1,0 +1,177 @@
+"""Seconds of one op on one device's pieces: by shape for matrix products and attention, else by FLOPs and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from cost_model import DeviceSpec, op_time_s
+from cost_model.attention import attention_time_s
+from cost_model.gemm import gemm_time_s
+from planner.graph import Op, Value
+from planner.profile import ATTENTION, OpProfile
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
+
+_ROW_NBYTES = 16
+"""Rows of operands that are multiples of this are read at full speed."""
+
+Shape = tuple[int, ...]
+
+
+class Product(NamedTuple):
+    """A matrix product: ``batch`` times ``[m, k] @ [k, n]``."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+
+class OpTime(NamedTuple):
+    """Seconds of an op, forward and backward."""
+
+    forward_s: float
+    backward_s: float
+
+
+def product_of(target_name: str, shapes: Sequence[Shape], output: Shape) -> Product | None:
+    """Return the matrix product that an op runs on inputs of ``shapes``; None where it runs none, or none known here.
+
+    Args:
+        target_name: as in ``aten.linear.default``.
+        shapes: of the inputs, ``[..., k]`` and ``[n, k]`` of a linear for example.
+        output: shape of the result.
+    """
+    name = target_name.removeprefix("aten.").partition(".")[0]
+    if name == "linear":
+        return Product(m=math.prod(shapes[0][:-1]), n=shapes[1][0], k=shapes[0][-1])
+    if name == "addmm":
+        return Product(m=shapes[1][0], n=shapes[2][1], k=shapes[1][1])
+    if name in ("mm", "bmm", "matmul") and len(shapes[0]) > 1 and len(shapes[1]) > 1:
+        if len(shapes[1]) == 2:
+            return Product(m=math.prod(shapes[0][:-1]), n=shapes[1][1], k=shapes[0][-1])
+        return Product(m=output[-2], n=output[-1], k=shapes[0][-1], batch=math.prod(output[:-2]))
+    if name in ("conv2d", "convolution") and len(output) == 4:
+        weight = shapes[1]
+        return Product(m=output[0] * math.prod(output[2:]), n=output[1], k=math.prod(weight[1:]))
+    return None
+
+
+class OpTimes:
+    """Times of ops on one kind of device, remembered by the shapes of their pieces."""
+
+    def __init__(self, device: DeviceSpec, flash_attention: bool) -> None:
+        self._device = device
+        self._kernel = "flash" if flash_attention else "unfused"
+        self._known: dict[tuple[object, ...], OpTime] = {}
+
+    def of(
+        self,
+        op: Op,
+        inputs: Sequence[Value],
+        output: Value,
+        shapes: Sequence[Shape],
+        local_output: Shape,
+        profile: OpProfile,
+        share: float,
+        split: int,
+    ) -> OpTime:
+        """Return the seconds of ``op`` on one device.
+
+        Args:
+            inputs, output: whole tensors (the first output).
+            shapes, local_output: of the device's pieces of them.
+            profile: of the whole op.
+            share: of the op's bytes that the pieces hold.
+            split: into how many equal parts its FLOPs are divided.
+        """
+        matmul = profile.flops > 0
+        key = (
+            *(op.target, tuple(shapes), local_output, output.dtype, _is_causal(op), share, split),
+            *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
+            tuple(value.requires_grad for value in inputs),
+        )
+        if key not in self._known:
+            dtype = _DTYPE_NAMES.get(output.dtype, "fp32")
+            found = self._by_shape(op, inputs, output, shapes, local_output, profile, dtype) if matmul else None
+            self._known[key] = found or self._by_roofline(profile, share, split, dtype)
+        return self._known[key]
+
+    def _by_shape(
+        self,
+        op: Op,
+        inputs: Sequence[Value],
+        output: Value,
+        shapes: Sequence[Shape],
+        local_output: Shape,
+        profile: OpProfile,
+        dtype: str,
+    ) -> OpTime | None:
+        if op.target is ATTENTION:
+            return self._attention(op, shapes, profile, dtype)
+        product = product_of(op.target_name, shapes, local_output)
+        if product is None:
+            return None
+        m, n, k, batch = product
+        forward_s = self._product_s(m, n, k, batch, output, dtype)
+        backward_s = 0.0
+        if profile.backward_flops > 0:
+            factors = inputs[1:3] if op.target_name.startswith("aten.addmm") else inputs[:2]
+            if factors[0].requires_grad:
+                backward_s += self._product_s(m, k, n, batch, output, dtype)
+            if factors[1].requires_grad:
+                backward_s += self._product_s(k, n, m, batch, output, dtype)
+        return OpTime(forward_s, backward_s)
+
+    def _product_s(self, m: int, n: int, k: int, batch: int, output: Value, dtype: str) -> float:
+        itemsize = output.dtype.itemsize
+        aligned = k * itemsize % _ROW_NBYTES == 0 and n * itemsize % _ROW_NBYTES == 0
+        return gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=dtype, aligned=aligned)
+
+    def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str) -> OpTime:
+        batch, heads, seq_q, head_dim = shapes[0]
+        _, kv_heads, seq_k, head_dim_v = shapes[2]
+        causal = _is_causal(op)
+
+        def pass_s(backward: bool) -> float:
+            return attention_time_s(
+                batch=batch,
+                heads=heads,
+                kv_heads=kv_heads,
+                seq_q=seq_q,
+                seq_k=seq_k,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                causal=causal,
+                backward=backward,
+                device=self._device,
+                dtype=dtype,
+                kernel=self._kernel,
+            )
+
+        return OpTime(pass_s(False), pass_s(True) if profile.backward_flops > 0 else 0.0)
+
+    def _by_roofline(self, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
+        matmul, device = profile.flops > 0, self._device
+        forward_s = op_time_s(
+            flops=profile.flops / split, nbytes=profile.nbytes * share, device=device, dtype=dtype, matmul=matmul
+        )
+        backward_s = op_time_s(
+            flops=profile.backward_flops / split,
+            nbytes=profile.backward_nbytes * share,
+            device=device,
+            dtype=dtype,
+            matmul=matmul,
+        )
+        return OpTime(forward_s, backward_s)
+
+
+def _is_causal(op: Op) -> bool:
+    """Tell whether ``op`` is attention of which the kernel itself masks the later half."""
+    if op.target is not ATTENTION:
+        return False
+    return bool(op.kwargs.get("is_causal", op.args[5] if len(op.args) > 5 else False))

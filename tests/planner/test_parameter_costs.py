@@ -1,0 +1,107 @@
+"""Parameters gathered with their block: which can be, what they cost, and how the plan says so."""
+
+from __future__ import annotations
+
+import families
+import pytest
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from cost_model.layout import Layout
+from planner.parameter_costs import StoredChoice, is_fully_sharded
+from planner.plan import ShardingPlan
+from planner.session import PlanningSession
+
+R, P = Replicate(), Partial()
+
+
+def fully_sharded(family: str, mesh: str, **options: object) -> tuple[nn.Module, ShardingPlan]:
+    module, inputs = families.make(family, 8)
+    session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", **options)  # type: ignore[arg-type]
+    return module, session.plan(planner="fully-sharded", mesh=mesh)
+
+
+def rows(plan: ShardingPlan, kind: str, phase: str) -> dict[int, int]:
+    """Return bytes -> calls of one kind in one phase."""
+    assert plan.estimate is not None
+    return {row.bytes: row.count for row in plan.estimate.collectives if (row.kind, row.phase) == (kind, phase)}
+
+
+def block_nbytes(module: nn.Module, plan: ShardingPlan, pattern: str) -> tuple[int, int]:
+    """Return the float32 bytes of what one block gathers, and the number of blocks that ``pattern`` matches."""
+    parameters = dict(module.named_parameters())
+    count = len({name.split(".")[2] for name in parameters if name.startswith(pattern.removesuffix("*"))})
+    names = plan.fully_shard[pattern]
+    return sum(parameters[f"{pattern.replace('*', '0')}.{name}"].numel() for name in names) * 4, count
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_block_gathers_in_one_collective_and_reduces_in_one(micro_batches: int) -> None:
+    module, plan = fully_sharded("llama", "dp=4", micro_batches=micro_batches)
+    ((pattern, names),) = plan.fully_shard.items()
+    assert pattern == "model.layers.*"
+    assert {"self_attn.q_proj.weight", "mlp.down_proj.weight"} <= set(names)
+    nbytes, blocks = block_nbytes(module, plan, pattern)
+    for kind, phase in (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")):
+        assert rows(plan, kind, phase)[nbytes] == blocks * micro_batches, (kind, phase)
+    for name in names:
+        assert plan.gradient_plan[f"{pattern}.{name}"] == plan.plan[f"{pattern}.{name}"]
+
+
+def test_what_is_outside_of_blocks_is_gathered_by_itself() -> None:
+    module, plan = fully_sharded("llama", "dp=4", micro_batches=1)
+    embedding = dict(module.named_parameters())["model.embed_tokens.weight"]
+    assert embedding.numel() * 4 in rows(plan, "all_gather", "forward")
+    _, flat = fully_sharded("mlp", "dp=4", micro_batches=1)
+    assert not flat.fully_shard
+
+
+def test_checkpointed_blocks_gather_before_the_recomputation_and_not_again() -> None:
+    module, plan = fully_sharded("llama", "dp=4", micro_batches=1, ac="full")
+    nbytes, blocks = block_nbytes(module, plan, "model.layers.*")
+    assert rows(plan, "all_gather", "backward")[nbytes] == blocks
+    assert nbytes not in rows(plan, "all_gather", "recompute")
+
+
+@pytest.mark.parametrize(
+    ("stored", "accumulated", "compute", "gradient", "axis", "accepted"),
+    [
+        ((Shard(0), R), (Shard(0), R), (R, R), (P, R), 0, True),
+        ((Shard(0), R), (Shard(0), P), (R, R), (P, P), 0, True),
+        ((R, Shard(1)), (P, Shard(1)), (R, R), (P, P), 1, True),
+        ((Shard(1), Shard(0)), (Shard(1), Shard(0)), (R, Shard(0)), (P, Shard(0)), 0, True),
+        # The gradient is whole on the axis already: a reduce-scatter would add it up.
+        ((Shard(0), R), (Shard(0), R), (R, R), (R, R), 0, False),
+        # It is left as a sum on the other axis, but says that it is not.
+        ((Shard(0), R), (Shard(0), R), (R, R), (P, P), 0, False),
+        # Gathered on two axes.
+        ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (R, R), (P, P), 0, False),
+        # An inner axis splits the same dim.
+        ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (R, Shard(0)), (P, Shard(0)), 0, False),
+        # Used as it is stored.
+        ((Shard(0), R), (Shard(0), R), (Shard(0), R), (Shard(0), R), 0, False),
+    ],
+)
+def test_what_fully_shard_can_do(
+    stored: Layout, accumulated: Layout, compute: Layout, gradient: Layout, axis: int, accepted: bool
+) -> None:
+    choice = StoredChoice(stored=stored, accumulated=accumulated, gathered_over=axis)
+    assert is_fully_sharded(choice, (compute, gradient)) is accepted
+
+
+def test_all_blocks_gather_over_one_axis() -> None:
+    """`fully_shard` splits a module over one axis; random plans would mix them if they could."""
+    module, inputs = families.make("llama", 8)
+    session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
+    seen = set()
+    for seed in range(8):
+        plan = session.plan(planner=f"random:{seed}", mesh="dp=2,tp=2")
+        axes = set()
+        for pattern, names in plan.fully_shard.items():
+            for name in names:
+                key = f"{pattern}.{name}"
+                stored, compute = plan.plan[key], plan.compute_plan[key]
+                axes |= {axis for axis, (a, b) in enumerate(zip(stored, compute, strict=True)) if a != b}
+        assert len(axes) <= 1
+        seen |= axes
+    assert seen, "no random plan gathers anything with its block: the test shows nothing"
