@@ -15,8 +15,6 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from published import collectives, gemm, memory, runs
 from published.checks import CHECKS, figures, holds, target
 from published.frameworks import TABLE

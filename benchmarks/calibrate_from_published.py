@@ -18,19 +18,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 from published import step_fit
 from published.toml_text import toml_text
 
+ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 0.02
 """Share by which a constant may move before --check complains."""
 
 STEP_HEADER = """Constants of a whole training step: what each means is in step_constants.py. Written by
 benchmarks/calibrate_from_published.py on {date}; not to be edited. Shares have no unit, *_s are seconds, *_bytes bytes.
-gfx942 is assumed: no training run on it decides a constant. A value at a bound of FITTED (benchmarks/published/step_fit.py)
-is not decided by the rows."""
+gfx942 is assumed: no training run on it decides a constant. A value at a bound of FITTED
+(benchmarks/published/step_fit.py) is not decided by the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

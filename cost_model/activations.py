@@ -101,6 +101,8 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
     if sparse and spec.experts is not None:  # tokens sorted by expert, before and after, and their weights
         routed = tokens * spec.experts.top_k * parallel.expert_tensor / parallel.tensor
         nbytes += 2.0 * routed * spec.hidden * 2 + 4.0 * tokens * spec.experts.count * 2
+        if not implementation.fused:  # tokens are weighed in float32, before and after the experts
+            nbytes += 2 * 4.0 * routed * spec.hidden
     return nbytes + (residual / shards if spec.dropout else 0.0)
 
 

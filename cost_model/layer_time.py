@@ -16,6 +16,9 @@ from cost_model.transformer import TransformerSpec
 BACKWARD_HOST_SHARE = 1.0
 """Autograd launches about as many kernels as forward has ops, times two, at half the cost each (no Python)."""
 
+EXPOSED_EXPERT_SHARE = 0.3
+"""Share of the experts' all-to-all that is exposed where another micro-batch computes beside it. Assumed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
@@ -186,7 +189,7 @@ def _expert_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Clus
     if parallel.expert_tensor > 1:
         gathered = nbytes * parallel.expert_tensor
         once += group_time_s("all_gather", gathered, size=parallel.expert_tensor, stride=1, cluster=cluster)
-    return 2.0 * once * (0.3 if parallel.implementation.expert_overlap else 1.0)
+    return 2.0 * once * (EXPOSED_EXPERT_SHARE if parallel.implementation.expert_overlap else 1.0)
 
 
 def _distinct_share(top_k: int, parallel: ParallelSpec, cluster: ClusterSpec) -> float:

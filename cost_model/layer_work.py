@@ -126,6 +126,7 @@ def _streamed_values(
         forward += 3.0 * parallel.tokens * spec.key_dim / parallel.tensor
         backward += 3.0 * parallel.tokens * spec.key_dim / parallel.tensor
     moved = routed * spec.hidden  # tokens are sorted by expert and back, and weighed
-    forward += moved * (8.0 if fused else 10.0)
-    backward += moved * (8.0 if fused else 10.0)
+    passes = 8.0 if fused else 20.0  # unfused: gathered, padded, weighed in float32, scattered, kernel by kernel
+    forward += moved * passes
+    backward += moved * passes
     return forward, backward

@@ -72,7 +72,7 @@ class Implementation:
     gradient_nbytes: int = 4
     parameter_nbytes: int = 4
     master_nbytes: int = 0
-    state_nbytes: int = 8
+    state_nbytes: float = 8.0
     optimizer_passes: float = 1.0
     optimizer_on_host: bool = False
     loss_nbytes: float = 14.0
@@ -126,9 +126,9 @@ class ParallelSpec:
     implementation: Implementation = Implementation()
 
     def __post_init__(self) -> None:
-        batches = (self.micro_batch, self.micro_batches, self.seq)
-        degrees = (self.replicate, self.shard, self.tensor, self.pipeline, self.virtual_stages, self.context, self.expert, self.expert_tensor)
-        if min(counts) < 1:
+        batches = (self.micro_batch, self.micro_batches, self.seq, self.virtual_stages)
+        degrees = (self.replicate, self.shard, self.tensor, self.pipeline, self.context)
+        if min(*batches, *degrees, self.expert, self.expert_tensor) < 1:
             raise ValueError(f"{self} has a degree or a batch below 1")
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.zero}; it is 0, 1, 2 or 3")

@@ -252,7 +252,9 @@ class RedistributionPlanner:
         settled: dict[Layout, _Reached] = {}
         # Ties go to fewer steps, then to the text of the path, so that planner and executor always agree.
         start = _Reached(time_s=0.0, before=None, edge=None)
-        queue: list[tuple[float, int, tuple[tuple[str, ...], ...], int, Layout, _Reached]] = [(0.0, 0, (), 0, source, start)]
+        queue: list[tuple[float, int, tuple[tuple[str, ...], ...], int, Layout, _Reached]] = [
+            (0.0, 0, (), 0, source, start)
+        ]
         pushed = 0
         while queue:
             time_s, count, text, _, layout, found = heapq.heappop(queue)

@@ -25,6 +25,7 @@ from cost_model.layout import Layout, format_layout
 from executor import torch_internals
 from executor.gather_groups import GatherGroup, Member
 from executor.parameter_uses import compute_dtype, reduce_dtype
+from executor.sharing import SharedRedistributions
 from executor.torch_internals import make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.plan import ShardingPlan
@@ -35,6 +36,7 @@ def gather_together(
     groups: Collection[GatherGroup],
     device_mesh: DeviceMesh,
     plan: ShardingPlan,
+    shared: SharedRedistributions,
     *,
     without_memory: bool = False,
 ) -> None:
@@ -45,6 +47,7 @@ def gather_together(
         groups: innermost modules first, as ``gather_groups`` returns them.
         device_mesh: that the parameters are on.
         plan: says in which dtypes parameters are gathered and gradients reduced.
+        shared: is told of the copies that torch hands to a module in place of its arguments.
         without_memory: the parameters are on meta, and stay there while the module runs.
     """
     if not groups:
@@ -54,6 +57,7 @@ def gather_together(
     )
     for group in groups:
         gathering = _apply(module, group, device_mesh, policy)
+        _Arguments(shared).attach(module.get_submodule(group.fqn))
         if without_memory:
             torch_internals.gather_on_meta(gathering)
     if not isinstance(module, FSDPModule):
@@ -158,7 +162,7 @@ class _GradientCheck:
     """A forward pre-hook that has every gradient of a group checked before it is reduced.
 
     ``fully_shard`` sums what arrives over its axis, whatever it is: a gradient that is whole already would come out
-    too large, and one that is partial on another axis as well would be reduced there too, at a cost nobody foresaw.
+    too large, and one that is partial on another axis as well would be reduced there too, in every backward.
     """
 
     def __init__(self, group: GatherGroup, device_mesh: DeviceMesh) -> None:
@@ -176,16 +180,21 @@ class _GradientCheck:
                 self._watched.add(gathered)
                 gathered.register_hook(self._checked(member))
 
-    def _checked(self, member: Member) -> Callable[[torch.Tensor], None]:
-        wanted = list(member.stored)
-        wanted[self._group.axis] = Partial("sum")
+    def _checked(self, member: Member) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        wanted, shown = list(member.accumulated), list(member.stored)
+        wanted[self._group.axis] = shown[self._group.axis] = Partial("sum")
 
-        def check(gradient: torch.Tensor) -> None:
+        def check(gradient: torch.Tensor) -> torch.Tensor | None:
             layout = tuple(gradient.placements) if isinstance(gradient, DTensor) else ()
             if len(layout) != len(wanted) or any(
                 found != place and size > 1 for found, place, size in zip(layout, wanted, self._mesh.shape, strict=True)
             ):
                 raise _wrong_gradient(member, layout, tuple(wanted))
+            if member.accumulated == member.stored:
+                return None
+            # torch would take the sums over other axes in every backward; here they are taken once a step.
+            local = torch_internals.local_of(cast(DTensor, gradient))
+            return make_dtensor(local, self._mesh, tuple(shown), gradient.shape, gradient.stride())
 
         return check
 
@@ -199,6 +208,35 @@ def _wrong_gradient(member: Member, layout: Layout, wanted: Layout) -> PlanLayou
         key=member.fqn,
         what_to_do="Leave that parameter out of fully_shard.",
     )
+
+
+class _Arguments:
+    """Hooks around torch's own, which hands a module views of its arguments to learn when its backward is over.
+
+    Two blocks that want one tensor (an encoder's output, say) in the same layout would otherwise each redistribute it.
+    """
+
+    def __init__(self, shared: SharedRedistributions) -> None:
+        self._shared = shared
+        self._given: list[torch.Tensor] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Hook ``module``, to which ``fully_shard`` has been applied."""
+        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(self._after, with_kwargs=True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = _tensors(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given, self._given = self._given, []
+        for original, alias in zip(given, _tensors(args, kwargs), strict=True):
+            if alias is not original:
+                self._shared.same(alias, original)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 class _Passes:

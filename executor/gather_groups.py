@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layout import Layout, format_layout, sharded_dim
 from executor.names import module_fqns
@@ -31,6 +31,8 @@ class Member:
         slots: where it is registered; a parameter that is tied within its group has several.
         stored: layout at rest.
         compute: layout at use: that of ``stored`` but whole on the group's axis.
+        accumulated: layout that its gradient is left in by every backward: ``stored``, but for sums over other axes
+            that are taken once a step.
         dim: of the tensor, that ``stored`` splits on the group's axis.
     """
 
@@ -38,6 +40,7 @@ class Member:
     slots: tuple[Slot, ...]
     stored: Layout
     compute: Layout
+    accumulated: Layout
     dim: int
 
 
@@ -73,6 +76,18 @@ def members_of(groups: Collection[GatherGroup]) -> frozenset[nn.Parameter]:
     """Return the parameters, as they are registered now, that ``groups`` gather."""
     found = (owner._parameters[name] for owner, name in _slots(groups))
     return frozenset(parameter for parameter in found if parameter is not None)
+
+
+def unfinished_gradients(groups: Collection[GatherGroup]) -> dict[nn.Parameter, Layout]:
+    """Return the layout of each gathered parameter's gradient that its group leaves as a sum over other axes."""
+    left: dict[nn.Parameter, Layout] = {}
+    for group in groups:
+        for member in group.members:
+            owner, name = member.slots[0]
+            parameter = owner._parameters[name]
+            if member.accumulated != member.stored and parameter is not None:
+                left[parameter] = member.accumulated
+    return left
 
 
 def uses_outside(
@@ -200,14 +215,18 @@ class _Reader:
         stored = self._stored[parameter]
         compute = self._compute.get(path, stored)
         axis, dim = self._axis_and_dim(path, stored, compute)
-        if self._gradient.get(path) != stored:
+        accumulated = self._gradient.get(path, ())
+        if not _is_left_by_reduction(accumulated, stored, axis):
             text = ", ".join(format_layout(stored))
-            raise _wrong_layout(path, f"is reduced in every backward, so gradient_plan must give it ({text})")
+            raise _wrong_layout(
+                path, f"is reduced in every backward, so gradient_plan must give it ({text}), P(sum) for R at most"
+            )
         slots = []
         for name in self._names[parameter]:
             owner, _, attribute = name.rpartition(".")
             slots.append((self._module.get_submodule(owner), attribute))
-        return axis, Member(fqn=path, slots=tuple(slots), stored=stored, compute=compute, dim=dim)
+        member = Member(fqn=path, slots=tuple(slots), stored=stored, compute=compute, accumulated=accumulated, dim=dim)
+        return axis, member
 
     def _axis_and_dim(self, path: str, stored: Layout, compute: Layout) -> tuple[int, int]:
         mesh = self._plan.mesh
@@ -227,6 +246,14 @@ class _Reader:
         if mesh.shape[axis] == 1:
             raise _wrong_layout(path, f"is gathered on {mesh.names[axis]}, which has one rank")
         return axis, place.dim
+
+
+def _is_left_by_reduction(accumulated: Layout, stored: Layout, axis: int) -> bool:
+    """Tell whether a gradient may be so once it is scattered over ``axis``: as the parameter is, or to be summed."""
+    return len(accumulated) == len(stored) and all(
+        found == rests or (index != axis and rests == Replicate() and found == Partial("sum"))
+        for index, (found, rests) in enumerate(zip(accumulated, stored, strict=True))
+    )
 
 
 def _wrong_layout(path: str, detail: str) -> PlanLayoutError:

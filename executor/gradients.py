@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from cost_model.layout import Layout
 from executor.contexts import PhaseClock
 from executor.redistribute import Redistributor
 from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
@@ -35,10 +37,19 @@ class GradientReduction:
         self._passes = 0
         self._pass_id: int | None = None
         self._unreduced: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        self._unfinished: dict[nn.Parameter, Layout] = {}
 
-    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Hook every parameter that needs a gradient; ``parameters`` has each once, however many names it has."""
-        for parameter in parameters:
+    def attach(
+        self, parameters: Iterable[nn.Parameter], unfinished: Mapping[nn.Parameter, Layout] | None = None
+    ) -> None:
+        """Hook every parameter that needs a gradient; ``parameters`` has each once, however many names it has.
+
+        Args:
+            unfinished: parameters whose gradients come from ``fully_shard``, which calls them split as the parameter
+                is, and the layouts that they are really in.
+        """
+        self._unfinished.update(unfinished or {})
+        for parameter in (*parameters, *self._unfinished):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -81,6 +92,10 @@ class GradientReduction:
 
     def _reduced(self, gradient: DTensor, parameter: DTensor) -> DTensor:
         layout = tuple(parameter.placements)
+        arrived = self._unfinished.get(cast(nn.Parameter, parameter))
+        if arrived is not None:
+            mesh, shape, stride = gradient.device_mesh, gradient.shape, gradient.stride()
+            gradient = make_dtensor(local_of(gradient), mesh, arrived, shape, stride)
         if tuple(gradient.placements) == layout:
             return gradient
         travelling = _in_dtype(gradient, self._dtype)

@@ -13,7 +13,7 @@ from executor.checkpointing import checkpoint_blocks
 from executor.checks import check_plan
 from executor.contexts import PhaseClock, RunContexts
 from executor.fully_sharded import gather_together
-from executor.gather_groups import gather_groups, members_of, uses_outside
+from executor.gather_groups import gather_groups, members_of, unfinished_gradients, uses_outside
 from executor.gradients import GradientReduction
 from executor.local_outputs import apply_local_outputs
 from executor.ops import OwnOps
@@ -96,7 +96,9 @@ def _shard(
         redistributor, micro_batches=plan.micro_batches, dtype=reduce_dtype(plan), clock=clock
     )
     alone = [parameter for parameter in module.parameters() if parameter not in together]
-    reduction.attach([parameter for parameter in alone if isinstance(parameter, DTensor)])
-    gather_together(module, groups, device_mesh, plan, without_memory=without_memory)
+    reduction.attach(
+        [parameter for parameter in alone if isinstance(parameter, DTensor)], unfinished=unfinished_gradients(groups)
+    )
+    gather_together(module, groups, device_mesh, plan, shared, without_memory=without_memory)
     contexts.attach(module)
     return module

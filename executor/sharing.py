@@ -27,6 +27,11 @@ class SharedRedistributions:
     def __init__(self, redistributor: Redistributor) -> None:
         self.redistributor = redistributor
         self._scopes: list[MutableMapping[torch.Tensor, dict[_Wanted, DTensor]]] = []
+        self._originals: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+    def same(self, alias: torch.Tensor, original: torch.Tensor) -> None:
+        """Share what is made from ``alias`` with what is made from ``original``, which autograd tells apart."""
+        self._originals[alias] = self._originals.get(original, original)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -50,7 +55,7 @@ class SharedRedistributions:
         """
         if not self._scopes:
             return self.redistributor.redistribute(tensor, layout, source_grad)
-        made = self._scopes[-1].setdefault(tensor, {})
+        made = self._scopes[-1].setdefault(self._originals.get(tensor, tensor), {})
         wanted = (layout, conjugate(layout) if grad is None else grad)
         if wanted not in made:
             result = self.redistributor.redistribute(tensor, layout, source_grad)

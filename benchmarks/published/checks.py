@@ -40,24 +40,51 @@ def _large(row: PricedRow) -> bool:
 
 
 CHECKS = (
-    Check(number=1, name="step time, 16-bit dense", counts=_precision("16-bit"), mean=0.08, within=(0.15, 0.9), scope=0.85),
+    Check(
+        number=1, name="step time, 16-bit dense", counts=_precision("16-bit"), mean=0.08, within=(0.15, 0.9), scope=0.85
+    ),
     Check(number=1, name="step time, fp8 dense", counts=_precision("fp8"), mean=0.12),
     Check(number=2, name="step time, experts, 16-bit", counts=lambda row: 2 in row.checks, mean=0.15),
     Check(number=3, name="step time, sequence-parallel paper", counts=lambda row: 3 in row.checks, mean=0.05),
     Check(number=4, name="peak memory", counts=lambda row: 4 in row.checks, mean=0.08, under=0.1),
-    Check(number=6, name="collectives, one node", counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node", mean=0.15),
-    Check(number=6, name="collectives, one node, 256 MB and more",
-          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node" and _large(row), mean=0.06),
-    Check(number=6, name="collectives, several nodes",
-          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes", mean=0.2),
-    Check(number=6, name="collectives, several nodes, 256 MB and more",
-          counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes" and _large(row), mean=0.09),
-    Check(number=7, name="collectives after a sweep, one node",
-          counts=lambda row: 7 in row.checks and row.tags["nodes"] == "one node", mean=0.06),
-    Check(number=7, name="collectives after a sweep, several nodes",
-          counts=lambda row: 7 in row.checks and row.tags["nodes"] == "several nodes", mean=0.07),
+    Check(
+        number=6,
+        name="collectives, one node",
+        counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node",
+        mean=0.15,
+    ),
+    Check(
+        number=6,
+        name="collectives, one node, 256 MB and more",
+        counts=lambda row: 6 in row.checks and row.tags["nodes"] == "one node" and _large(row),
+        mean=0.06,
+    ),
+    Check(
+        number=6,
+        name="collectives, several nodes",
+        counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes",
+        mean=0.2,
+    ),
+    Check(
+        number=6,
+        name="collectives, several nodes, 256 MB and more",
+        counts=lambda row: 6 in row.checks and row.tags["nodes"] == "several nodes" and _large(row),
+        mean=0.09,
+    ),
+    Check(
+        number=7,
+        name="collectives after a sweep, one node",
+        counts=lambda row: 7 in row.checks and row.tags["nodes"] == "one node",
+        mean=0.06,
+    ),
+    Check(
+        number=7,
+        name="collectives after a sweep, several nodes",
+        counts=lambda row: 7 in row.checks and row.tags["nodes"] == "several nodes",
+        mean=0.07,
+    ),
     Check(number=8, name="matrix products and attention", counts=lambda row: 8 in row.checks, mean=0.1),
-)  # fmt: skip
+)
 """Check 5 compares with torch's MemTracker and has no rows here."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cost_model.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.transformer import TransformerSpec
-from published.frameworks import Assumptions
+from published.frameworks import Assumptions, torchtune_step
 from published.rows import number
 
 
@@ -20,7 +20,12 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
     Raises:
         UnknownConfigurationError: the sequence, the micro-batch or a degree cannot be known.
     """
-    ranks = int(number(row, "n_gpus") or 1)
+    stated = number(row, "n_gpus")
+    if stated is None:
+        raise UnknownConfigurationError("number of devices not stated")
+    ranks = int(stated)
+    if torchtune_step(row) == -1:
+        raise UnknownConfigurationError("a step of torchtune's table that is not modelled")
     tensor, pipeline, context = (int(number(row, key) or 1) for key in ("tp", "pp", "cp"))
     data, left = divmod(ranks, tensor * pipeline * context)
     if left or data < 1:

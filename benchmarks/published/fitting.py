@@ -27,7 +27,7 @@ def fit(
     bounds: Mapping[str, tuple[float, float]],
     rounds: int = 8,
 ) -> tuple[dict[str, float], float]:
-    """Return the constants that ``price`` is least wrong with, and the loss; a local minimum, reached from ``start``."""
+    """Return the constants that ``price`` is least wrong with, and the loss: a local minimum, found from ``start``."""
     best = dict(start)
     least = loss(price(best))
     for _ in range(rounds):

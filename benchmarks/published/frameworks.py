@@ -37,98 +37,261 @@ class Assumptions:
 
 
 _MEGATRON = Implementation(
-    attention="cudnn", fused=True, host_ops_per_layer=20, tensor_overlap=True, reduce_nbytes=2, gradient_nbytes=2,
-    cast_nbytes=4.0, parameter_nbytes=2, master_nbytes=4, loss_traffic_nbytes=30.0, keeps_gathered=False, gradients_persist=True,
+    attention="cudnn",
+    fused=True,
+    host_ops_per_layer=20,
+    tensor_overlap=True,
+    reduce_nbytes=2,
+    gradient_nbytes=2,
+    cast_nbytes=4.0,
+    parameter_nbytes=2,
+    master_nbytes=4,
+    loss_traffic_nbytes=30.0,
+    loss_nbytes=6.0,  # 16-bit logits and their float32 copy, which softmax overwrites
+    keeps_gathered=False,
+    gradients_persist=True,
     saves_cast=True,
-)  # fmt: skip
+)
+_MEGATRON_2021 = Implementation(
+    attention="unfused",
+    host_ops_per_layer=50,
+    data_overlap=False,
+    reduce_nbytes=2,
+    gradient_nbytes=2,
+    parameter_nbytes=2,
+    master_nbytes=4,
+    state_nbytes=12,
+    loss_traffic_nbytes=52.0,
+    loss_nbytes=6.0,
+)
 _FSDP2 = Implementation(
     attention="flash2", fused=False, host_ops_per_layer=60, tensor_copies=True, attention_copies=4.0
 )
 
 TABLE: tuple[tuple[str, Assumptions], ...] = (
-    ("Megatron-LM 2021", Assumptions(
-        implementation=Implementation(
-            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
-            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
-        checkpointing="full", sequence_parallel=False, dropout=True,
-        note="unfused attention, dropout on, gradients reduced in fp16 after backward, sends not overlapped")),
-    ("Megatron-LM PTD-P", Assumptions(
-        implementation=Implementation(
-            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
-            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
-        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021")),
-    ("Megatron-LM 2022", Assumptions(
-        implementation=Implementation(
-            attention="unfused", fused=False, host_ops_per_layer=50, data_overlap=False, reduce_nbytes=2,
-            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
-        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021")),
-    ("Megatron-DeepSpeed", Assumptions(
-        implementation=Implementation(
-            attention="unfused", fused=False, host_ops_per_layer=60, data_overlap=False, reduce_nbytes=2,
-            gradient_nbytes=2, parameter_nbytes=2, master_nbytes=4, state_nbytes=12, loss_traffic_nbytes=52.0),
-        checkpointing="full", sequence_parallel=False, dropout=True, note="as Megatron-LM 2021; vocabulary 51200")),
-    ("DeepSpeed ZeRO-3", Assumptions(
-        implementation=Implementation(
-            attention="unfused", fused=False, host_ops_per_layer=60, reduce_nbytes=2, gradient_nbytes=2,
-            parameter_nbytes=2, master_nbytes=4, reduce_each_micro_batch=True),
-        checkpointing="full", zero=3, dropout=True, note="as Megatron-LM 2021, parameters gathered beside compute")),
-    ("Megatron-Core CI", Assumptions(
-        implementation=dataclasses.replace(_MEGATRON, tensor_overlap=False, host_ops_per_layer=60, reduce_nbytes=4,
-                                           gradient_nbytes=4),
-        sequence_parallel=False, note="no overlap unless stated; gradients reduced in fp32")),
-    ("NeMo AutoModel", Assumptions(
-        implementation=dataclasses.replace(_FSDP2, attention="cudnn", fused=True, reduce_nbytes=4, parameter_nbytes=2,
-                                           gradient_nbytes=2, state_nbytes=4, expert_overlap=False),
-        zero=3, note="Transformer Engine layers, bf16 parameters and states, no recomputation")),
-    ("NeMo", Assumptions(implementation=_MEGATRON, zero=1, layers_per_chunk=1, packed_document=256,
-        note="Transformer Engine, tp-comm-overlap, gradients reduced in bf16, no recomputation where blank, "
-        "fine-tuning on packed SQuAD examples of about 256 tokens, "
-        "one layer in each interleaved chunk where blank")),
-    ("Megatron-Bridge", Assumptions(
-        implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True), zero=1,
-        note="as NeMo; CUDA graphs; DeepEP or HybridEP; no recomputation where blank")),
-    ("NVIDIA dgxc", Assumptions(
-        implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True), zero=1,
-        note="as Megatron-Bridge")),
+    (
+        "Megatron-LM 2021",
+        Assumptions(
+            implementation=_MEGATRON_2021,
+            checkpointing="full",
+            sequence_parallel=False,
+            dropout=True,
+            note="unfused attention, dropout on, gradients reduced in fp16 after backward, sends not overlapped",
+        ),
+    ),
+    (
+        "Megatron-LM PTD-P",
+        Assumptions(
+            implementation=_MEGATRON_2021,
+            checkpointing="full",
+            sequence_parallel=False,
+            dropout=True,
+            note="as Megatron-LM 2021",
+        ),
+    ),
+    (
+        "Megatron-LM 2022",
+        Assumptions(
+            implementation=_MEGATRON_2021,
+            checkpointing="full",
+            sequence_parallel=False,
+            dropout=True,
+            note="as Megatron-LM 2021",
+        ),
+    ),
+    (
+        "Megatron-DeepSpeed",
+        Assumptions(
+            implementation=dataclasses.replace(_MEGATRON_2021, host_ops_per_layer=60),
+            checkpointing="full",
+            sequence_parallel=False,
+            dropout=True,
+            note="as Megatron-LM 2021; vocabulary 51200",
+        ),
+    ),
+    (
+        "DeepSpeed ZeRO-3",
+        Assumptions(
+            implementation=Implementation(
+                attention="unfused",
+                fused=False,
+                host_ops_per_layer=60,
+                reduce_nbytes=2,
+                gradient_nbytes=2,
+                parameter_nbytes=2,
+                master_nbytes=4,
+                reduce_each_micro_batch=True,
+            ),
+            checkpointing="full",
+            zero=3,
+            dropout=True,
+            note="as Megatron-LM 2021, parameters gathered beside compute",
+        ),
+    ),
+    (
+        "Megatron-Core CI",
+        Assumptions(
+            implementation=dataclasses.replace(
+                _MEGATRON, tensor_overlap=False, host_ops_per_layer=60, reduce_nbytes=4, gradient_nbytes=4
+            ),
+            sequence_parallel=False,
+            note="no overlap unless stated; gradients reduced in fp32",
+        ),
+    ),
+    (
+        "NeMo AutoModel",
+        Assumptions(
+            implementation=dataclasses.replace(
+                _FSDP2,
+                attention="cudnn",
+                fused=True,
+                reduce_nbytes=4,
+                parameter_nbytes=2,
+                gradient_nbytes=2,
+                state_nbytes=4,
+                expert_overlap=False,
+            ),
+            zero=3,
+            note="Transformer Engine layers, bf16 parameters and states, no recomputation",
+        ),
+    ),
+    (
+        "NeMo",
+        Assumptions(
+            implementation=_MEGATRON,
+            zero=1,
+            layers_per_chunk=1,
+            packed_document=256,
+            note="Transformer Engine, tp-comm-overlap, gradients reduced in bf16, no recomputation where blank, "
+            "fine-tuning on packed SQuAD examples of about 256 tokens, "
+            "one layer in each interleaved chunk where blank",
+        ),
+    ),
+    (
+        "Megatron-Bridge",
+        Assumptions(
+            implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
+            zero=1,
+            note="as NeMo; CUDA graphs; DeepEP or HybridEP; no recomputation where blank",
+        ),
+    ),
+    (
+        "NVIDIA dgxc",
+        Assumptions(
+            implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
+            zero=1,
+            note="as Megatron-Bridge",
+        ),
+    ),
     ("Megatron-Core", Assumptions(implementation=_MEGATRON, zero=1, note="as NeMo")),
-    ("Composer", Assumptions(
-        implementation=Implementation(
-            attention="flash1", fused=False, host_ops_per_layer=25, reduce_each_micro_batch=True,
-            backward_gather_hidden=False, attention_copies=8.0,
-            optimizer_passes=2.3, loss_traffic_nbytes=10.0, loss_nbytes=6.0),
-        zero=3, note="FlashAttention-1, fused cross-entropy, unfused decoupled AdamW, gradients reduced every "
-        "micro-batch: in fp32 (DEFAULT) or bf16 (PURE)")),
-    ("FSDP1 (fms", Assumptions(
-        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=4, fused=True), zero=3, note="compiled; FSDP1")),
-    ("torchtitan", Assumptions(implementation=_FSDP2, checkpointing="selective", micro_batch=1, seq=8192, zero=3,
-        model_batches={"DeepSeek-V3-16B (torchtitan)": 4},
-        note="fp32 parameters, gradients reduced in fp32, SDPA's FlashAttention-2, local batch 1 and selective "
-        "checkpointing where blank; with a pipeline as many micro-batches as ranks until #1073 (2025-04-07), micro-batches of 1 after, "
-        "parameters kept gathered and gradients reduced once a step; the loss compiled with the model since "
-        "#1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27)")),
-    ("torchtune", Assumptions(
-        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4), zero=3,
-        note="bf16 parameters and states")),
-    ("DeepSpeed", Assumptions(
-        implementation=dataclasses.replace(
-            _FSDP2, attention="flash3", optimizer_on_host=True, parameter_nbytes=2, gradient_nbytes=2, reduce_nbytes=2,
-            master_nbytes=4, loss_traffic_nbytes=8.0, loss_nbytes=0.5, fused=True),
-        zero=3, note="Liger kernels, optimizer on the CPU")),
-    ("HF transformers", Assumptions(
-        implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
-        note="bf16 parameters and states, one device")),
-    ("nanotron", Assumptions(
-        implementation=dataclasses.replace(
-            _MEGATRON, attention="flash2", tensor_overlap=False, reduce_nbytes=4, gradient_nbytes=4, host_ops_per_layer=50, fused=False),
-        zero=1, note="FlashAttention-2, gradients in fp32")),
+    (
+        "Composer",
+        Assumptions(
+            implementation=Implementation(
+                attention="flash1",
+                fused=False,
+                host_ops_per_layer=25,
+                reduce_each_micro_batch=True,
+                backward_gather_hidden=False,
+                attention_copies=8.0,
+                optimizer_passes=2.3,
+                loss_traffic_nbytes=10.0,
+                loss_nbytes=6.0,
+            ),
+            zero=3,
+            note="FlashAttention-1, fused cross-entropy, unfused decoupled AdamW, gradients reduced every "
+            "micro-batch: in fp32 (DEFAULT) or bf16 (PURE)",
+        ),
+    ),
+    (
+        "FSDP1 (fms",
+        Assumptions(
+            implementation=dataclasses.replace(_FSDP2, parameter_nbytes=4, fused=True), zero=3, note="compiled; FSDP1"
+        ),
+    ),
+    (
+        "torchtitan",
+        Assumptions(
+            implementation=_FSDP2,
+            checkpointing="selective",
+            micro_batch=1,
+            seq=8192,
+            zero=3,
+            model_batches={"DeepSeek-V3-16B (torchtitan)": 4},
+            note="fp32 parameters, gradients reduced in fp32, SDPA's FlashAttention-2, local batch 1 and selective "
+            "checkpointing where blank; with a pipeline as many micro-batches as ranks until #1073 (2025-04-07), then "
+            "of 1 sequence, "
+            "parameters kept gathered and gradients reduced once a step; the loss compiled with the model since "
+            "#1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27)",
+        ),
+    ),
+    (
+        "torchtune",
+        Assumptions(
+            implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
+            zero=3,
+            note="bf16 parameters and states",
+        ),
+    ),
+    (
+        "DeepSpeed",
+        Assumptions(
+            implementation=dataclasses.replace(
+                _FSDP2,
+                attention="flash3",
+                optimizer_on_host=True,
+                parameter_nbytes=2,
+                gradient_nbytes=2,
+                reduce_nbytes=2,
+                master_nbytes=4,
+                loss_traffic_nbytes=8.0,
+                loss_nbytes=0.5,
+                fused=True,
+            ),
+            zero=3,
+            note="Liger kernels, optimizer on the CPU",
+        ),
+    ),
+    (
+        "HF transformers",
+        Assumptions(
+            implementation=dataclasses.replace(_FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
+            note="bf16 parameters and states, one device",
+        ),
+    ),
+    (
+        "nanotron",
+        Assumptions(
+            implementation=dataclasses.replace(
+                _MEGATRON,
+                attention="flash2",
+                tensor_overlap=False,
+                reduce_nbytes=4,
+                gradient_nbytes=4,
+                host_ops_per_layer=50,
+                fused=False,
+            ),
+            zero=1,
+            note="FlashAttention-2, gradients in fp32",
+        ),
+    ),
     ("Primus", Assumptions(implementation=dataclasses.replace(_MEGATRON, attention="flash2"), zero=1, note="as NeMo")),
     ("Meta internal", Assumptions(implementation=dataclasses.replace(_MEGATRON), zero=2, note="as NeMo")),
-)  # fmt: skip
+)
 """First match of the start of the row's framework wins."""
 
 
-_PULLS = ((0, "2024-01-01"), (355, "2024-06-05"), (701, "2024-11-26"), (1033, "2025-04-02"), (1690, "2025-09-17"),
-          (2095, "2025-12-01"), (2937, "2026-04-27"), (3659, "2026-06-13"), (4143, "2026-08-13"))  # fmt: skip
+_PULLS = (
+    (0, "2024-01-01"),
+    (355, "2024-06-05"),
+    (701, "2024-11-26"),
+    (1033, "2025-04-02"),
+    (1690, "2025-09-17"),
+    (2095, "2025-12-01"),
+    (2937, "2026-04-27"),
+    (3659, "2026-06-13"),
+    (4143, "2026-08-13"),
+)
 """Numbers of torchtitan's pull requests and when they were merged (git log @b5bcd76)."""
 
 
@@ -140,6 +303,19 @@ def _date(row: Mapping[str, str]) -> str:
         pull = re.search(r"torchtitan commit .*\(#(\d+)", row.get("source", ""))
         return next(day for number, day in reversed(_PULLS) if number <= int(pull[1])) if pull else ""
     return f"{date}-07-01" if len(date) == 4 else date
+
+
+TORCHTUNE_STEPS = ("Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation Checkpointing")
+"""The first rows of torchtune's table, each with all before it. The others are not modelled: a baseline of sequences of
+unknown lengths, the optimizer inside backward, activations on the host, quantized weights."""
+
+
+def torchtune_step(row: Mapping[str, str]) -> int | None:
+    """Return how many of ``TORCHTUNE_STEPS`` a row of torchtune's table has; -1 for rows that are not modelled."""
+    notes = row.get("config_notes", "") + row.get("notes", "")
+    if not row.get("framework", "").startswith("torchtune") or "cumulative:" not in notes:
+        return None
+    return next((number for number, name in enumerate(TORCHTUNE_STEPS, start=1) if f"+ {name}" in notes), -1)
 
 
 def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
@@ -159,9 +335,10 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
             loss_traffic_nbytes=14.0,
             host_ops_per_layer=implementation.host_ops_per_layer // 2,
         )
-    if framework.startswith("torchtitan") and (compiled or row.get("compile") == "loss only"):
-        if _date(row) >= "2025-04-02":  # the loss is compiled too (#1033): logits and their gradient stay in 16 bits
-            implementation = dataclasses.replace(implementation, loss_traffic_nbytes=8.0, loss_nbytes=4.0)
+    loss_compiled = compiled or row.get("compile") == "loss only"
+    if framework.startswith("torchtitan") and loss_compiled and _date(row) >= "2025-04-02":
+        # #1033 compiles the loss too: logits and their gradient stay in 16 bits
+        implementation = dataclasses.replace(implementation, loss_traffic_nbytes=8.0, loss_nbytes=4.0)
     if framework.startswith("torchtitan") and _date(row) >= "2026-04-27":
         implementation = dataclasses.replace(implementation, loss_chunks=8)  # ChunkedCELoss, #2937
     if framework.startswith(("torchtitan", "torchtune")) and (_date(row) or "2025-01") < "2025-08":
@@ -176,6 +353,12 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
         implementation = dataclasses.replace(implementation, loss_parallel=False)
     if framework.startswith("torchtitan") and row.get("zero_stage") == "2":
         implementation = dataclasses.replace(implementation, reshards=False)
+    step = torchtune_step(row)
+    if step is not None:
+        implementation = dataclasses.replace(
+            implementation, fused=step >= 2, recomputes_cheap=step >= 2, loss_chunks=8 if step >= 3 else 1
+        )
+        found = dataclasses.replace(found, checkpointing="full" if step >= 4 else "none")
     if "PURE" in row.get("precision", ""):
         implementation = dataclasses.replace(implementation, reduce_nbytes=2)
     if "(lora)" in row.get("model", "").lower():

@@ -15,6 +15,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cost_model
+from cost_model.cluster import ClusterError
 from cost_model.compute import elementwise_time_s
 from cost_model.efficiency import shipped_efficiency
 from published.gemm_fit import calibrate
@@ -59,7 +60,7 @@ def _price_row(row: dict[str, str]) -> PricedRow:
         flops, seconds = _flops_and_seconds(row)
         predicted = flops / seconds / 1e12 if quantity == "tflops" else seconds * 1e6
         in_check = device.kind == "cuda" and row["trust"] in ("A", "B") and _counts(row)
-    except OutOfScopeError as error:
+    except (OutOfScopeError, ClusterError) as error:
         left_out, in_check = str(error), False
     return PricedRow(
         file=FILE,

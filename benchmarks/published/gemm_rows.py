@@ -22,12 +22,17 @@ DEVICES = (
     ("h100 pcie", ("h100-pcie-80gb",)),
     ("h100 nvl", ("h100-nvl-94gb",)),
     ("h100", ("h100-sxm-80gb",)),
+    ("gh200", ("h100-sxm-80gb",)),
     ("hopper", ("h100-sxm-80gb",)),
     ("a100 pcie", ("a100-pcie-80gb",)),
     ("a100", ("a100-sxm-80gb",)),
     ("mi300x", ("mi300x-192gb",)),
     ("mi325x", ("mi325x-256gb",)),
     ("mi355x", ("mi355x-288gb",)),
+    ("l40s", ("l40s-48gb",)),
+    ("l4", ("l4-24gb",)),
+    ("v100", ("v100-sxm-32gb",)),
+    ("rtx 4090", ("rtx-4090-24gb",)),
 )
 """How a row's ``gpu`` begins -> the catalogue's device, or the nearest where it is missing; SXM where none is said."""
 
@@ -106,9 +111,16 @@ def device_of(row: Mapping[str, str]) -> tuple[DeviceSpec, str | None]:
 
 
 def dtype_of(row: Mapping[str, str]) -> str:
-    """Return the cost model's name of the row's dtype."""
+    """Return the cost model's name of the row's dtype.
+
+    Raises:
+        OutOfScopeError: the cost model has none for it.
+    """
     text = row["dtype"].lower()
-    return "fp8" if "fp8" in text else "bf16" if text.startswith("bf16") else "fp16"
+    for dtype in ("fp8", "bf16", "fp16", "tf32", "fp32"):
+        if dtype in text:
+            return dtype
+    raise OutOfScopeError(f"no model of dtype {row['dtype']!r}")
 
 
 def attention_case(row: Mapping[str, str]) -> AttentionCase:
@@ -118,6 +130,8 @@ def attention_case(row: Mapping[str, str]) -> AttentionCase:
         OutOfScopeError: the kernel or the shape is none of those that are modelled.
     """
     kernel = next((name for start, name in KERNELS if row["op"].startswith(start)), None)
+    if dtype_of(row) == "fp8":
+        raise OutOfScopeError("attention in fp8: no row to calibrate with")
     match = _SEQ.search(row["shape"])
     passes = row["op"].rsplit(" ", 1)[-1]
     if kernel is None or passes not in _FLOPS_OF:

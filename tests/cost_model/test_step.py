@@ -1,0 +1,103 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.cluster import ClusterSpec
+from cost_model.parallelism import Implementation, ParallelSpec
+from cost_model.step import stage_layers, step_time
+from cost_model.transformer import Experts, TransformerSpec
+
+SMALL = TransformerSpec(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
+SPARSE = dataclasses.replace(SMALL, experts=Experts(count=16, top_k=2, ffn=1024))
+H100 = ClusterSpec.parse("2x8xh100-sxm-80gb")
+ONE = ParallelSpec(micro_batch=1, seq=2048)
+CONFIGURATIONS = {
+    "one device": {},
+    "data parallel": {"replicate": 16},
+    "sharded": {"shard": 16, "zero": 3},
+    "sharded optimizer": {"shard": 16, "zero": 1},
+    "tensor": {"tensor": 8, "replicate": 2},
+    "sequence parallel": {"tensor": 8, "replicate": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline": 4, "replicate": 4, "micro_batches": 8},
+    "interleaved": {
+        "pipeline": 4, "replicate": 4, "micro_batches": 8, "virtual_stages": 2, "schedule": "interleaved"
+    },
+    "context": {"context": 4, "shard": 4, "zero": 3},
+    "experts": {"shard": 16, "zero": 3, "expert": 8},
+}  # fmt: skip
+
+
+def seconds(spec=SMALL, cluster=H100, **changes):
+    return step_time(spec, dataclasses.replace(ONE, **changes), cluster).total_s
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_configuration_has_a_price_whose_parts_are_not_negative(name):
+    spec = SPARSE if name == "experts" else SMALL
+    found = step_time(spec, dataclasses.replace(ONE, **CONFIGURATIONS[name]), H100)
+    parts = dataclasses.asdict(found)
+    assert min(parts.values()) >= 0
+    assert found.total_s == pytest.approx(sum(parts.values()))
+
+
+def test_one_device_communicates_nothing():
+    found = step_time(SMALL, ONE, H100)
+    assert found.tensor_s == found.data_s == found.context_s == found.expert_s == found.bubble_s == 0
+
+
+@given(
+    name=st.sampled_from(sorted(CONFIGURATIONS)),
+    batch=st.integers(1, 4),
+    more=st.integers(0, 4),
+    seq=st.sampled_from([256, 512, 1024, 4096]),
+    longer=st.sampled_from([1, 2, 4]),
+)
+def test_seconds_never_fall_as_batch_and_sequence_grow(name, batch, more, seq, longer):
+    spec = SPARSE if name == "experts" else SMALL
+    changes = CONFIGURATIONS[name]
+    before = seconds(spec, micro_batch=batch, seq=seq, **changes)
+    assert seconds(spec, micro_batch=batch + more, seq=seq, **changes) >= before * (1 - 1e-9)
+    assert seconds(spec, micro_batch=batch, seq=seq * longer, **changes) >= before * (1 - 1e-9)
+
+
+@given(name=st.sampled_from(sorted(CONFIGURATIONS)), factor=st.floats(1.0, 8.0))
+def test_seconds_never_rise_with_a_faster_link_or_device(name, factor):
+    spec = SPARSE if name == "experts" else SMALL
+    changes = CONFIGURATIONS[name]
+    before = seconds(spec, **changes)
+    plain = H100.to_dict()
+    for link in ("intra_node", "inter_node"):
+        faster = {**plain[link], "bandwidth_bytes_per_s": plain[link]["bandwidth_bytes_per_s"] * factor}
+        assert seconds(spec, ClusterSpec.from_dict({**plain, link: faster}), **changes) <= before * (1 + 1e-9)
+    device = plain["device"]
+    rates = {name: rate * factor for name, rate in device["peak_flops"].items()}
+    memory = device["memory_bandwidth_bytes_per_s"] * factor
+    faster = {**device, "peak_flops": rates, "memory_bandwidth_bytes_per_s": memory}
+    assert seconds(spec, ClusterSpec.from_dict({**plain, "device": faster}), **changes) <= before * (1 + 1e-9)
+
+
+def test_recomputation_costs_a_forward():
+    long = dataclasses.replace(ONE, seq=16384)
+    plain, full = step_time(SMALL, long, H100), step_time(SMALL, dataclasses.replace(long, checkpointing="full"), H100)
+    assert 1.2 < full.compute_s / plain.compute_s < 1.5
+
+
+def test_eager_small_layers_wait_for_the_host():
+    tiny = dataclasses.replace(SMALL, hidden=64, heads=1, kv_heads=1, ffn=128)
+    slow = dataclasses.replace(ONE, seq=16, implementation=Implementation(host_ops_per_layer=100))
+    fast = dataclasses.replace(ONE, seq=16, implementation=Implementation(host_ops_per_layer=0))
+    assert step_time(tiny, slow, H100).compute_s > 3 * step_time(tiny, fast, H100).compute_s
+
+
+def test_layers_that_do_not_divide_leave_room_for_embedding_and_loss():
+    spec = dataclasses.replace(SMALL, layers=126)
+    eight = dataclasses.replace(ONE, pipeline=8, virtual_stages=8, schedule="interleaved", micro_batches=64)
+    assert stage_layers(spec, eight) == 16
+    assert stage_layers(SMALL, dataclasses.replace(ONE, pipeline=4)) == 2
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match="more than 8 layers"):
+        seconds(pipeline=16)

@@ -1,0 +1,82 @@
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model.activations import layer_bytes
+from cost_model.cluster import ClusterSpec
+from cost_model.parallelism import Implementation, ParallelSpec
+from cost_model.step_memory import ROLES, step_memory
+from cost_model.transformer import TransformerSpec
+
+SMALL = TransformerSpec(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
+H100 = ClusterSpec.parse("2x8xh100-sxm-80gb")
+ONE = ParallelSpec(micro_batch=1, seq=2048)
+
+
+def peak(spec=SMALL, **changes):
+    return step_memory(spec, dataclasses.replace(ONE, **changes), H100)
+
+
+@given(
+    zero=st.sampled_from([0, 1, 3]),
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2]),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+)
+def test_roles_add_up_to_the_peak(zero, tensor, pipeline, checkpointing):
+    found = peak(zero=zero, shard=2, tensor=tensor, pipeline=pipeline, checkpointing=checkpointing, micro_batches=4)
+    assert found.allocated == pytest.approx(sum(getattr(found.peak, role) for role in ROLES))
+    assert found.allocated == max(moment.allocated for moment in found.timeline)
+    assert found.allocated <= found.reserved <= found.device
+
+
+@given(batch=st.integers(1, 8), more=st.integers(0, 8), seq=st.sampled_from([512, 2048]), longer=st.integers(1, 4))
+def test_bytes_never_fall_as_batch_and_sequence_grow(batch, more, seq, longer):
+    before = peak(micro_batch=batch, seq=seq).allocated
+    assert peak(micro_batch=batch + more, seq=seq).allocated >= before
+    assert peak(micro_batch=batch, seq=seq * longer).allocated >= before
+
+
+def test_states_of_adamw_in_float32_by_hand():
+    found = peak(shard=8, zero=3)
+    last = found.timeline[-1]
+    assert last.name == "optimizer"
+    assert last.parameters == last.gradients == pytest.approx(4 * SMALL.parameters / 8, rel=1e-3)
+    assert last.optimizer_state == pytest.approx(8 * SMALL.parameters / 8, rel=1e-3)
+
+
+def test_checkpointing_saves_activations_in_order():
+    saved = [
+        layer_bytes(SMALL, dataclasses.replace(ONE, checkpointing=mode), sparse=False).saved
+        for mode in ("none", "selective", "full")
+    ]
+    assert saved[0] > saved[1] > saved[2] == 2 * 2048 * 1024
+
+
+def test_megatrons_34_bytes_of_a_layer_with_dropout_and_fused_attention():
+    spec = TransformerSpec(
+        layers=1, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=1000, gated=False, layer_norm=True,
+        dropout=True,
+    )  # fmt: skip
+    saved = layer_bytes(spec, ONE, sparse=False).saved
+    assert saved / (2048 * 1024) == pytest.approx(34, rel=0.03)
+
+
+def test_the_first_pipeline_rank_holds_more_micro_batches_and_the_last_the_logits():
+    parallel = dataclasses.replace(ONE, pipeline=4, micro_batches=8)
+    first, last = (step_memory(SMALL, parallel, H100, rank=rank) for rank in (0, 3))
+    assert first.timeline[0].activations == pytest.approx(4 * last.timeline[0].activations)
+    assert first.timeline[0].logits == 0 < last.timeline[0].logits
+
+
+def test_a_loss_in_chunks_holds_less():
+    whole = peak(implementation=Implementation())
+    chunked = peak(implementation=Implementation(loss_chunks=8))
+    assert chunked.timeline[0].logits == whole.timeline[0].logits / 8
+
+
+def test_fragments_stay_within_the_device():
+    full = peak(micro_batch=40)
+    assert full.device <= 1.063 * H100.device.memory_bytes or full.fragmentation == 0
