@@ -120,13 +120,45 @@ def estimate_command(
     memory_gb: MemoryGb = None,
     optimizer: Annotated[str | None, typer.Option(help="Such as adamw (the default) or sgd.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16 (the default), fp16 or fp32.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
+    sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
+    virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
+    schedule: Annotated[str, typer.Option(help="Of the pipeline: gpipe, 1f1b, ... (a configuration).")] = "1f1b",
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Price a plan file, or the plan of a planner by name, for MODEL."""
+    """Price a plan file, a planner's plan by name, or a parallel configuration by its degrees, for MODEL.
+
+    A configuration is a mesh of dp, fsdp, tp, pp, cp, ep and a --micro-batch: what Megatron or torchtitan would run,
+    priced from the model's dimensions alone, whether or not the executor can run it.
+    """
     with _reported(as_json):
         from planner.errors import JobError
 
+        if what is None and plan is None and planner is None and (micro_batch is not None or _names_degrees(mesh)):
+            if micro_batches is not None or memory_gb is not None:
+                raise JobError(
+                    "--micro-batches and --memory-gb are for plans.", what_to_do="Give --batch and --micro-batch."
+                )
+            configuration: dict[str, Any] = {
+                "cluster": cluster,
+                "mesh": mesh,
+                "micro_batch": micro_batch,
+                "batch": batch,
+                "seq": seq,
+                "ac": ac,
+                "optimizer": optimizer,
+                "dtype": dtype,
+            }
+            _price_configuration(
+                model,
+                {key: value for key, value in configuration.items() if value is not None},
+                sp=sp,
+                virtual_stages=virtual_stages,
+                schedule=schedule,
+                as_json=as_json,
+            )
+            return
         file, name = _what_to_price(what, plan, planner)
         options = {
             "mesh": mesh,
@@ -176,6 +208,21 @@ def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
             show_verification(report, _console())
     if not report["equal"]:
         raise typer.Exit(1)
+
+
+@app.command("calibrate")
+def calibrate_command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the cluster to this YAML file.")],
+    backend: Annotated[str | None, typer.Option(help="nccl (where there is a GPU) or gloo.")] = None,
+) -> None:
+    """Measure this cluster and write the file that describes it; start it with torchrun."""
+    with _reported(as_json=False):
+        from api.calibration import calibrate
+
+        _check_writable(output)
+        written = calibrate(output, backend=backend)
+        if written is not None:
+            typer.echo(written, nl=False)
 
 
 @app.command("serve")
@@ -247,6 +294,32 @@ def _what_to_price(what: str | None, plan: Path | None, planner: str | None) -> 
     if what is not None and (what.endswith(".json") or Path(what).exists()):
         return Path(what), None
     return plan, planner or what
+
+
+def _names_degrees(mesh: str | None) -> bool:
+    """Tell whether ``mesh`` has an axis that only a configuration has."""
+    names = {part.partition("=")[0].strip() for part in (mesh or "").split(",")}
+    return bool(names & {"fsdp", "pp", "cp", "ep"})
+
+
+def _price_configuration(
+    model: str, options: dict[str, Any], *, sp: bool, virtual_stages: int, schedule: str, as_json: bool
+) -> None:
+    from api.estimate_configuration import price_configuration
+    from planner.errors import JobError
+
+    for needed in ("cluster", "mesh"):
+        if needed not in options:
+            raise JobError(f"--{needed} is missing.", what_to_do="A configuration needs --cluster and --mesh.")
+    priced = price_configuration(
+        model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options
+    )
+    if as_json:
+        typer.echo(json.dumps(priced.to_dict(), indent=2))
+        return
+    from api.render_configuration import show_configuration
+
+    show_configuration(priced, _console())
 
 
 def _priced(model: str, file: Path, cluster: str | None) -> ShardingPlan:

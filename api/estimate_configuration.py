@@ -240,6 +240,7 @@ def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implement
         attention="flash2" if device.startswith(("a100", "a10", "l4", "rtx")) else "cudnn",
         fused=compiled,
         recomputes_cheap=compiled,
+        reduce_each_micro_batch=True,  # fully_shard does
         host_ops_per_layer=20 if compiled else 60,
         tensor_copies=True,
         attention_copies=4.0,

@@ -68,7 +68,7 @@ def _heading(plan: ShardingPlan) -> Text:
 
 
 def _axes_table(plan: ShardingPlan) -> Table:
-    table = _table("Axis", "Size>", "Does", "How")
+    table = new_table("Axis", "Size>", "Does", "How")
     for role in axis_roles(plan):
         table.add_row(role.axis, str(role.size), role.role, "; ".join(role.details))
     return table
@@ -91,7 +91,7 @@ def _weights_table(plan: ShardingPlan) -> RenderableType:
     if not rows:
         return Text("No weight is split.")
     axes = ", ".join(plan.mesh.names)
-    table = _table("In", "Weights", f"Stored ({axes})", f"Used ({axes})")
+    table = new_table("In", "Weights", f"Stored ({axes})", f"Used ({axes})")
     for (prefix, stored_text, used_text), names in rows.items():
         more = len(names) - _NAMES_SHOWN
         shown = ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -104,7 +104,7 @@ def _layout(layout: Layout) -> str:
 
 
 def _step_table(estimate: Estimate, job: Job) -> Table:
-    table = _table("Step", "Time>", "Share>", "")
+    table = new_table("Step", "Time>", "Share>", "")
     hidden_s = max(estimate.communication_s - estimate.exposed_communication_s, 0.0)
     waits = f"{duration(estimate.exposed_communication_s)} of it waiting for communication"
     rate = ""
@@ -126,7 +126,7 @@ def _step_table(estimate: Estimate, job: Job) -> Table:
 
 
 def _memory_table(estimate: Estimate, job: Job) -> Table:
-    table = _table("Memory per device", "Bytes>", "")
+    table = new_table("Memory per device", "Bytes>", "")
     for role, nbytes in sorted(estimate.memory.items(), key=lambda item: -item[1]):
         if nbytes:
             table.add_row(role.replace("_", " "), size(nbytes), _ROLES.get(role, ""))
@@ -142,7 +142,7 @@ def _collectives_table(estimate: Estimate) -> RenderableType:
         groups.setdefault((row.kind, row.axis, row.phase), []).append(row)
     if not groups:
         return Text("No collectives.")
-    table = _table("Collective", "Axis", "Phase", "Calls>", "Bytes each>", "Time>")
+    table = new_table("Collective", "Axis", "Phase", "Calls>", "Bytes each>", "Time>")
     slowest_first = sorted(groups.items(), key=lambda item: -sum(row.time_s for row in item[1]))
     for (kind, axis, phase), rows in slowest_first[:_COLLECTIVES_SHOWN]:
         table.add_row(kind.replace("_", "-"), axis, phase.replace("_", " "), *_sums(rows))
@@ -170,13 +170,13 @@ def _solver(solver: SolverReport) -> str:
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    table = _table(*names)
+    table = new_table(*names)
     for row in rows:
         table.add_row(*(str(row.get(name, "")) for name in names))
     return table
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     """Return an empty table; a column whose name ends in ">" is set to the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
     for column in columns:

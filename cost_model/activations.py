@@ -109,14 +109,22 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
 def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> float:
     """Return what torchtitan's op policy keeps: the block's input, attention's result, every second product's result.
 
-    Of q, k, v, o and gate, up, down those are q, v, gate and down; reduce-scattered results are kept as well.
+    Of q, k, v, o and gate, up, down those are q, v, gate and down; reduce-scattered results are kept as well, and what
+    all-to-alls return where ``keeps_exchanged``. Products of experts are in no version's list.
     """
     tokens, shards = parallel.tokens, _sequence_shards(parallel)
     values = 2.0 * tokens * spec.hidden / shards  # the block's input, and down's result
-    values += tokens * (spec.query_dim + spec.value_dim + spec.attention_out_dim) / parallel.tensor
+    values += tokens * (spec.query_dim + spec.value_dim) / parallel.tensor
+    log_sums = 0.0
+    if parallel.implementation.keeps_attention:
+        values += tokens * spec.attention_out_dim / parallel.tensor
+        log_sums = 4.0 * tokens * spec.heads / parallel.tensor
     if shards > 1:
         values += 1.0 * tokens * spec.hidden / shards
-    values += _mlp_width(spec, parallel, sparse=sparse)
     if sparse and spec.experts is not None:
-        values += tokens * spec.experts.top_k * spec.hidden * parallel.expert_tensor / parallel.tensor
-    return 2.0 * values + 4.0 * tokens * spec.heads / parallel.tensor
+        values += tokens * spec.experts.shared_ffn / parallel.tensor
+        if parallel.implementation.keeps_exchanged and parallel.expert > 1:
+            values += 2.0 * tokens * spec.experts.top_k * spec.hidden * parallel.expert_tensor / parallel.tensor
+    else:
+        values += _mlp_width(spec, parallel, sparse=False)
+    return 2.0 * values + log_sums

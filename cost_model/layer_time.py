@@ -66,7 +66,7 @@ def layer_time(
     again = {
         "none": 0.0,
         "attention": attend if implementation.attention == "unfused" else 0.0,
-        "selective": again_gemm + stream,
+        "selective": again_gemm + stream + (0.0 if implementation.keeps_attention else attend),
         "full": forward_gemm + attend + stream,
     }[parallel.checkpointing]
     recomputed = 1.0 if parallel.checkpointing == "full" else 0.0
@@ -95,15 +95,15 @@ def _gemm_seconds(
     dtype = parallel.dtype
 
     def seconds(gemm: Gemm) -> float:
-        share = constants.expert_share if gemm.groups > 1 else 1.0
-        return 1 / share * gemm_s(gemm, device=cluster.device, dtype=dtype, constants=constants)
+        return gemm_s(gemm, device=cluster.device, dtype=dtype, constants=constants)
 
-    times = [(gemm, seconds(gemm)) for gemm in work.gemms]
-    forward = sum(time for _, time in times)
-    backward = 0.0
-    for gemm in work.gemms:
-        to_input, to_weight = gemm.transposed()
-        backward += seconds(to_input) + (0.0 if parallel.implementation.lora else seconds(to_weight))
+    plain = [seconds(gemm) for gemm in work.attention_gemms + work.mlp_gemms]
+    experts = sum(seconds(gemm) for gemm in work.expert_gemms) / constants.expert_share
+    forward, backward = sum(plain) + experts, 0.0
+    for gemms, share in ((work.attention_gemms + work.mlp_gemms, 1.0), (work.expert_gemms, constants.expert_share)):
+        for gemm in gemms:
+            to_input, to_weight = gemm.transposed()
+            backward += (seconds(to_input) + (0.0 if parallel.implementation.lora else seconds(to_weight))) / share
     if parallel.implementation.lora:
         forward *= LORA_FORWARD
     if dtype in ("fp8", "fp4"):
@@ -114,11 +114,9 @@ def _gemm_seconds(
         cast_back = nbytes * sum(gemm.m * gemm.n * gemm.groups for gemm in work.gemms)
         forward += cast / stream_bytes_per_s(cluster.device)
         backward += cast_back / stream_bytes_per_s(cluster.device)
-    # Every second product is kept (torchtitan): keys of q, k, v, the output projection, and half of gate and up.
-    again = 0.0
-    for place, (_, time) in enumerate(times):
-        again += time * (0.5 if place % 2 == 0 else 0.0)
-    return forward, backward, again
+    # Selective checkpointing as in torchtitan: of a layer's calls of mm, every other result is kept, the first among
+    # them; products of experts (_grouped_mm) are on no version's list (activation_checkpoint.py @b5bcd76).
+    return forward, backward, sum(plain[1::2]) + experts
 
 
 LORA_FORWARD = 1.05
@@ -155,18 +153,22 @@ def _tensor_seconds(
     """Return the exposed seconds of tensor parallelism in one pass over a layer: attention's and the MLP's.
 
     With sequence parallelism a gather before and a scattered reduction after each of the two, else an all-reduce
-    (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+    (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
+    ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
+    the product of the pieces before it, of a reduction the last piece is left over. That the products are long enough
+    is assumed.
     """
     nbytes = 2.0 * parallel.tokens * spec.hidden
     where = {"size": parallel.tensor, "stride": 1}
+    overlapped = parallel.implementation.tensor_overlap
+    exposed = 1.0 / parallel.tensor if overlapped else 1.0
     if parallel.sequence_parallel:
-        once = group_time_s("all_gather", nbytes, **where, cluster=cluster)
-        once += group_time_s("reduce_scatter", nbytes, **where, cluster=cluster)
+        once = exposed * group_time_s("reduce_scatter", nbytes, **where, cluster=cluster)
+        once += 0.0 if overlapped else group_time_s("all_gather", nbytes, **where, cluster=cluster)
     else:
-        once = group_time_s("all_reduce", nbytes, **where, cluster=cluster)
-    exposed = constants.exposed_tensor_share if parallel.implementation.tensor_overlap else 1.0
+        once = exposed * group_time_s("all_reduce", nbytes, **where, cluster=cluster)
     copies = 4.0 * nbytes if parallel.implementation.tensor_copies and parallel.tensor > 1 else 0.0
-    return 2.0 * (once * exposed + stream_s(copies, fused=True, device=cluster.device, constants=constants))
+    return 2.0 * (once + stream_s(copies, fused=True, device=cluster.device, constants=constants))
 
 
 def _context_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:

@@ -12,6 +12,13 @@ from cost_model.parallelism import ParallelSpec
 from cost_model.step_kernels import Gemm
 from cost_model.transformer import TransformerSpec
 
+BIAS_FORWARD, BIAS_BACKWARD = 14.0, 20.0
+"""Values of two bytes that Megatron-Core's TEGroupedMLP._apply_bias moves for each value of the experts' result.
+
+Forward, in float32: bias times probability (4 bytes written), their sum with the result (6 read, 4 written), the
+concatenation over experts (4, 4), the cast back (4, 2). Backward: the cast (2, 4), the result's gradient cast (4, 2)
+and concatenated (2, 2), and for each of bias and probability a product (4, 4) and its sum (4). Counted 2026-11-21."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
@@ -41,6 +48,7 @@ class LayerWork:
 def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> LayerWork:
     """Return the work of a layer with (``sparse``) or without experts."""
     tokens, tensor = parallel.tokens, parallel.tensor
+    separate = parallel.implementation.separate_linears
     mlp: tuple[Gemm, ...] = ()
     expert: tuple[Gemm, ...] = ()
     routed = 0.0
@@ -49,21 +57,21 @@ def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
         experts = spec.experts
         mlp += (Gemm(tokens, experts.count, spec.hidden),)
         if experts.shared_ffn:
-            mlp += _mlp_gemms(spec, tokens, experts.shared_ffn / tensor)
+            mlp += _mlp_gemms(spec, tokens, experts.shared_ffn / tensor, separate=separate)
             ffn_values += tokens * experts.shared_ffn / tensor
         routed = tokens * experts.top_k * parallel.expert_tensor / tensor
         local = max(1, experts.count // parallel.expert)
         expert = tuple(
             Gemm(gemm.m, gemm.n, gemm.k, local)
-            for gemm in _mlp_gemms(spec, routed / local, experts.ffn / parallel.expert_tensor)
+            for gemm in _mlp_gemms(spec, routed / local, experts.ffn / parallel.expert_tensor, separate=separate)
         )
         ffn_values += routed * experts.ffn / parallel.expert_tensor
     else:
-        mlp = _mlp_gemms(spec, tokens, spec.ffn / tensor)
+        mlp = _mlp_gemms(spec, tokens, spec.ffn / tensor, separate=separate)
         ffn_values = tokens * spec.ffn / tensor
     forward, backward = _streamed_values(spec, parallel, ffn_values, routed)
     return LayerWork(
-        attention_gemms=_attention_gemms(spec, tokens, tensor),
+        attention_gemms=_attention_gemms(spec, tokens, tensor, separate=separate),
         mlp_gemms=mlp,
         expert_gemms=expert,
         forward_nbytes=2 * forward,
@@ -72,8 +80,12 @@ def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
     )
 
 
-def _attention_gemms(spec: TransformerSpec, tokens: float, tensor: int) -> tuple[Gemm, ...]:
+def _attention_gemms(spec: TransformerSpec, tokens: float, tensor: int, *, separate: bool) -> tuple[Gemm, ...]:
     out = Gemm(tokens, spec.hidden, spec.attention_out_dim / tensor)
+    if spec.latent is None and separate:
+        key = Gemm(tokens, spec.key_dim / tensor, spec.hidden)
+        value = Gemm(tokens, spec.value_dim / tensor, spec.hidden)
+        return Gemm(tokens, spec.query_dim / tensor, spec.hidden), key, value, out
     if spec.latent is None:
         return (Gemm(tokens, (spec.query_dim + spec.key_dim + spec.value_dim) / tensor, spec.hidden), out)
     latent = spec.latent
@@ -88,8 +100,11 @@ def _attention_gemms(spec: TransformerSpec, tokens: float, tensor: int) -> tuple
     return (*query, down, up, out)
 
 
-def _mlp_gemms(spec: TransformerSpec, tokens: float, ffn: float) -> tuple[Gemm, ...]:
-    return (Gemm(tokens, ffn * (2 if spec.gated else 1), spec.hidden), Gemm(tokens, spec.hidden, ffn))
+def _mlp_gemms(spec: TransformerSpec, tokens: float, ffn: float, *, separate: bool) -> tuple[Gemm, ...]:
+    down = Gemm(tokens, spec.hidden, ffn)
+    if spec.gated and separate:
+        return Gemm(tokens, ffn, spec.hidden), Gemm(tokens, ffn, spec.hidden), down
+    return Gemm(tokens, ffn * (2 if spec.gated else 1), spec.hidden), down
 
 
 def _streamed_values(
@@ -129,4 +144,6 @@ def _streamed_values(
     passes = 8.0 if fused else 20.0  # unfused: gathered, padded, weighed in float32, scattered, kernel by kernel
     forward += moved * passes
     backward += moved * passes
+    if spec.experts is not None and spec.experts.bias and parallel.implementation.expert_bias_kernels:
+        forward, backward = forward + BIAS_FORWARD * moved, backward + BIAS_BACKWARD * moved
     return forward, backward

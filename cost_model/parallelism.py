@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ class Implementation:
         attention: the kernel that computes attention.
         fused: whether element-wise chains run as one kernel each (torch.compile, Transformer Engine, Apex).
         float32_norm: whether RMSNorm is a chain of kernels in float32 (torch before its fused one of August 2025).
+        separate_linears: whether queries, keys and values, and gate and up, are products of their own.
         attention_copies: values copied around attention for each value of its queries, each way: repeated keys and
             values, transposed or unpadded tensors.
         host_ops_per_layer: kernels that Python launches for one layer's forward; 0 with CUDA graphs, which hide it.
@@ -31,6 +33,7 @@ class Implementation:
         backward_gather_hidden: whether parameters are gathered for backward before they are needed (FSDP1's
             BACKWARD_PRE, FSDP2); else after the layer before is done.
         data_overlap: whether gathers of parameters and reductions of gradients run beside compute.
+        expert_bias_kernels: whether biases of experts are weighed and added kernel by kernel in float32 (Megatron).
         expert_overlap: whether the all-to-all of one micro-batch runs beside another's compute.
         expert_once: whether a token is sent once to a node that holds several of its experts (DeepEP, HybridEP).
         reduce_each_micro_batch: whether gradients are reduced after every micro-batch, else once a step.
@@ -48,15 +51,22 @@ class Implementation:
         norm_saved_nbytes: bytes that a norm keeps per value beside its input.
         recomputes_cheap: whether results of norms and of the gate's activation are computed again (torch.compile).
         keeps_gathered: whether what tensor parallelism gathered is kept, else gathered again (Megatron).
+        keeps_attention: whether selective checkpointing keeps what attention returns, else it runs again.
+        keeps_exchanged: whether selective checkpointing keeps what all-to-alls between experts return.
         saves_cast: whether 8-bit products keep their inputs in 8 bits (Transformer Engine).
         gradients_persist: whether gradients have a buffer of their own (Megatron), else none between steps.
         reshards: whether gathered parameters are dropped after forward.
+        gather_stream: whether parameters are gathered into buffers of another stream and copied out (FSDP2).
+        gather_pieces: collectives in which one layer's parameters are gathered, and its gradients reduced.
+        reuse_numel: parameters of a layer above which they are dropped between its recomputation and its backward
+            (DeepSpeed's ``stage3_max_reuse_distance``).
         lora: whether only small adapters are trained.
     """
 
     attention: AttentionKernel = "flash2"
     fused: bool = False
     float32_norm: bool = False
+    separate_linears: bool = False
     attention_copies: float = 0.0
     host_ops_per_layer: int = 40
     expert_host_ops: int = 60
@@ -65,6 +75,7 @@ class Implementation:
     tensor_copies: bool = False
     data_overlap: bool = True
     backward_gather_hidden: bool = True
+    expert_bias_kernels: bool = False
     expert_overlap: bool = False
     expert_once: bool = False
     reduce_each_micro_batch: bool = False
@@ -82,9 +93,14 @@ class Implementation:
     norm_saved_nbytes: int = 0
     recomputes_cheap: bool = False
     keeps_gathered: bool = True
+    keeps_attention: bool = True
+    keeps_exchanged: bool = False
     saves_cast: bool = False
     gradients_persist: bool = False
     reshards: bool = True
+    gather_stream: bool = False
+    gather_pieces: int = 1
+    reuse_numel: float = math.inf
     lora: bool = False
 
 

@@ -3,10 +3,12 @@
     step = m (f + b) + idle (f + b) + what is exposed of gathering parameters and reducing gradients + optimizer
 
 f and b are the slowest pipeline rank's forward and backward of a micro-batch (layers, loss, sends). Communication on a
-stream of its own is hidden behind compute, which it slows down: hidden seconds cost ``overlap_slowdown`` of themselves.
+stream of its own is hidden behind compute, which it slows down: each hidden second costs the share of the processors
+that NCCL takes.
 
 Known error (2026-11, rows of sources that no constant was fitted to, benchmarks/accuracy.py; structure was chosen with
-those rows in sight): dense in 16 bits 7 % on average, 92 % of rows within 15 %; in 8 bits 12 %; experts 19 %.
+those rows in sight): dense in 16 bits 7 % on average, 92 % of rows within 15 %, but 11 % without one document of which
+a table was fitted to; in 8 bits 13 %; experts 18 %.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from cost_model.cluster import ClusterSpec
 from cost_model.compute import stream_bytes_per_s
+from cost_model.devices import DeviceSpec
 from cost_model.layer_time import LayerTime, layer_time
 from cost_model.parallelism import ParallelSpec
 from cost_model.pipeline import idle_share
@@ -29,6 +32,17 @@ socket at 60 %, two sockets, eight ranks."""
 
 HOST_LINK_BYTES_PER_S = 25e9
 """PCIe between device and host under load. Assumed."""
+
+
+NCCL_PROCESSORS = 24
+"""Processors that a collective's kernel holds: one for each channel, and NCCL's logs of nodes of eight devices say
+"24 coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). Fitted freely the slow-down came out as
+nothing: calibration rows cannot tell it from a lower share of the matrix rate."""
+
+
+def _taken_share(device: DeviceSpec) -> float:
+    """Return the share of the device's processors that a collective keeps from compute while it runs."""
+    return min(1.0, NCCL_PROCESSORS / device.processors) if device.processors else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +115,7 @@ def step_time(
         pipeline_send_s=count * send,
         bubble_s=idle * (chunks + send),
         data_s=exposed,
-        slowdown_s=fitted.overlap_slowdown * hidden,
+        slowdown_s=hidden * _taken_share(cluster.device),
         optimizer_s=_optimizer_seconds(spec, parallel, cluster, fitted),
     )
 
@@ -202,10 +216,12 @@ def _sharded_seconds(
     forward, backward = stage.sum("forward_s") / layers, stage.sum("backward_s") / layers
     if implementation.lora:
         reduce = head_reduce = 0.0
-    forward_hidden = min(gather, forward)
     again = gather if implementation.reshards else 0.0
+    if parallel.checkpointing == "full" and (plain + experts) / layers > implementation.reuse_numel:
+        again += gather  # dropped between recomputation and backward
     beside = again + reduce if implementation.backward_gather_hidden else reduce
-    backward_hidden = min(beside, backward)
+    overlap = 1.0 if implementation.data_overlap else 0.0
+    forward_hidden, backward_hidden = overlap * min(gather, forward), overlap * min(beside, backward)
     exposed = layers * (gather - forward_hidden + again + reduce - backward_hidden)
     exposed += gather + reduce + head_gather / 2  # the first gather and the last reduction have nothing beside them
     passes = parallel.micro_batches if implementation.reduce_each_micro_batch or implementation.reshards else 1
@@ -227,8 +243,10 @@ def _layer_collectives(
     inner = parallel.tensor
     size = parallel.shard * parallel.context
     reduce_nbytes = parallel.implementation.reduce_nbytes
-    gather = group_time_s("all_gather", 2.0 * plain, size=size, stride=inner, cluster=cluster)
-    reduce = group_time_s("reduce_scatter", reduce_nbytes * plain, size=size, stride=inner, cluster=cluster)
+    pieces = parallel.implementation.gather_pieces
+    piece = plain / pieces
+    gather = pieces * group_time_s("all_gather", 2.0 * piece, size=size, stride=inner, cluster=cluster)
+    reduce = pieces * group_time_s("reduce_scatter", reduce_nbytes * piece, size=size, stride=inner, cluster=cluster)
     reduce += group_time_s(
         "all_reduce", reduce_nbytes * plain / size, size=parallel.replicate, stride=inner * size, cluster=cluster
     )

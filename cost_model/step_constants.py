@@ -22,28 +22,21 @@ class StepConstants:
 
     Attributes:
         gemm_share: by architecture, share of a matrix product's rate alone that it reaches inside a step.
-        fp8_share: further share for 8-bit products, whose operands must be scaled and cast.
         expert_share: share of their rate that products of experts, and moving tokens between them, reach.
         stream_share, fused_stream_share: share of the streaming rate that element-wise kernels of a step reach, one
             by one and fused; kernels too small to be counted are in it.
         host_op_s: seconds in which Python and the dispatcher launch one kernel.
-        overlap_slowdown: share of the time in which a collective runs beside compute by which that compute is longer.
-        exposed_tensor_share: share of tensor-parallel communication that stays exposed where it is overlapped.
         power_exponent: a device capped at share p of its kind's power computes at rate p to this exponent.
-        fragmentation, fragmentation_bytes: share of the allocated peak, and bytes, that the caching allocator holds on
-            top.
+        fragmentation_bytes: bytes that the caching allocator holds on top of the allocated peak and of the pools that
+            follow from a framework's streams.
     """
 
     gemm_share: Mapping[str, float]
-    fp8_share: float
     expert_share: float
     stream_share: float
     fused_stream_share: float
     host_op_s: float
-    overlap_slowdown: float
-    exposed_tensor_share: float
     power_exponent: float
-    fragmentation: float
     fragmentation_bytes: float
 
 

@@ -44,8 +44,7 @@ def gemm_s(gemm: Gemm, *, device: DeviceSpec, dtype: str, constants: StepConstan
     """Return the seconds of a matrix product inside a step; 8 bits stand for 4, for which no kernel was measured."""
     eight_bits = dtype in ("fp8", "fp4") and "fp8" in device.peak_flops
     alone = _gemm_alone_s(gemm, device, "fp8" if eight_bits else "bf16" if dtype in ("fp8", "fp4") else dtype)
-    share = gemm_share(constants, device) * (constants.fp8_share if eight_bits else 1.0)
-    return alone / share
+    return alone / gemm_share(constants, device)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -32,6 +32,7 @@ class Experts:
 
     Attributes:
         shared_ffn: ffn of the shared experts together, which see every token; 0 where there are none.
+        bias: whether an expert's linears have biases, which are weighed with the token's probability.
         every: one layer in ``every`` is sparse, after ``first_dense`` layers that are not.
     """
 
@@ -39,6 +40,7 @@ class Experts:
     top_k: int
     ffn: int
     shared_ffn: int = 0
+    bias: bool = False
     first_dense: int = 0
     every: int = 1
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from executor.contexts import PhaseClock
 from executor.redistribute import Redistributor
 from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
 
+_UNDER_WAY = 2
+"""Reductions that run beside the backward at a time: each holds a gradient that is not reduced yet."""
+
 
 class GradientReduction:
     """Takes ``param.grad`` to the parameter's stored layout in every ``micro_batches``-th backward pass.
@@ -23,7 +26,7 @@ class GradientReduction:
     split on. Nothing is divided: the loss is the mean over the global (micro-)batch already, so that with several
     micro-batches the caller scales each loss by ``1 / micro_batches``, as in any loop that accumulates gradients.
     A pass is one call of ``backward``. Clearing the gradients (``zero_grad(set_to_none=True)``) before all passes of a
-    step have run starts the step again.
+    step have run starts the step again. Reductions run beside the rest of the backward; when it ends all have arrived.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class GradientReduction:
         self._pass_id: int | None = None
         self._unreduced: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
         self._unfinished: dict[nn.Parameter, Layout] = {}
+        self._under_way: deque[tuple[nn.Parameter, Callable[[], DTensor]]] = deque()
 
     def attach(
         self, parameters: Iterable[nn.Parameter], unfinished: Mapping[nn.Parameter, Layout] | None = None
@@ -71,6 +75,7 @@ class GradientReduction:
             self._unreduced.clear()
             self._passes = 0
         self._pass_id = current_backward_pass()
+        self._under_way.clear()  # of a pass that an exception ended
         at_end_of_backward(self._end_pass)
 
     def _end_pass(self) -> None:
@@ -83,23 +88,37 @@ class GradientReduction:
                 self._reduce(parameter)
         self._unreduced.clear()
         self._passes = 0
+        self._finish(0)
+
+    def _finish(self, left: int) -> None:
+        """Wait for all but the last ``left`` reductions."""
+        while len(self._under_way) > left:
+            parameter, finish = self._under_way.popleft()
+            assert isinstance(parameter, DTensor)
+            parameter.grad = _in_dtype(finish(), parameter.dtype)
 
     def _reduce(self, parameter: nn.Parameter) -> None:
         assert isinstance(parameter, DTensor)
         assert parameter.grad is not None
-        with self._clock.of("grad_reduce"):
-            parameter.grad = self._reduced(self._redistributor.as_dtensor(parameter.grad), parameter)
-
-    def _reduced(self, gradient: DTensor, parameter: DTensor) -> DTensor:
+        gradient = self._redistributor.as_dtensor(parameter.grad)
         layout = tuple(parameter.placements)
-        arrived = self._unfinished.get(cast(nn.Parameter, parameter))
+        arrived = self._unfinished.get(parameter)
         if arrived is not None:
             mesh, shape, stride = gradient.device_mesh, gradient.shape, gradient.stride()
             gradient = make_dtensor(local_of(gradient), mesh, arrived, shape, stride)
         if tuple(gradient.placements) == layout:
-            return gradient
-        travelling = _in_dtype(gradient, self._dtype)
-        return _in_dtype(self._redistributor.to_layout(travelling, layout), parameter.dtype)
+            parameter.grad = gradient
+            return
+        with self._clock.of("grad_reduce"):
+            finish = self._redistributor.start(_in_dtype(gradient, self._dtype), layout)
+        if arrived is not None:
+            # torch runs this beside the backward already, and may do so after the pass has ended for us.
+            parameter.grad = _in_dtype(finish(), parameter.dtype)
+            return
+        # The gradient as it came is let go of; it lives until its reduction has run, as do few others.
+        parameter.grad = None
+        self._under_way.append((parameter, finish))
+        self._finish(_UNDER_WAY)
 
 
 def _in_dtype(tensor: DTensor, dtype: torch.dtype) -> DTensor:

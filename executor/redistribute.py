@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from cost_model.collectives import axis_group, collective_time_s
 from cost_model.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
 from executor import torch_internals
-from executor.torch_internals import local_of, make_dtensor, run_function
+from executor.torch_internals import local_of, make_dtensor, run_function, waited
 from planner.plan import ShardingPlan
 
 
@@ -72,7 +72,7 @@ class Redistributor:
         """Return ``local`` reduced over a mesh axis; nothing runs on an axis of size 1."""
         if self._mesh_shape[axis] == 1:
             return local
-        return torch_internals.all_reduce(local, reduce_op, self.device_mesh.get_group(axis))
+        return waited(torch_internals.all_reduce(local, reduce_op, self.device_mesh.get_group(axis)))
 
     def as_dtensor(self, tensor: torch.Tensor) -> DTensor:
         """Return ``tensor`` itself, or a plain one as replicated."""
@@ -86,20 +86,27 @@ class Redistributor:
         Raises:
             NoPathError: a split would be uneven.
         """
-        if tuple(tensor.placements) == target:
-            return tensor
+        return tensor if tuple(tensor.placements) == target else self.start(tensor, target)()
+
+    def start(self, tensor: DTensor, target: Layout) -> Callable[[], DTensor]:
+        """Start to bring ``tensor`` to ``target``, outside autograd; the result is waited for when it is called for."""
         shape = tuple(tensor.shape)
         local = self._walk(local_of(tensor), shape, tuple(tensor.placements), target)
-        return make_dtensor(local.contiguous(), self.device_mesh, target, shape, contiguous_stride(shape))
+
+        def finish() -> DTensor:
+            return make_dtensor(waited(local).contiguous(), self.device_mesh, target, shape, contiguous_stride(shape))
+
+        return finish
 
     def _walk(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
+        """Return the piece after all steps; what the last one brings may be still on its way."""
         start, reached = self._without_axes_of_one(source), self._without_axes_of_one(target)
         # A gradient that the plan has as partial may arrive reduced, for instance as zeros: there is no step R -> P.
         reduced = tuple(
             Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, reached, strict=True)
         )
         for step in self._paths.path(shape, local.element_size(), start, reduced).steps:
-            local = self._step(local, step)
+            local = self._step(waited(local), step)
         for axis, (a, b) in enumerate(zip(reduced, reached, strict=True)):
             if a != b and self._coordinate[axis] != 0:
                 local = torch.zeros_like(local)
@@ -134,7 +141,7 @@ class Redistributor:
             local = torch_internals.reduce_scatter(local, target, reduce_op, group)
         else:
             local = torch_internals.all_reduce(local, reduce_op, group)
-        return local / size if average else local
+        return waited(local) / size if average else local
 
     def redistribute(self, tensor: torch.Tensor, layout: Layout, source_grad: Layout | None = None) -> DTensor:
         """Return ``tensor`` in ``layout``, and take its gradient back to ``source_grad``, whatever layout it comes in.

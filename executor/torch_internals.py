@@ -40,25 +40,28 @@ def make_dtensor(
 
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the pieces of all ranks of ``group``, concatenated along ``dim``."""
-    return _waited(funcol.all_gather_single(local.contiguous(), dim, group))
+    return waited(funcol.all_gather_single(local.contiguous(), dim, group))
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's piece, along ``dim``, of the tensors of all ranks reduced."""
-    return _waited(funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group))
+    """Return this rank's piece, along ``dim``, of the tensors of all ranks reduced; it may be still on its way."""
+    result: torch.Tensor = funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group)
+    return result
 
 
 def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks reduced; ``local`` stays as it is."""
-    return _waited(funcol.all_reduce(local.contiguous(), reduce_op, group))
+    """Return the tensors of all ranks reduced, perhaps still on its way; ``local`` stays as it is."""
+    result: torch.Tensor = funcol.all_reduce(local.contiguous(), reduce_op, group)
+    return result
 
 
 def all_to_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return piece r of every rank on rank r: ``local`` is cut, and the result joined, along dim 0 in equal parts."""
-    return _waited(funcol.all_to_all_single(local.contiguous(), None, None, group))
+    return waited(funcol.all_to_all_single(local.contiguous(), None, None, group))
 
 
-def _waited(tensor: torch.Tensor) -> torch.Tensor:
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` once it has arrived: on a GPU, for what is launched from now on."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
 
 

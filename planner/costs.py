@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from cost_model.layout import Layout, shard_counts, split_factor
 from planner import problem as quantity
 from planner.communication import Communication, Exchange, Port, Price, add_prices
@@ -20,6 +22,7 @@ from planner.report import Phase
 from planner.run import Run
 from planner.strategies.enumerate import Strategy
 from planner.strategies.own_rules import inner_collectives, work_split
+from planner.timeline import ClassTimeline, Moment
 
 
 class Pricer:
@@ -93,13 +96,21 @@ class Pricer:
         )
 
     def region(
-        self, region: Region, strategy: Strategy, *, count: int, block: str | None, in_representative: Mapping[str, int]
+        self,
+        region: Region,
+        strategy: Strategy,
+        *,
+        count: int,
+        block: str | None,
+        moments: Sequence[Moment],
+        alive: ClassTimeline,
     ) -> Price:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
         Args:
             block: the block that the region is in, None where it is in none or nothing is checkpointed.
-            in_representative: name of a kind of block -> how many of these regions one such block holds.
+            moments: at which memory is added up.
+            alive: what of the regions is alive at them.
         """
         charge: dict[str, float] = defaultdict(float)
         prices: list[Price] = []
@@ -114,8 +125,9 @@ class Pricer:
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.training:
-            self._saved(charge, region, strategy, count, recomputes, in_representative)
-        charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
+            charge.update(self._alive(region, strategy, moments, alive))
+        else:
+            charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
         return add_prices([Price(charge=charge), *prices])
 
     def _inner(
@@ -132,64 +144,50 @@ class Pricer:
                 prices.append(self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, prefix))
         return prices
 
-    def _saved(
-        self,
-        charge: dict[str, float],
-        region: Region,
-        strategy: Strategy,
-        count: int,
-        recomputes: bool,
-        in_representative: Mapping[str, int],
-    ) -> None:
-        """Add what autograd keeps of tensors made in the region: to the backward, or while its block is recomputed."""
-        kept, matmul_outputs = self._saved_inside(region, strategy)
-        activations = quantity.MEMORY + "activations"
-        if not recomputes:
-            charge[activations] += count * kept
-            return
-        stays = matmul_outputs if self.run.ac == "selective" else 0.0
-        charge[activations] += count * stays
-        for kind, number in in_representative.items():
-            charge[quantity.RECOMPUTED + kind] += number * max(kept - stays, 0.0)
-
-    def _saved_inside(self, region: Region, strategy: Strategy) -> tuple[float, float]:
-        made: dict[str, float] = {}
-        by_matmul: set[str] = set()
-        for region_op in region.ops:
-            for position in region_op.outputs:
-                value = region.slots[position].value
-                if self._profile.root[value.name] == value.name:
-                    made[value.name] = self.local_nbytes(value, strategy.forward[position])
-                    if self._profile.ops[region_op.op.name].flops > 0:
-                        by_matmul.add(value.name)
-        saved: set[str] = set()
-        extra = 0.0
-        for region_op in region.ops:
+    def _alive(
+        self, region: Region, strategy: Strategy, moments: Sequence[Moment], alive: ClassTimeline
+    ) -> dict[str, float]:
+        """Return the bytes that the regions add to each moment: kept, gradients, and what an op works on."""
+        made = np.array([self.local_nbytes(s.value, p) for s, p in zip(region.slots, strategy.forward, strict=True)])
+        gradients = np.array([
+            self.local_nbytes(slot.value, strategy.forward[i] if strategy.gradient[i] is None else strategy.gradient[i])
+            for i, slot in enumerate(region.slots)
+        ])  # fmt: skip
+        extra, cached, working = np.zeros((3, len(region.ops)))
+        for index, region_op in enumerate(region.ops):
             profile = self._profile.ops[region_op.op.name]
-            saved.update(profile.saved)
-            if profile.saved_extra_nbytes:
+            if profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes:
                 layouts = [strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)]
-                extra += profile.saved_extra_nbytes / work_split(layouts, self.run.mesh.shape)
-        kept = sum(nbytes for name, nbytes in made.items() if name in saved) + extra
-        return kept, sum(made[name] for name in by_matmul)
+                split = work_split(layouts, self.run.mesh.shape)
+                extra[index] = profile.saved_extra_nbytes / split
+                cached[index] = profile.cached_extra_nbytes / split
+                working[index] = profile.backward_extra_nbytes / split
+        rows = {
+            "activations": made @ alive.saved + extra @ alive.saved_extra + cached @ alive.cached_extra,
+            "recomputed_block": made @ alive.recomputed + extra @ alive.recomputed_extra,
+            "transient": gradients @ alive.gradients + working @ alive.works,
+        }
+        return {
+            moment.quantity(role): float(nbytes)
+            for role, row in rows.items()
+            for moment, nbytes in zip(moments, row, strict=True)
+            if nbytes
+        }
 
     def _transient(self, region: Region, strategy: Strategy) -> float:
-        """Return the bytes that the region's largest op works on, gradients and computed parameters included."""
-        largest = 0.0
-        for region_op in region.ops:
-            inputs = sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in region_op.inputs)
-            outputs = sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in region_op.outputs)
-            largest = max(largest, inputs + 2 * outputs)
-        computed = 0.0
-        for position, slot in enumerate(region.slots):
-            if slot.origin == "parameter" and slot.value.requires_grad and self.run.job.training:
-                gradient = strategy.gradient[position]
-                computed += self.local_nbytes(slot.value, gradient) if gradient is not None else 0.0
-        return largest + computed
+        """Return the bytes that the region's largest op works on in inference."""
+        return max(
+            (
+                sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in (*op.inputs, *op.outputs))
+                for op in region.ops
+            ),
+            default=0.0,
+        )
 
-    def copy(self, value: Value, layout: Layout, count: float, quantity_name: str) -> Price:
-        """Return the price of keeping ``count`` copies of ``value`` in ``layout``."""
-        return Price(charge={quantity_name: count * self.local_nbytes(value, layout)})
+    def copy(self, value: Value, layout: Layout, alive: Mapping[str, int]) -> Price:
+        """Return the price of keeping copies of ``value`` in ``layout``; ``alive``: moment's quantity -> how many."""
+        nbytes = self.local_nbytes(value, layout)
+        return Price(charge={name: count * nbytes for name, count in alive.items()})
 
 
 def _piece(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:

@@ -73,11 +73,15 @@ class _Itemiser:
             if any(tally.always or source[0] == target[0] for source, target in self._wanted(tally)):
                 layout = self._wanted(tally)[0][0][0]
                 assert layout is not None
-                yield self._pricer.copy(self._value(tally), layout, tally.count, tally.quantity)
+                yield self._pricer.copy(self._value(tally), layout, tally.alive)
         for tally in self._structure.copied:
             for source, target in self._wanted(tally):
                 if source[0] != target[0] and target[0] is not None:
-                    yield self._pricer.copy(self._value(tally), target[0], tally.count, tally.quantity)
+                    yield self._pricer.copy(self._value(tally), target[0], tally.alive)
+        for tally in self._structure.passed:
+            gradient = self._wanted(tally)[0][0][1]
+            if gradient is not None and any(target[1] != gradient for _, target in self._wanted(tally)):
+                yield self._pricer.copy(self._value(tally), gradient, tally.alive)
 
 
 def _some(price: Price | None) -> Price:
@@ -143,6 +147,9 @@ def collective_rows(price: Price) -> tuple[CollectiveEstimate, ...]:
 _PHASES = ("forward", "recompute", "backward", "grad_reduce")
 
 
+ROLES_OF_MOMENTS = ("activations", "gradients", "recomputed_block", "transient")
+
+
 def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
     """Return the peak's bytes by role; they add up to the peak."""
     roles = {
@@ -150,9 +157,10 @@ def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
         for name, amount in total.items()
         if name.startswith(quantity.MEMORY)
     }
-    roles["recomputed_block"] = round(
-        max((v for k, v in total.items() if k.startswith(quantity.RECOMPUTED)), default=0.0)
-    )
+    roles |= dict.fromkeys(ROLES_OF_MOMENTS, 0) | roles
     roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
+    moments = quantity.quantities_by_moment(total).values()
+    for name in max(moments, key=lambda names: sum(total[name] for name in names), default=[]):
+        roles[name.rpartition(".")[2]] += round(total[name])
     roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
     return roles

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -26,6 +27,16 @@ Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""
 AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 """(parameter, its FQNs, stored layout) -> whether it may be chosen."""
+
+
+class Promising(Protocol):
+    """Which choices could be part of a plan that is wanted."""
+
+    def strategy(self, index: int, choice: Strategy) -> bool:
+        """Tell whether a strategy of the region class of that index could be."""
+
+    def stored(self, index: int, choice: StoredChoice) -> bool:
+        """Tell whether a choice of the parameter class of that index could be."""
 
 
 @dataclass(slots=True)
@@ -57,16 +68,32 @@ class Formulator:
         self._holders = _holders(structure)
         self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
 
-    def build(self, accepts: Accepts | None = None, accepts_stored: AcceptsStored | None = None) -> Formulation | None:
-        """Return the problem with the strategies that ``accepts`` lets through; None where a region has none left."""
+    def build(
+        self,
+        accepts: Accepts | None = None,
+        accepts_stored: AcceptsStored | None = None,
+        promising: Promising | None = None,
+    ) -> Formulation | None:
+        """Return the problem with the choices that are let through; None where a class has none left."""
         strategies = []
         for index in range(len(self._structure.regions.classes)):
             region = self._structure.representative(index)
-            found = [s for s in self.strategies(index) if accepts is None or accepts(region, s)]
+            found = [
+                s
+                for s in self.strategies(index)
+                if (promising is None or promising.strategy(index, s)) and (accepts is None or accepts(region, s))
+            ]
             if not found:
                 return None
             strategies.append(tuple(found))
-        stored = [self._stored(parameter, strategies, accepts_stored) for parameter in self._structure.parameters]
+        stored = [
+            tuple(
+                choice
+                for choice in self._stored(parameter, strategies, accepts_stored)
+                if promising is None or promising.stored(index, choice)
+            )
+            for index, parameter in enumerate(self._structure.parameters)
+        ]
         if not all(stored):
             return None
         return self.of(strategies, stored)
@@ -108,13 +135,13 @@ class Formulator:
         structure = self._structure
         region = structure.representative(index)
         members = structure.regions.classes[index].members
-        held: dict[str, int] = Counter(
-            structure.blocks.of_region[m]
-            for m in members
-            if structure.blocks.of_region.get(m) in structure.blocks.representatives
-        )
         return self.pricer.region(
-            region, strategy, count=len(members), block=structure.block(region), in_representative=held
+            region,
+            strategy,
+            count=len(members),
+            block=structure.block(region),
+            moments=structure.timeline.moments,
+            alive=structure.timeline.classes[index],
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
@@ -170,7 +197,9 @@ class Formulator:
 
     def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
-        return self.parameter_pricer.resting(self.value_of(parameter), choice, len(parameter.values))
+        return self.parameter_pricer.resting(
+            self.value_of(parameter), choice, len(parameter.values), parameter.gradients
+        )
 
     def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StoredChoice]) -> Node:
         prices = [self.parameter_price(parameter, choice) for choice in choices]
@@ -257,13 +286,22 @@ class Formulator:
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally.count, tally.quantity).charge)
+                charges.add(tuple(found), copy(value, layout, tally.alive).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
             for p, q, members in _meeting(edges, tally.edges):
                 layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
                 if layout_q is not None and layout_p != layout_q:
-                    charges.add(members, copy(value, layout_q, tally.count, tally.quantity).charge)
+                    charges.add(members, copy(value, layout_q, tally.alive).charge)
+        for tally in self._structure.passed:
+            value = self._value(tally)
+            by_layout = defaultdict(list)
+            for p, q, members in _meeting(edges, tally.edges):
+                gradient = ports.port(p)[1]
+                if gradient is not None and gradient != ports.port(q)[1]:
+                    by_layout[gradient] += members
+            for layout, found in by_layout.items():
+                charges.add(tuple(found), copy(value, layout, tally.alive).charge)
 
     def _value(self, tally: Tally) -> Value:
         key = self._structure.edges[tally.edges[0]]
@@ -281,7 +319,9 @@ class Formulator:
         value = region.slots[slot].value
         if choice.gathered_over is not None:
             held = self._holders.get(parameter.values[0], ())
-            return self.parameter_pricer.use_with_block(value, choice, port, held) if held else None
+            return (
+                self.parameter_pricer.use_with_block(value, choice, port, held, parameter.unreduced) if held else None
+            )
         saved = any(structure.profile.root[value.name] in structure.profile.ops[o.op.name].saved for o in region.ops)
         return self.parameter_pricer.use(
             value,
@@ -291,6 +331,7 @@ class Formulator:
             saved=saved,
             recomputed=structure.block(region) is not None,
             first=index == structure.first_class,
+            working=parameter.working[use],
         )
 
     def _parameter_edges(

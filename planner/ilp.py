@@ -9,7 +9,7 @@
     quantities  Q[name] = constant + sum of the charges of x, f and u
     time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the
     backward
-    memory      memory + Z + W <= cap;  Z >= each transient;  W >= the recomputed part of each block
+    memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment
     minimise    F + B + exposed
 
 With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
@@ -31,7 +31,7 @@ from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, 
 
 
 def _in_bytes(name: str) -> bool:
-    return name.startswith((problems.MEMORY, problems.TRANSIENT, problems.RECOMPUTED))
+    return name.startswith((problems.MEMORY, problems.TRANSIENT, problems.MOMENT))
 
 
 @dataclass(slots=True)
@@ -136,25 +136,28 @@ def _time(program: _Program) -> None:
 
 def _memory(program: _Program, memory_bytes: float | None) -> pulp.LpAffineExpression:
     largest = program.model.add_variable("Z", lowBound=0)
-    block = program.model.add_variable("W", lowBound=0)
-    peak = largest + block
-    for name in program.problem.quantities():
+    moment = program.model.add_variable("W", lowBound=0)
+    peak = largest + moment
+    names = program.problem.quantities()
+    for name in names:
         if name.startswith(problems.MEMORY):
             peak = peak + program.quantity(name)
         elif name.startswith(problems.TRANSIENT):
             program.model += largest >= program.quantity(name)
-        elif name.startswith(problems.RECOMPUTED):
-            program.model += block >= program.quantity(name)
+    for alive in problems.quantities_by_moment(names).values():
+        program.model += moment >= pulp.lpSum(program.quantity(name) for name in alive)
     if memory_bytes is not None:
         program.model += peak <= memory_bytes * program.memory_scale
     return peak
 
 
-def _solver(mip_gap: float, time_limit_s: float | None) -> pulp.LpSolver:
+def _solver(mip_gap: float, time_limit_s: float | None, *, mip: bool = True) -> pulp.LpSolver:
     if pulp.HiGHS(msg=False).available():
         # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
-        return pulp.HiGHS(msg=False, gapRel=mip_gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1, presolve="off")
-    return pulp.PULP_CBC_CMD(msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
+        return pulp.HiGHS(
+            mip=mip, msg=False, gapRel=mip_gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1, presolve="off"
+        )
+    return pulp.PULP_CBC_CMD(mip=mip, msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
 
 
 def _largest(problem: Problem, belongs: Callable[[str], bool]) -> float:
@@ -191,21 +194,29 @@ def _build(problem: Problem, memory_bytes: float | None) -> tuple[_Program, pulp
 
 
 def solve(
-    problem: Problem, *, memory_bytes: float | None = None, mip_gap: float = 1e-3, time_limit_s: float | None = None
+    problem: Problem,
+    *,
+    memory_bytes: float | None = None,
+    mip_gap: float = 1e-3,
+    time_limit_s: float | None = None,
+    at_most_s: float | None = None,
 ) -> Solution | None:
-    """Return the best assignment within ``memory_bytes``, or None where there is none.
+    """Return the best assignment within ``memory_bytes`` and ``at_most_s``, or None where there is none.
 
     Args:
         problem: what to choose.
         memory_bytes: cap on the peak; None for no cap.
         mip_gap: relative gap at which the solver may stop.
         time_limit_s: after this the best found so far is returned.
+        at_most_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
     started = time.perf_counter()
     program, _ = _build(problem, memory_bytes)
+    if at_most_s is not None:
+        program.model += program.model.objective <= at_most_s * program.time_scale
     solution = _run(program, mip_gap, time_limit_s, started)
     while solution is not None and memory_bytes is not None:
         if peak_bytes(totals(problem, solution.assignment)) <= memory_bytes:
@@ -215,6 +226,48 @@ def solve(
         program.model += pulp.lpSum(chosen) <= len(chosen) - 1
         solution = _run(program, mip_gap, time_limit_s, started)
     return solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """What the linear relaxation says without a memory cap.
+
+    Attributes:
+        bound_s: no assignment takes less.
+        at_least_s: by node and choice, what no assignment with that choice takes less than: the bound and the choice's
+            reduced cost.
+    """
+
+    bound_s: float
+    at_least_s: tuple[tuple[float, ...], ...]
+
+
+def relax(problem: Problem) -> Relaxation | None:
+    """Return the bounds of the linear relaxation, None where it has no solution.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
+    """
+    program, _ = _build(problem, None)
+    _solve(program, _solver(0.0, None, mip=False))
+    if program.model.status != pulp.LpStatusOptimal:
+        return None
+    bound_s = pulp.value(program.model.objective) / program.time_scale
+    # A reduced cost below 0 belongs to a choice at its upper bound, which costs nothing extra.
+    at_least_s = tuple(
+        tuple(bound_s + max(variable.dj or 0.0, 0.0) / program.time_scale for variable in row) for row in program.choice
+    )
+    return Relaxation(bound_s=bound_s, at_least_s=at_least_s)
+
+
+def least_memory_bound(problem: Problem) -> float | None:
+    """Return bytes that no assignment's peak can go below; None where no assignment exists."""
+    program, peak = _build(problem, None)
+    program.model.setObjective(peak)
+    _solve(program, _solver(0.0, None, mip=False))
+    if program.model.status != pulp.LpStatusOptimal:
+        return None
+    return float(pulp.value(program.model.objective)) / program.memory_scale
 
 
 def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
@@ -227,14 +280,22 @@ def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
     return solution.assignment, peak_bytes(totals(problem, solution.assignment))
 
 
-def _run(program: _Program, mip_gap: float, time_limit_s: float | None, started: float) -> Solution | None:
-    solver = _solver(mip_gap, time_limit_s)
+def _solve(program: _Program, solver: pulp.LpSolver) -> int:
+    """Return the status after solving.
+
+    Raises:
+        SolverError: the solver broke off.
+    """
     try:
-        status = program.model.solve(solver)
+        return int(program.model.solve(solver))
     except pulp.PulpSolverError as error:
         raise SolverError(
             f"the solver broke off: {error}", what_to_do="Try again with a larger time limit or a larger MIP gap."
         ) from error
+
+
+def _run(program: _Program, mip_gap: float, time_limit_s: float | None, started: float) -> Solution | None:
+    status = _solve(program, _solver(mip_gap, time_limit_s))
     if status == pulp.LpStatusInfeasible:
         return None
     if status not in (pulp.LpStatusOptimal, pulp.LpStatusNotSolved) or any(

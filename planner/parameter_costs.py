@@ -8,6 +8,7 @@ be charged to each parameter and its latency to the block, once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -21,9 +22,6 @@ from planner.job import BYTES_PER_ELEMENT
 from planner.report import CollectiveKind, Phase
 from planner.run import Run
 from planner.structure import BlockGather
-
-GATHERED_BLOCKS = 2
-"""Blocks whose parameters are whole at a time: the one at work and the one that is gathered ahead of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +65,16 @@ class ParameterPricer:
         """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
         return self._run.job.master_dtype or self._run.job.dtype
 
-    def resting(self, value: Value, choice: StoredChoice, count: int) -> Price | None:
-        """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there."""
+    def resting(self, value: Value, choice: StoredChoice, count: int, gradients: Mapping[str, int]) -> Price | None:
+        """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
+
+        Args:
+            gradients: moment's quantity -> how many of them have their gradients by then.
+        """
         price = self.kept(value, choice.stored, count)
+        if self._run.job.training and value.requires_grad and self._run.micro_batches == 1:
+            nbytes = self._gradient_nbytes(value, choice.stored)
+            price = add_prices([price, Price(charge={name: n * nbytes for name, n in gradients.items()})])
         if choice.accumulated is None:
             return price
         reduced = self._reduction(value, choice.accumulated, choice.stored, count, False, once=True)
@@ -92,8 +97,7 @@ class ParameterPricer:
             gradient_dtype=self.stored_dtype,
             training=trainable,
         )
-        if self._run.micro_batches > 1:
-            state["gradients"] = 0  # they accumulate unreduced, and are charged where that is known
+        state["gradients"] = 0  # they come one by one, or accumulate unreduced, and are charged where that is known
         charge = {quantity.MEMORY + role: float(nbytes) for role, nbytes in state.items()}
         if trainable:
             charge[quantity.EXPOSED] = optimizer_step_time_s(
@@ -109,7 +113,16 @@ class ParameterPricer:
     # --- by itself -----------------------------------------------------------------------------------------------
 
     def use(
-        self, value: Value, choice: StoredChoice, use: Port, *, count: int, saved: bool, recomputed: bool, first: bool
+        self,
+        value: Value,
+        choice: StoredChoice,
+        use: Port,
+        *,
+        count: int,
+        saved: bool,
+        recomputed: bool,
+        first: bool,
+        working: Mapping[str, int],
     ) -> Price | None:
         """Return the price of using ``count`` equal parameters, each gathered by itself, and of their gradients.
 
@@ -118,6 +131,7 @@ class ParameterPricer:
             saved: whether autograd keeps the parameter for the backward, which then gathers it again.
             recomputed: whether the use is inside a checkpointed block.
             first: whether nothing is left of the backward that could hide its gradient's reduction.
+            working: moment's quantity -> how many of them an op uses at that moment.
         """
         layout, gradient = use
         assert layout is not None
@@ -132,6 +146,9 @@ class ParameterPricer:
             again = self._gather(value, choice.stored, layout, phase, calls, quantity.BLOCKING_BACKWARD)
             assert again is not None
             prices.append(again)
+            if layout != choice.stored:
+                copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
+                prices.append(Price(charge={name: n * copy for name, n in working.items()}))
         if gradient is not None and training:
             target = choice.accumulated or choice.stored
             reduced = self._reduction(value, gradient, target, count, first, once=choice.accumulated is None)
@@ -150,8 +167,11 @@ class ParameterPricer:
         )
 
     def _gradient_memory(self, value: Value, layout: Layout, count: int) -> Price:
+        return Price(charge={quantity.MEMORY + "gradients": count * self._gradient_nbytes(value, layout)})
+
+    def _gradient_nbytes(self, value: Value, layout: Layout) -> float:
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
-        return Price(charge={quantity.MEMORY + "gradients": count * numel * BYTES_PER_ELEMENT[self.stored_dtype]})
+        return numel * BYTES_PER_ELEMENT[self.stored_dtype]
 
     def _reduction(
         self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool
@@ -174,7 +194,12 @@ class ParameterPricer:
     # --- with its block ------------------------------------------------------------------------------------------
 
     def use_with_block(
-        self, value: Value, choice: StoredChoice, use: Port, blocks: tuple[tuple[BlockGather, int], ...]
+        self,
+        value: Value,
+        choice: StoredChoice,
+        use: Port,
+        blocks: tuple[tuple[BlockGather, int], ...],
+        unreduced: Mapping[str, int],
     ) -> Price | None:
         """Return the price of parameters that are gathered with their blocks, all but the latency of that.
 
@@ -182,6 +207,7 @@ class ParameterPricer:
 
         Args:
             blocks: each kind of block that such parameters are in, and how many of them one such block holds.
+            unreduced: moment's quantity -> how many of their gradients are there whole, waiting for their block's.
         """
         axis = choice.gathered_over
         if axis is None or use[0] is None or not is_fully_sharded(choice, use):
@@ -190,10 +216,16 @@ class ParameterPricer:
         prices = []
         for block, held in blocks:
             price = self._flat(block, axis, numel * held, value.dtype.itemsize, latency=False)
-            nbytes = (
-                numel * held * (GATHERED_BLOCKS * value.dtype.itemsize + value.dtype.itemsize + self._reduce_itemsize)
-            )
-            prices.append(add_prices([price, Price(charge={quantity.RECOMPUTED + block.kind: float(nbytes)})]))
+            size, reduced = value.dtype.itemsize, self._reduce_itemsize
+            nbytes = {
+                name: float(numel * held * (whole * size + reducing * reduced))
+                for name, (whole, reducing) in block.moments.items()
+            }
+            prices.append(add_prices([price, Price(charge=nbytes)]))
+        if self._run.micro_batches == 1:
+            # In place of the shards that `resting` counts.
+            more = numel * value.dtype.itemsize - self._gradient_nbytes(value, choice.stored)
+            prices.append(Price(charge={name: count * max(more, 0.0) for name, count in unreduced.items()}))
         return add_prices(prices)
 
     @property

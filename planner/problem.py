@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Charge = Mapping[str, float]
@@ -24,7 +24,21 @@ BLOCKING_BACKWARD = "blocking.backward."
 PREFETCH_FORWARD = "prefetch.forward."
 PREFETCH_BACKWARD = "prefetch.backward."
 TRANSIENT = "transient."
-RECOMPUTED = "recomputed."
+MOMENT = "moment."
+
+
+def moment_quantity(key: str, role: str) -> str:
+    """Return the name of the bytes of ``role`` that are alive at the moment ``key`` (no dots in either)."""
+    return f"{MOMENT}{key}.{role}"
+
+
+def quantities_by_moment(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return moment -> the quantities among ``names`` that are alive at it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if name.startswith(MOMENT):
+            found[name.split(".")[1]].append(name)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +160,12 @@ def step_time_s(total: Mapping[str, float]) -> float:
 
 
 def peak_bytes(total: Mapping[str, float]) -> float:
-    """Return the peak bytes from the totals: what stays, the largest transient and the largest recomputed block."""
+    """Return the peak bytes from the totals: what stays, the largest transient, and all that the worst moment adds."""
     largest = max((amount for name, amount in total.items() if name.startswith(TRANSIENT)), default=0.0)
-    block = max((amount for name, amount in total.items() if name.startswith(RECOMPUTED)), default=0.0)
+    moments = quantities_by_moment(total).values()
+    moment = max((sum(total[name] for name in names) for names in moments), default=0.0)
     stays = sum(amount for name, amount in total.items() if name.startswith(MEMORY))
-    return stays + largest + block
+    return stays + largest + moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

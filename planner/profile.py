@@ -17,12 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.graph import Op, OpGraph, Value
+from planner.live_bytes import backward_rise
 from planner.strategies.dtensor_rules import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 FLASH_BACKWARD_FLOPS = 2.5
 """FLOPs of flash attention's backward per FLOP of its forward: five products against two (FlashAttention-2, 2023)."""
+
+CROSS_ENTROPY_COPIES = 2
+"""Float32 copies of the logits that `executor.op_cross_entropy` has in its backward beside their gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,10 @@ class OpProfile:
         backward_nbytes: read and written by the backward.
         saved: values (roots of their storage) that autograd keeps for this op.
         saved_extra_nbytes: bytes kept beside them, of tensors that exist only inside the op.
+        cached_extra_nbytes: bytes of products inside the op that are not its results; selective checkpointing keeps
+            them.
+        backward_extra_nbytes: by how much the backward's bytes rise above what was there before and the gradients that
+            it leaves; below 0 where it frees what was kept before it makes those.
     """
 
     flops: float
@@ -44,6 +52,8 @@ class OpProfile:
     backward_nbytes: int
     saved: tuple[str, ...]
     saved_extra_nbytes: int
+    cached_extra_nbytes: int
+    backward_extra_nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +71,8 @@ class _FlopCount(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
+        self.products: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,6 +86,10 @@ class _FlopCount(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            if isinstance(out, torch.Tensor):
+                storage = out.untyped_storage()
+                self.products[storage._cdata] = storage.nbytes()
+                self._kept.append(out)
         return out
 
 
@@ -119,9 +135,13 @@ class _Walk:
             return tensor
 
         kept: list[torch.Tensor] = []
+        given = [self._tensors[name] for name in op.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlopCount() as count:
-            result = run_op(op, [self._tensors[name] for name in op.inputs])
+            result = run_op(op, given)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        cached = sum(count.products.values()) - sum(
+            count.products.get(tensor.untyped_storage()._cdata, 0) for tensor in results
+        )
         for name, tensor in zip(op.outputs, results, strict=True):
             self._keep(name, tensor)
             storage = tensor.untyped_storage()._cdata
@@ -132,10 +152,15 @@ class _Walk:
             return self._flash_attention(op, inputs, outputs, count.flops)
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
+            rise = CROSS_ENTROPY_COPIES * 4 * math.prod(inputs[0].shape)
+        else:
+            rise = backward_rise(op, given)
         is_view = all(
             self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs
         ) and "_." not in str(op.target)
-        return self._sum_up(op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view)
+        return self._sum_up(
+            op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view, cached, rise
+        )
 
     def _sum_up(
         self,
@@ -146,6 +171,8 @@ class _Walk:
         saved: tuple[str, ...],
         extra: int,
         is_view: bool,
+        cached: int,
+        rise: int,
     ) -> OpProfile:
         # An expanded tensor (a mask for the whole batch, say) is read as often as it is stored.
         read = sum(min(v.nbytes, self._storage_nbytes[v.name]) for v in inputs)
@@ -166,6 +193,8 @@ class _Walk:
             backward_nbytes=0 if is_view or not backward else written + saved_bytes + gradient_bytes,
             saved=saved if backward else (),
             saved_extra_nbytes=extra if backward else 0,
+            cached_extra_nbytes=cached,
+            backward_extra_nbytes=rise if backward else 0,
         )
 
     def _flash_attention(self, op: Op, inputs: list[Value], outputs: list[Value], flops: float) -> OpProfile:
@@ -182,6 +211,8 @@ class _Walk:
             backward_nbytes=2 * moved,
             saved=saved,
             saved_extra_nbytes=4 * math.prod((batch, heads, length)),
+            cached_extra_nbytes=0,
+            backward_extra_nbytes=0,
         )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cost_model import ClusterSpec, reserve_bytes
-from cost_model.layout import MeshSpec, split_factor
+from cost_model.layout import Layout, MeshSpec, split_factor
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
 from planner.candidates import TracedModel, least_compute_s, least_memory_bytes
@@ -21,16 +21,17 @@ from planner.costs import Pricer
 from planner.errors import InfeasibleError
 from planner.estimate import estimate
 from planner.formulate import Formulation, Formulator
-from planner.ilp import least_memory, solve
+from planner.ilp import least_memory, least_memory_bound, relax, solve
 from planner.job import Job
 from planner.op_times import OpTimes
+from planner.parameter_costs import StoredChoice
 from planner.polish import polish
-from planner.problem import Solution, peak_bytes, totals
+from planner.problem import Solution
 from planner.random_assignment import random_assignment
 from planner.regions import Region
 from planner.report import Estimate
 from planner.run import Run
-from planner.strategies.enumerate import StrategyTable
+from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.structure import Structure
 
 Progress = Callable[[str], None]
@@ -58,11 +59,36 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Floor:
-    """The least step time on a mesh, and the candidate that reaches it where that fits and was asked for."""
+    """What no run on a mesh can beat, in all and with any one choice.
+
+    Attributes:
+        strategies: by region class, what a run with a strategy takes at least.
+        stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
+    """
 
     mesh: MeshSpec
     bound_s: float
-    candidate: Candidate | None
+    strategies: tuple[Mapping[Strategy, float], ...]
+    stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
+
+    def below(self, time_s: float) -> _Promising:
+        """Return which choices could be part of a run that takes less than ``time_s``."""
+        return _Promising(floor=self, time_s=time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Promising:
+    """The choices of a mesh that could be part of a run that takes less than ``time_s``."""
+
+    floor: _Floor
+    time_s: float
+
+    def strategy(self, index: int, choice: Strategy) -> bool:
+        return self.floor.strategies[index].get(choice, self.floor.bound_s) < self.time_s
+
+    def stored(self, index: int, choice: StoredChoice) -> bool:
+        key = choice.stored, choice.gathered_over
+        return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
 @dataclass(slots=True)
@@ -108,33 +134,46 @@ class Search:
         pricer = Pricer(run, self._traced.profile(micro_batch), self._communication[run.mesh], self._op_times)
         return Formulator(structure, pricer, self._table, self._traced.base), structure
 
-    def formulate(self, run: Run, restriction: Restriction | None) -> tuple[Formulator, Structure, Formulation | None]:
-        """Return the problem of ``run``, or None in its place where the restriction leaves nothing."""
+    def formulate(
+        self, run: Run, restriction: Restriction | None, floor: _Floor | None = None, at_most_s: float | None = None
+    ) -> tuple[Formulator, Structure, Formulation | None]:
+        """Return the problem of ``run``, or None in its place where nothing is left to choose.
+
+        Args:
+            floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
+        """
         started = time.perf_counter()
         formulator, structure = self.formulator(run)
         built = formulator.build(
             None if restriction is None else restriction.accepts,
             None if restriction is None else restriction.accepts_stored,
+            None if floor is None or at_most_s is None else floor.below(at_most_s),
         )
         self._clock.add("costs_s", started)
         return formulator, structure, built
 
-    def solve(self, run: Run, restriction: Restriction | None, slower_than_s: float | None = None) -> Candidate | None:
-        """Return the best decision in ``run``, None where none fits.
-
-        Args:
-            slower_than_s: a decision that takes at least this long is not wanted, and comes back unchecked.
-        """
-        formulator, structure, formulation = self.formulate(run, restriction)
+    def solve(
+        self,
+        run: Run,
+        restriction: Restriction | None,
+        at_most_s: float | None = None,
+        floor: _Floor | None = None,
+    ) -> Candidate | None:
+        """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds."""
+        formulator, structure, formulation = self.formulate(run, restriction, floor, at_most_s)
         while formulation is not None:
             started = time.perf_counter()
-            solution = solve(formulation.problem, memory_bytes=self._memory_bytes, mip_gap=self._job.mip_gap)
+            solution = solve(
+                formulation.problem,
+                memory_bytes=self._memory_bytes,
+                mip_gap=self._job.mip_gap,
+                at_most_s=at_most_s,
+            )
             self._clock.add("solve_s", started)
             if solution is None:
                 return None
             decision = decision_of(formulation, solution.assignment)
-            wanted = slower_than_s is None or solution.objective_s < slower_than_s
-            refused = self._refused(run, formulation, decision) if wanted else []
+            refused = self._refused(run, formulation, decision)
             if not refused:
                 return self._candidate(run, formulator, structure, decision, solution)
             formulation = _without(formulator, formulation, decision, refused)
@@ -183,49 +222,48 @@ class Search:
     ) -> Candidate | None:
         """Return the fastest candidate over all runs, None where none fits.
 
-        Every mesh is first solved without a memory cap, in one micro-batch and without checkpointing: no run on that
-        mesh can be faster. (Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide
-        them divide the larger ones; checkpointing adds work.) The most promising mesh goes first.
+        Every mesh is first bounded by the relaxation without a memory cap, in one micro-batch and without
+        checkpointing: no run on that mesh can be faster, and none with a certain choice than that choice's bound.
+        (Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide them divide the
+        larger ones; checkpointing adds work.) The most promising mesh goes first; from the first plan that fits on,
+        only choices that could be part of a faster one are left.
         """
         floors = []
         for mesh in meshes:
             if progress is not None:
                 progress(f"bounding mesh {mesh}")
-            floor = self._floor(mesh, counts, modes, restrict(mesh))
+            floor = self._floor(mesh, counts, restrict(mesh))
             if floor is not None:
                 floors.append(floor)
         best: Candidate | None = None
         for floor in sorted(floors, key=lambda floor: floor.bound_s):
-            if best is not None and floor.bound_s >= best.estimate.step_time_s:
-                break
-            if floor.candidate is not None:
-                if best is None or floor.candidate.estimate.step_time_s < best.estimate.step_time_s:
-                    best = floor.candidate
-                continue
             for ac in modes:
                 best = self._best_on(floor, counts, ac, restrict(floor.mesh), best, progress)
         return best
 
-    def _floor(
-        self, mesh: MeshSpec, counts: Sequence[int], modes: Sequence[str], restriction: Restriction | None
-    ) -> _Floor | None:
+    def _floor(self, mesh: MeshSpec, counts: Sequence[int], restriction: Restriction | None) -> _Floor | None:
         """Return what no run on ``mesh`` can beat; None where nothing divides evenly."""
-        run = self.run_of(mesh, counts[0], "none")
-        formulator, structure, formulation = self.formulate(run, restriction)
+        _, _, formulation = self.formulate(self.run_of(mesh, counts[0], "none"), restriction)
         if formulation is None:
             return None
         started = time.perf_counter()
-        solution = solve(formulation.problem, mip_gap=self._job.mip_gap)
+        relaxed = relax(formulation.problem)
         self._clock.add("solve_s", started)
-        if solution is None:
+        if relaxed is None:
             return None
-        candidate = None
-        fits = peak_bytes(totals(formulation.problem, solution.assignment)) <= self._memory_bytes
-        if fits and "none" in modes:
-            decision = decision_of(formulation, solution.assignment)
-            if not self._refused(run, formulation, decision):
-                candidate = self._candidate(run, formulator, structure, decision, solution)
-        return _Floor(mesh=mesh, bound_s=solution.bound_s, candidate=candidate)
+        regions = len(formulation.strategies)
+        strategies = [
+            dict(zip(choices, times, strict=True))
+            for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
+        ]
+        stored: list[dict[tuple[Layout, int | None], float]] = []
+        for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:-1], strict=True):
+            least: dict[tuple[Layout, int | None], float] = {}
+            for choice, time_s in zip(choices, times, strict=True):
+                key = choice.stored, choice.gathered_over
+                least[key] = min(least.get(key, math.inf), time_s)
+            stored.append(least)
+        return _Floor(mesh=mesh, bound_s=relaxed.bound_s, strategies=tuple(strategies), stored=tuple(stored))
 
     @staticmethod
     def _candidate(
@@ -249,26 +287,26 @@ class Search:
 
         More are tried until they have not paid `_PATIENCE` times in a row.
         """
-        fastest_s, worse = math.inf, 0
+        worse, found = 0, False
         for count in counts:
             run = self.run_of(floor.mesh, count, ac)
             micro_batch = self._batch // count
             least = least_memory_bytes(self._traced, run, micro_batch, STATE_BYTES_PER_PARAMETER)
             if least + reserve_bytes(self._cluster.device) > self._memory_bytes:
                 continue
-            if best is not None:
+            at_most_s = None if best is None else best.estimate.step_time_s * (1.0 - self._job.mip_gap)
+            if at_most_s is not None:
                 least_s = max(floor.bound_s, least_compute_s(self._traced, self._op_times, run, micro_batch))
-                if least_s >= best.estimate.step_time_s * (1.0 - self._job.mip_gap):
+                if least_s >= at_most_s:
                     break
             if progress is not None:
                 progress(f"solving mesh {floor.mesh}, {count} micro-batches, checkpointing {ac}")
-            candidate = self.solve(run, restriction, None if best is None else best.estimate.step_time_s)
-            if candidate is None:
-                continue
-            if best is None or candidate.estimate.step_time_s < best.estimate.step_time_s:
-                best = candidate
-            worse = 0 if candidate.estimate.step_time_s < fastest_s else worse + 1
-            fastest_s = min(fastest_s, candidate.estimate.step_time_s)
+            candidate = self.solve(run, restriction, at_most_s, floor)
+            if candidate is not None:
+                best, worse, found = candidate, 0, True
+            elif found:
+                # What fits in fewer micro-batches fits in these: they are slower.
+                worse += 1
             if worse == _PATIENCE:
                 break
         return best
@@ -284,21 +322,29 @@ class Search:
         least: tuple[float, Structure, Decision, Run] | None = None
         # Where there is much to try, the mode that keeps least stands for the others.
         tried = modes if len(meshes) * len(counts) * len(modes) <= _LEAST_MEMORY_RUNS else modes[-1:]
+        bounds: list[tuple[float, Run]] = []
         for mesh in meshes:
             for count, mode in itertools.product(counts, tried):
                 run = self.run_of(mesh, count, mode)
-                formulator, structure, formulation = self.formulate(run, restrict(mesh))
-                while formulation is not None:
-                    found = least_memory(formulation.problem)
-                    if found is None:
-                        break
-                    decision = decision_of(formulation, found[0])
-                    refused = self._refused(run, formulation, decision)
-                    if not refused:
-                        if least is None or found[1] < least[0]:
-                            least = found[1], structure, decision, run
-                        break
-                    formulation = _without(formulator, formulation, decision, refused)
+                _, _, formulation = self.formulate(run, restrict(mesh))
+                bound = None if formulation is None else least_memory_bound(formulation.problem)
+                if bound is not None:
+                    bounds.append((bound, run))
+        for bound, run in sorted(bounds, key=lambda pair: pair[0]):
+            if least is not None and bound >= least[0]:
+                break
+            formulator, structure, formulation = self.formulate(run, restrict(run.mesh))
+            while formulation is not None:
+                found = least_memory(formulation.problem)
+                if found is None:
+                    break
+                decision = decision_of(formulation, found[0])
+                refused = self._refused(run, formulation, decision)
+                if not refused:
+                    if least is None or found[1] < least[0]:
+                        least = found[1], structure, decision, run
+                    break
+                formulation = _without(formulator, formulation, decision, refused)
         if least is None:
             return InfeasibleError(
                 "no layout of this model divides evenly over these meshes and this batch.",

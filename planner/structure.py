@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from planner import problem as quantity
 from planner.blocks import Blocks
 from planner.graph import Crossing
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionGraph
+from planner.timeline import NEVER, Moment, Timeline, build_timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +21,16 @@ class ParameterClass:
     Attributes:
         values: the parameters.
         uses: (region class, slot) -> number of uses by each of the parameters.
+        gradients: moment's quantity -> how many of the parameters have their gradients by then.
+        working: use -> moment's quantity -> how many of them an op uses at that moment.
+        unreduced: moment's quantity -> how many have their gradients by then, but not their block all of its own.
     """
 
     values: tuple[str, ...]
     uses: Mapping[tuple[int, int], int]
+    gradients: Mapping[str, int]
+    working: Mapping[tuple[int, int], Mapping[str, int]]
+    unreduced: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +45,17 @@ class EdgeKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """How often something is paid, for one set of edges that leave the same tensor."""
+    """How often something is paid, for one set of edges that leave the same tensor.
+
+    Attributes:
+        count: of redistributions.
+        alive: of saved tensors: moment's quantity -> how many there are at it.
+        always: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
+    """
 
     edges: tuple[int, ...]
-    count: int
-    quantity: str = ""
+    count: int = 0
+    alive: Mapping[str, int] = field(default_factory=dict)
     always: bool = False
 
 
@@ -55,6 +68,9 @@ class BlockGather:
         held: index of a parameter class -> how many of its parameters one such block holds.
         numel: elements of all of them.
         is_first: whether it is the first such kind in the model.
+        moments: quantity of a moment inside such blocks -> how many blocks' parameters are whole by then (its own, and
+            that of the block before it) and how many buffers gradients are being reduced in (that of the block after
+            it).
     """
 
     kind: str
@@ -62,6 +78,7 @@ class BlockGather:
     held: Mapping[int, int]
     numel: int
     is_first: bool
+    moments: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +95,11 @@ class Structure:
     recompute: tuple[Tally, ...]
     kept: tuple[Tally, ...]
     copied: tuple[Tally, ...]
+    passed: tuple[Tally, ...]
     agreements: tuple[tuple[int, int], ...]
     first_class: int | None
     gathers: tuple[BlockGather, ...]
+    timeline: Timeline
 
     def representative(self, region_class: int) -> Region:
         """Return a region of the class."""
@@ -89,24 +108,6 @@ class Structure:
     def block(self, region: Region) -> str | None:
         """Return the checkpointed block that ``region`` is in, None where it is in none."""
         return None if self.ac == "none" else self.blocks.of_region.get(region.index)
-
-
-def region_saves(regions: RegionGraph, profile: GraphProfile) -> dict[tuple[int, int], bool]:
-    """Tell for every entry (region, slot) whether its tensor is kept for the backward: there, or further down."""
-    saves: dict[tuple[int, int], bool] = {}
-    for region in regions.regions:
-        saved = {name for region_op in region.ops for name in profile.ops[region_op.op.name].saved}
-        for position, slot in enumerate(region.slots):
-            if slot.origin == "entry":
-                saves[region.index, position] = profile.root.get(slot.value.name, slot.value.name) in saved
-    changed = True
-    while changed:
-        changed = False
-        for link in regions.links:
-            source = (link.producer, link.producer_slot)
-            if source in saves and not saves[source] and saves[link.consumer, link.consumer_slot]:
-                saves[source] = changed = True
-    return saves
 
 
 def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, position: int) -> bool:
@@ -136,8 +137,9 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         )
         edge = edge_index.setdefault(key, len(edge_index))
         leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
-    tallies = _count(regions, profile, blocks, ac, leaving)
-    parameters = _parameter_classes(regions)
+    timeline = build_timeline(regions, profile, blocks, ac)
+    tallies = _count(regions, profile, blocks, ac, leaving, timeline)
+    parameters = _parameter_classes(regions, timeline)
     with_parameters = [
         (region.ops[0].op.name, regions.class_of[region.index])
         for region in regions.regions
@@ -153,7 +155,8 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
-        gathers=_block_gathers(regions, blocks, parameters),
+        gathers=_block_gathers(regions, blocks, parameters, timeline),
+        timeline=timeline,
         **tallies,
     )
 
@@ -164,60 +167,62 @@ def _count(
     blocks: Blocks,
     ac: str,
     leaving: Mapping[tuple[int, int], list[tuple[int, int, int]]],
+    timeline: Timeline,
 ) -> dict[str, tuple[Tally, ...]]:
-    saves = region_saves(regions, profile)
+    saves = timeline.savers
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
-    kept: Counter[tuple[tuple[int, ...], str, bool]] = Counter()
-    copied: Counter[tuple[tuple[int, ...], str]] = Counter()
+    kept: dict[tuple[tuple[int, ...], bool], Counter[str]] = defaultdict(Counter)
+    copied: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+    passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
         home = blocks.of_region.get(producer) if ac != "none" else None
         together: dict[str | None, list[int]] = defaultdict(list)
         again: dict[str, list[int]] = defaultdict(list)
-        keepers: dict[tuple[str, bool], list[int]] = defaultdict(list)
-        copiers: dict[str, list[int]] = defaultdict(list)
+        keepers: dict[tuple[str | None, bool], list[_Kept]] = defaultdict(list)
+        copiers: dict[str | None, list[_Kept]] = defaultdict(list)
         for edge, consumer, position in links:
             block = blocks.of_region.get(consumer) if ac != "none" else None
             inside = block is not None and _hook_inside(regions, regions.regions[consumer], position, block)
             together[block if inside else None].append(edge)
             if block is not None and inside:
                 again[block].append(edge)
-            saved = saves[consumer, position]
-            enters = block is not None and block != home
-            where = f"{quantity.RECOMPUTED}{block}" if block is not None else quantity.MEMORY + "activations"
-            if enters and not inside:
-                copiers[quantity.MEMORY + "activations"].append(edge)
-                keepers[quantity.MEMORY + "activations", False].append(edge)
-            elif enters:
-                keepers[quantity.MEMORY + "activations", True].append(edge)
-                if saved:
-                    copiers[where].append(edge)
-            elif saved:
-                copiers[where].append(edge)
-                keepers[where, False].append(edge)
+            since = saves[consumer, position]
+            within = _Kept(edge, since)
+            if block is not None and block != home:
+                # The block keeps what it is called with; what it makes of that inside, it makes again.
+                whole = _Kept(edge, timeline.starts[block])
+                keepers[None, inside].append(whole)
+                if not inside:
+                    copiers[None].append(whole)
+                elif since < NEVER:
+                    copiers[block].append(within)
+            elif since < NEVER:
+                copiers[block].append(within)
+                keepers[block, False].append(within)
         # A checkpointed block shares nothing with others: its recomputation has to stand alone.
         for edges in together.values():
             forward[_subset(edges)] += 1
         for edges in again.values():
             recompute[_subset(edges)] += 1
         owns = region.slots[slot].origin == "op"
-        for (where, always), edges in keepers.items():
-            own_save = _self_saved(regions, profile, region, slot) and (where.startswith(quantity.MEMORY)) == (
-                home is None
-            )
-            if owns and not own_save and _counts(where, blocks):
-                kept[_subset(edges), where, always] += 1
-        for where, edges in copiers.items():
-            if _counts(where, blocks):
-                copied[_subset(edges), where] += 1
+        name = region.slots[slot].value.name
+        there = [m.quantity("transient") for m in timeline.moments if name in timeline.passed[m.key]]
+        if owns and there:
+            passed[_subset(edge for edge, _, _ in links)].update(there)
+        for (where, always), found in keepers.items():
+            own_save = _self_saved(regions, profile, region, slot) and (where is None) == (home is None)
+            if owns and not own_save:
+                kept[_subset(k.edge for k in found), always].update(_alive(found, where, timeline.moments))
+        for where, found in copiers.items():
+            copied[_subset(k.edge for k in found)].update(_alive(found, where, timeline.moments))
     return {
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
         "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
-        "kept": tuple(
-            Tally(edges=edges, quantity=where, always=always, count=n) for (edges, where, always), n in kept.items()
-        ),
-        "copied": tuple(Tally(edges=edges, quantity=where, count=n) for (edges, where), n in copied.items()),
+        "kept": tuple(Tally(edges=edges, always=always, alive=alive) for (edges, always), alive in kept.items()),
+        "copied": tuple(Tally(edges=edges, alive=alive) for edges, alive in copied.items()),
+        "passed": tuple(Tally(edges=edges, alive=alive) for edges, alive in passed.items()),
     }
 
 
@@ -225,12 +230,22 @@ def _subset(edges: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(edges)))
 
 
-def _counts(where: str, blocks: Blocks) -> bool:
-    """Tell whether a quantity is one that is counted: recomputed parts only of one block of each kind."""
-    return not where.startswith(quantity.RECOMPUTED) or where[len(quantity.RECOMPUTED) :] in blocks.representatives
+class _Kept(NamedTuple):
+    """A tensor kept for the consumer at the end of an edge, from the moment ``since`` back to the start."""
+
+    edge: int
+    since: int
 
 
-def _parameter_classes(regions: RegionGraph) -> tuple[ParameterClass, ...]:
+def _alive(kept: Sequence[_Kept], block: str | None, moments: Sequence[Moment]) -> dict[str, int]:
+    """Return the moments' quantities at which a tensor is there: made again in ``block``, or kept all along (None)."""
+    since = min(k.since for k in kept)
+    role = "activations" if block is None else "recomputed_block"
+    there = [m for m in moments if m.position >= since and (block is None or m.block == block)]
+    return {moment.quantity(role): 1 for moment in there}
+
+
+def _parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
     uses: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
@@ -239,11 +254,55 @@ def _parameter_classes(regions: RegionGraph) -> tuple[ParameterClass, ...]:
     groups: dict[tuple[tuple[tuple[int, int], int], ...], list[str]] = defaultdict(list)
     for value, counted in uses.items():
         groups[tuple(sorted(counted.items()))].append(value)
-    return tuple(ParameterClass(values=tuple(values), uses=dict(key)) for key, values in groups.items())
+    return tuple(
+        ParameterClass(
+            values=tuple(values),
+            uses=dict(key),
+            gradients=_gradients(values, timeline),
+            working={use: _working(use[0], values, regions, timeline) for use, _ in key},
+            unreduced=_unreduced(values, timeline),
+        )
+        for key, values in groups.items()
+    )
+
+
+def _gradients(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters are used by later ops only."""
+    counts = {
+        moment.quantity("gradients"): sum(
+            min(timeline.uses[value], default=NEVER) > moment.position for value in values
+        )
+        for moment in timeline.moments
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters are used later in the block that the moment is in."""
+    found: dict[str, int] = {}
+    for block, moments in timeline.blocks.items():
+        for moment in moments:
+            later = [
+                v for v in values if moment.position < min(timeline.uses[v], default=NEVER) <= timeline.ends[block]
+            ]
+            if later:
+                found[moment.quantity("gradients")] = len(later)
+    return found
+
+
+def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters an op of a class of regions uses at it."""
+    found = {}
+    for moment in timeline.moments:
+        op = regions.graph.ops[moment.position].name
+        members = (regions.regions[member] for member in regions.classes[region_class].members)
+        if any(region_op.op.name == op for region in members for region_op in region.ops):
+            found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
+    return {name: count for name, count in found.items() if count}
 
 
 def _block_gathers(
-    regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass]
+    regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass], timeline: Timeline
 ) -> tuple[BlockGather, ...]:
     """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
     home: dict[str, str] = {}
@@ -272,7 +331,23 @@ def _block_gathers(
                 for index, n in held[block].items()
             )
             count = kinds[tuple(sorted(contents[block]))]
-            found.append(BlockGather(kind=block, count=count, held=dict(held[block]), numel=numel, is_first=not found))
+            alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
+            ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
+            inside = {
+                moment.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
+                for b in alike
+                for moment in timeline.blocks.get(b, ())
+            }
+            found.append(
+                BlockGather(
+                    kind=block,
+                    count=count,
+                    held=dict(held[block]),
+                    numel=numel,
+                    is_first=not found,
+                    moments=inside,
+                )
+            )
     return tuple(found)
 
 

@@ -80,7 +80,7 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         schedule=_schedule(row, virtual, pipeline),
         context=context,
         expert=int(number(row, "ep") or 1),
-        expert_tensor=int(number(row, "etp") or (1 if row.get("ep") else tensor)),
+        expert_tensor=int(number(row, "etp") or (1 if row.get("ep") and not assumed.experts_cut else tensor)),
         checkpointing=_checkpointing(row.get("act_ckpt", ""), assumed),
         dtype=_dtype(row.get("precision", "")),
         implementation=assumed.implementation,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cost_model.parallelism import Checkpointing, Implementation
+from published.dates import date_of
 from published.rows import number
 
 
@@ -18,6 +18,8 @@ class Assumptions:
     Attributes:
         micro_batch: where a row states none; 0 for unknown.
         checkpointing: where a row states none.
+        experts_cut: whether experts are cut over tensor ranks where a row does not state their tensor degree
+            (Megatron-Core: expert_tensor_parallel_size None stands for the tensor degree).
         packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
         model_batches: micro-batch of models whose own configuration in the framework says another.
         layers_per_chunk: of an interleaved pipeline whose chunks are not stated; 0 for a pipeline that is not.
@@ -28,6 +30,7 @@ class Assumptions:
     micro_batch: int = 0
     seq: int = 0
     zero: int = 0
+    experts_cut: bool = False
     sequence_parallel: bool = True
     dropout: bool = False
     layers_per_chunk: int = 0
@@ -51,6 +54,7 @@ _MEGATRON = Implementation(
     keeps_gathered=False,
     gradients_persist=True,
     saves_cast=True,
+    expert_bias_kernels=True,
 )
 _MEGATRON_2021 = Implementation(
     attention="unfused",
@@ -65,8 +69,26 @@ _MEGATRON_2021 = Implementation(
     loss_nbytes=6.0,
 )
 _FSDP2 = Implementation(
-    attention="flash2", fused=False, host_ops_per_layer=60, tensor_copies=True, attention_copies=4.0
+    attention="flash2",
+    fused=False,
+    separate_linears=True,
+    gather_stream=True,
+    host_ops_per_layer=60,
+    tensor_copies=True,
+    attention_copies=4.0,
 )
+
+CHUNKED_LOSS_NBYTES, CHUNKED_LOSS_NBYTES_COMPILED = 7.0, 4.5
+"""Bytes per logit of torchtune's CEWithChunkedOutputLoss (in torchtitan #996), which is given all logits in 16 bits and
+casts one of 8 pieces at a time: logits (2), each piece's log-softmax until its backward (4; compiled it is not kept,
+and gradients of 2 are the most), and one piece's cast and gradient (8 / 8; compiled 4 / 8). Not torchtitan's later
+ChunkedCELoss, which projects piece by piece."""
+
+DEEPSPEED_REUSE = 1e9
+"""Default of ``stage3_max_reuse_distance`` (deepspeed/runtime/zero/config.py). In 2021 fetch_sub_module of
+deepspeed/runtime/zero/stage3.py gathered, waited and synchronized the device before each module; it fetched ahead only
+below 1e9 parameters alive (``stage3_max_live_parameters``), of which one layer of 530B has 5e9; ``overlap_comm`` was
+off."""
 
 TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
@@ -121,11 +143,14 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
                 parameter_nbytes=2,
                 master_nbytes=4,
                 reduce_each_micro_batch=True,
+                data_overlap=False,
+                gather_pieces=4,  # a module at a time: the four linears of a layer
+                reuse_numel=DEEPSPEED_REUSE,
             ),
             checkpointing="full",
             zero=3,
             dropout=True,
-            note="as Megatron-LM 2021, parameters gathered beside compute",
+            note="as Megatron-LM 2021; a module's parameters are waited for when it begins, gradients reduced likewise",
         ),
     ),
     (
@@ -160,11 +185,13 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
         Assumptions(
             implementation=_MEGATRON,
             zero=1,
+            experts_cut=True,
             layers_per_chunk=1,
             packed_document=256,
             note="Transformer Engine, tp-comm-overlap, gradients reduced in bf16, no recomputation where blank, "
             "fine-tuning on packed SQuAD examples of about 256 tokens, "
-            "one layer in each interleaved chunk where blank",
+            "one layer in each interleaved chunk and experts cut over tensor ranks where blank; latent attention "
+            "unfused on Blackwell before July 2025",
         ),
     ),
     (
@@ -172,7 +199,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
         Assumptions(
             implementation=dataclasses.replace(_MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
             zero=1,
-            note="as NeMo; CUDA graphs; DeepEP or HybridEP; no recomputation where blank",
+            note="as NeMo; CUDA graphs; DeepEP or HybridEP; GPT-OSS as its recipes say; no recomputation where blank",
         ),
     ),
     (
@@ -183,7 +210,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
             note="as Megatron-Bridge",
         ),
     ),
-    ("Megatron-Core", Assumptions(implementation=_MEGATRON, zero=1, note="as NeMo")),
+    ("Megatron-Core", Assumptions(implementation=_MEGATRON, zero=1, experts_cut=True, note="as NeMo")),
     (
         "Composer",
         Assumptions(
@@ -206,7 +233,9 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "FSDP1 (fms",
         Assumptions(
-            implementation=dataclasses.replace(_FSDP2, parameter_nbytes=4, fused=True), zero=3, note="compiled; FSDP1"
+            implementation=dataclasses.replace(_FSDP2, parameter_nbytes=4, fused=True, gather_stream=False),
+            zero=3,
+            note="compiled; FSDP1",
         ),
     ),
     (
@@ -239,6 +268,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
             implementation=dataclasses.replace(
                 _FSDP2,
                 attention="flash3",
+                gather_stream=False,
                 optimizer_on_host=True,
                 parameter_nbytes=2,
                 gradient_nbytes=2,
@@ -247,6 +277,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
                 loss_traffic_nbytes=8.0,
                 loss_nbytes=0.5,
                 fused=True,
+                reuse_numel=DEEPSPEED_REUSE,
             ),
             zero=3,
             note="Liger kernels, optimizer on the CPU",
@@ -281,28 +312,51 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
 """First match of the start of the row's framework wins."""
 
 
-_PULLS = (
-    (0, "2024-01-01"),
-    (355, "2024-06-05"),
-    (701, "2024-11-26"),
-    (1033, "2025-04-02"),
-    (1690, "2025-09-17"),
-    (2095, "2025-12-01"),
-    (2937, "2026-04-27"),
-    (3659, "2026-06-13"),
-    (4143, "2026-08-13"),
-)
-"""Numbers of torchtitan's pull requests and when they were merged (git log @b5bcd76)."""
+LATENT = ("DeepSeek-V3", "Kimi")
+"""How the names of models with latent attention start: queries and keys are wider than values."""
 
 
-def _date(row: Mapping[str, str]) -> str:
-    """Return the row's date; the middle of the year where the year alone is known, else the latest of ``_PULLS`` before
-    the pull request that the source names, else nothing."""
-    date = row.get("source_date", "")
-    if not date:
-        pull = re.search(r"torchtitan commit .*\(#(\d+)", row.get("source", ""))
-        return next(day for number, day in reversed(_PULLS) if number <= int(pull[1])) if pull else ""
-    return f"{date}-07-01" if len(date) == 4 else date
+def _attention_of(
+    row: Mapping[str, str], found: Assumptions, implementation: Implementation
+) -> tuple[Assumptions, Implementation]:
+    """Return the assumptions with the attention kernel that the row's device, model and date allow.
+
+    - torchtitan took the memory-efficient kernel for latent attention until FlexAttention (#1610, 2025-08-22), as
+      FlashAttention-2 wants values as wide as keys; and cuDNN's on Blackwell since #1196 (2025-05-14), whose result its
+      selective checkpointing keeps since #2095 (2025-12-01).
+    - Transformer Engine trains 192 wide queries beside 128 wide values on Blackwell with cuDNN from 9.11 on (its
+      fused_attn.cpp), of July 2025; before that unfused, of which NVIDIA/dgxc-benchmarking deepseek_v3/pretraining/
+      launch.sh @60d6fd3 recomputes the core (on GB200; on H100 mla_up_proj).
+    """
+    blackwell = row.get("gpu", "").startswith(("B200", "B300", "GB200", "GB300"))
+    latent, date = row.get("model", "").startswith(LATENT), date_of(row)
+    if row.get("framework", "").startswith("torchtitan"):
+        if latent and "0000" < date < "2025-08-22":
+            return found, dataclasses.replace(implementation, attention="efficient")
+        if blackwell and date >= "2025-05-14":
+            return found, dataclasses.replace(implementation, attention="cudnn", keeps_attention=date >= "2025-12")
+    elif latent and blackwell and implementation.attention == "cudnn" and "0000" < date < "2025-07":
+        return (
+            dataclasses.replace(found, checkpointing="attention"),
+            dataclasses.replace(implementation, attention="unfused"),
+        )
+    return found, implementation
+
+
+def _gpt_oss(row: Mapping[str, str], implementation: Implementation) -> Implementation:
+    """Return what Megatron-Bridge's recipes for GPT-OSS 120B in 16 bits say, unlike those of its other experts.
+
+    scripts/performance/configs/gpt_oss at v0.2.0, v0.3.0 and v0.4.1 (25.11, 26.02, 26.04): CUDA graphs on GB300 and
+    B300 alone; the plain all-to-all, but HybridEP from 26.04 on for B200, B300 and GB200.
+    """
+    graphs = row.get("gpu", "").startswith(("GB300", "B300"))
+    hybrid = row.get("gpu", "").startswith(("B200", "B300", "GB200")) and date_of(row) >= "2026-04"
+    return dataclasses.replace(
+        implementation,
+        expert_once=hybrid,
+        host_ops_per_layer=0 if graphs else _MEGATRON.host_ops_per_layer,
+        expert_host_ops=0 if graphs else _MEGATRON.expert_host_ops,
+    )
 
 
 TORCHTUNE_STEPS = ("Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation Checkpointing")
@@ -336,27 +390,32 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
             host_ops_per_layer=implementation.host_ops_per_layer // 2,
         )
     loss_compiled = compiled or row.get("compile") == "loss only"
-    if framework.startswith("torchtitan") and loss_compiled and _date(row) >= "2025-04-02":
+    if framework.startswith("torchtitan") and loss_compiled and date_of(row) >= "2025-04-02":
         # #1033 compiles the loss too: logits and their gradient stay in 16 bits
         implementation = dataclasses.replace(implementation, loss_traffic_nbytes=8.0, loss_nbytes=4.0)
-    if framework.startswith("torchtitan") and _date(row) >= "2026-04-27":
+    if framework.startswith("torchtitan") and date_of(row) >= "2026-04-27":
         implementation = dataclasses.replace(implementation, loss_chunks=8)  # ChunkedCELoss, #2937
-    if framework.startswith(("torchtitan", "torchtune")) and (_date(row) or "2025-01") < "2025-08":
+    if framework.startswith(("torchtitan", "torchtune")) and (date_of(row) or "2025-01") < "2025-08":
         implementation = dataclasses.replace(implementation, float32_norm=True)
+    if framework.startswith("torchtitan") and date_of(row) >= "2025-09-06":
+        implementation = dataclasses.replace(implementation, keeps_exchanged=True)  # #1672
     if "chunked ce" in notes:
-        implementation = dataclasses.replace(implementation, loss_chunks=8)
+        implementation = dataclasses.replace(implementation, loss_nbytes=CHUNKED_LOSS_NBYTES)
     if "fused=false" in notes:
         implementation = dataclasses.replace(implementation, optimizer_passes=3.0)
     if framework.startswith("torchtitan") and (number(row, "pp") or 1) > 1:
         implementation = dataclasses.replace(implementation, reshards=False)
-    if framework.startswith("torchtitan") and "0000" < _date(row) < "2024-05-01":
+    if framework.startswith("torchtitan") and "0000" < date_of(row) < "2024-05-01":
         implementation = dataclasses.replace(implementation, loss_parallel=False)
     if framework.startswith("torchtitan") and row.get("zero_stage") == "2":
         implementation = dataclasses.replace(implementation, reshards=False)
     step = torchtune_step(row)
     if step is not None:
         implementation = dataclasses.replace(
-            implementation, fused=step >= 2, recomputes_cheap=step >= 2, loss_chunks=8 if step >= 3 else 1
+            implementation,
+            fused=step >= 2,
+            recomputes_cheap=step >= 2,
+            loss_nbytes=CHUNKED_LOSS_NBYTES_COMPILED if step >= 3 else implementation.loss_nbytes,
         )
         found = dataclasses.replace(found, checkpointing="full" if step >= 4 else "none")
     if "PURE" in row.get("precision", ""):
@@ -369,6 +428,9 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
         implementation = dataclasses.replace(implementation, expert_once=True)
     if "ep overlap on" in notes:
         implementation = dataclasses.replace(implementation, expert_overlap=True)
+    found, implementation = _attention_of(row, found, implementation)
+    if framework.startswith("Megatron-Bridge") and row.get("model", "").startswith("GPT-OSS"):
+        implementation = _gpt_oss(row, implementation)
     if row.get("gpu", "").startswith("A100") and implementation.attention == "cudnn":
         implementation = dataclasses.replace(implementation, attention="flash2")
     if "mem-efficient" in notes:

@@ -15,6 +15,11 @@ META_H100_WATTS = 500.0
 data; 94.99 GiB visible). The SXM part of the catalogue has 700 W."""
 
 
+GB300_WATTS, GB200_WATTS = 1400.0, 1200.0
+"""What a Blackwell Ultra of a superchip may draw and a Blackwell before it, of the same matrix rates:
+glennklockwood.com/garden/processors/B300 (\"Upgrade to 1400 W (from 1200W)\"), read 2026-11-21."""
+
+
 class UnknownMachineError(ValueError):
     """A row whose device is unknown; the message is the reason that tables print."""
 
@@ -23,7 +28,7 @@ class UnknownMachineError(ValueError):
 def _cluster(device: str, capped_share: float, exponent: float, nodes: int, per_node: int, nic: float) -> ClusterSpec:
     found = find_device(device)
     description: dict[str, object] = {"name": device}
-    if capped_share < 1.0:
+    if capped_share != 1.0:
         factor = capped_share**exponent
         description["peak_flops"] = {name: rate * factor for name, rate in found.flop_rates}
     if device.startswith("h100") and capped_share < 1.0:
@@ -64,7 +69,7 @@ def cluster_of(row: Mapping[str, str], constants: StepConstants | None = None) -
 
 
 def _device(gpu: str, memory_gb: float | None) -> tuple[str, float]:
-    """Return the catalogue's name of the device and the share of its power that it may draw."""
+    """Return the catalogue's name of the device and the share of that one's power that it may draw."""
     names = device_names()
     if gpu.startswith("A100"):
         return ("a100-sxm-40gb" if memory_gb == 40 else "a100-sxm-80gb"), 1.0
@@ -79,6 +84,7 @@ def _device(gpu: str, memory_gb: float | None) -> tuple[str, float]:
             found = [name for name in names if name.startswith(prefix)]
             if not found:  # same matrix rates and links in 16 and 8 bits, more memory
                 found = [name for name in names if name.startswith(prefix.replace("300", "200"))]
+                return found[0], GB300_WATTS / GB200_WATTS if prefix == "gb300" else 1.0
             return found[0], 1.0
     for start in ("MI300X", "MI325X", "MI355X", "MI250X"):
         if gpu == start:

@@ -91,6 +91,7 @@ def _experts(name: str, dims: Mapping[str, float], spec: TransformerSpec) -> Exp
         top_k=int(dims.get("topk", 2)),
         ffn=ffn,
         shared_ffn=shared,
+        bias=name.startswith("GPT-OSS"),
         first_dense=first_dense,
         every=every,
     )

@@ -20,19 +20,16 @@ FITTED = {
     "sm80": (0.95, 0.7, 1.0),
     "sm90": (0.85, 0.7, 1.0),
     "sm100": (0.85, 0.6, 1.0),
-    "fp8_share": (0.95, 0.5, 1.0),
     "expert_share": (0.7, 0.3, 1.0),
     "stream_share": (0.75, 0.5, 1.0),
     "fused_stream_share": (0.7, 0.5, 1.0),
     "host_op_s": (1.5e-5, 3e-6, 4e-5),
-    "overlap_slowdown": (0.1, 0.02, 1.0),
-    "exposed_tensor_share": (0.2, 0.05, 1.0),
     "power_exponent": (0.4, 0.2, 1.0),
 }
 """Constants that step times decide: where the search starts, and the least and most that can be believed."""
 
-FITTED_MEMORY = {"fragmentation": (0.1, 0.01, 0.4), "fragmentation_bytes": (4e9, 0.2e9, 12e9)}
-"""The same of the constants that peaks of memory decide."""
+FITTED_MEMORY = {"fragmentation_bytes": (4e9, 0.2e9, 12e9)}
+"""The same of the constant that peaks of memory decide."""
 
 THINNED = {"training_runs_vtrain.csv": 10}
 """Of a file's calibration rows every how many-th is used: 900 runs of one node say little more than 90."""

@@ -143,6 +143,12 @@ def test_plan_has_every_option_by_name() -> None:
         (["estimate", "gpt2", "fully-sharded", "--planner", "ilp"], "more than one"),
         (["estimate", "gpt2", "fully-sharded"], "--cluster is missing"),
         (["estimate", "gpt2", "nonsense", *TINY], "--planner is 'nonsense'"),
+        (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1"], "--cluster is missing"),
+        (["estimate", "gpt2", "--cluster", "8xh100-sxm-80gb", "--mesh", "fsdp=4", "--micro-batch", "1"], "4 ranks"),
+        (["estimate", "gpt2", "--cluster", "8xh100-sxm-80gb", "--mesh", "fsdp=8,xp=2"], "unknown axis 'xp'"),
+        (["estimate", "t5-large", "--cluster", "8xtoy", "--mesh", "fsdp=8"], "Plan it instead"),
+        (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batches", "2"], "are for plans"),
+        (["calibrate", "-o", "cluster.yaml"], "torchrun"),
         (["estimate", "gpt2", "plan.json", "--batch", "8"], "--batch cannot be given with a plan file"),
         (["verify", "gpt2", "absent.json"], "absent.json"),
         (["serve", "--port", "99999"], "port"),
@@ -296,6 +302,21 @@ def test_verify_objects_to_an_edited_plan(planned: Planned, tmp_path: Path) -> N
     assert report["equal"] is False
     (difference,) = report["differences"]
     assert difference["expected"] == difference["observed"] + 1
+
+
+def test_estimate_of_a_configuration_by_its_degrees() -> None:
+    """Degrees that the executor cannot run are priced all the same, as text and as JSON."""
+    options = ["--cluster", "16x8xh100-sxm-80gb", "--mesh", "fsdp=2,tp=8,pp=8", "--micro-batch", "1", "--batch", "64"]
+    result = run("estimate", "llama-3.1-70b", *options, "--seq", "4096", "--sp", "--ac", "full", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert data["step_time_s"] > sum(data["parts_s"].values()) * 0.99
+    assert data["parts_s"]["bubble_s"] > 0
+    assert data["memory_bytes"]["allocated"] <= data["memory_bytes"]["reserved"] <= data["memory_bytes"]["device"]
+    shown = run("estimate", "llama-3.1-70b", *options, "--seq", "4096", "--sp", "--ac", "full")
+    assert shown.exit_code == 0
+    assert "per step" in shown.stdout
+    assert "bubble" in shown.stdout
 
 
 @pytest.mark.parametrize("command_name", ["verify", "estimate"])

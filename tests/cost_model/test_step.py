@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from cost_model.cluster import ClusterSpec
 from cost_model.parallelism import Implementation, ParallelSpec
 from cost_model.step import stage_layers, step_time
+from cost_model.step_constants import shipped_constants
 from cost_model.transformer import Experts, TransformerSpec
 
 SMALL = TransformerSpec(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
@@ -101,3 +102,51 @@ def test_layers_that_do_not_divide_leave_room_for_embedding_and_loss():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="more than 8 layers"):
         seconds(pipeline=16)
+
+
+def test_gathers_that_are_waited_for_are_exposed_and_a_large_layer_is_gathered_once_more_to_recompute():
+    sharded = {"shard": 16, "zero": 3, "checkpointing": "full", "micro_batch": 8}
+
+    def data_s(**changes):
+        parallel = dataclasses.replace(ONE, **sharded, implementation=Implementation(**changes))
+        return step_time(SMALL, parallel, H100).data_s
+
+    assert data_s(data_overlap=False) > 2 * data_s()
+    assert data_s(data_overlap=False, reuse_numel=1.0) > data_s(data_overlap=False)
+    assert data_s(data_overlap=False, gather_pieces=4) > data_s(data_overlap=False)
+
+
+def test_overlapped_tensor_parallelism_leaves_the_last_piece_of_a_reduction():
+    def tensor_s(ranks, overlap):
+        implementation = Implementation(tensor_overlap=overlap)
+        parallel = dataclasses.replace(
+            ONE, tensor=ranks, sequence_parallel=True, micro_batch=16, implementation=implementation
+        )
+        return step_time(SMALL, parallel, H100).tensor_s
+
+    assert tensor_s(2, True) / tensor_s(2, False) == pytest.approx(1 / 4, rel=0.1)
+    assert tensor_s(8, True) / tensor_s(8, False) == pytest.approx(1 / 16, rel=0.1)
+
+
+def test_attention_that_selective_checkpointing_does_not_keep_runs_again():
+    kept, again = (
+        seconds(micro_batch=8, checkpointing="selective", implementation=Implementation(keeps_attention=keeps))
+        for keeps in (True, False)
+    )
+    assert again > kept
+
+
+def test_biases_of_experts_cost_where_their_kernels_are_not_fused():
+    biased = dataclasses.replace(SPARSE, experts=dataclasses.replace(SPARSE.experts, bias=True))
+    apart = Implementation(expert_bias_kernels=True, host_ops_per_layer=0, expert_host_ops=0)
+    assert seconds(biased, implementation=apart) > seconds(SPARSE, implementation=apart)
+
+
+def test_the_share_of_experts_counts_where_a_rank_has_one_of_them():
+    alone = dataclasses.replace(SMALL, experts=Experts(count=8, top_k=2, ffn=1024))
+    parallel = dataclasses.replace(ONE, shard=16, zero=3, expert=8, micro_batch=8)
+    slow, fast = (
+        step_time(alone, parallel, H100, dataclasses.replace(shipped_constants(), expert_share=share))
+        for share in (0.5, 1.0)
+    )
+    assert slow.compute_s > fast.compute_s

@@ -80,3 +80,24 @@ def test_a_loss_in_chunks_holds_less():
 def test_fragments_stay_within_the_device():
     full = peak(micro_batch=40)
     assert full.device <= 1.063 * H100.device.memory_bytes or full.fragmentation == 0
+
+
+def test_gathers_of_a_stream_of_their_own_are_reserved_beside_the_peak():
+    sharded = {"shard": 16, "zero": 3, "micro_batch": 4}
+    apart = peak(**sharded, implementation=Implementation(gather_stream=True))
+    layer = 2.0 * (SMALL.attention_parameters + SMALL.norm_parameters + SMALL.dense_mlp_parameters)
+    assert apart.pools == pytest.approx(layer + 2.0 * SMALL.vocab * SMALL.hidden)
+    assert apart.reserved == apart.allocated + apart.pools + apart.fragmentation
+    assert peak(**sharded).pools == peak(implementation=Implementation(gather_stream=True)).pools == 0
+
+
+def test_selective_checkpointing_keeps_attention_unless_it_is_told_not_to():
+    kept, dropped = (
+        layer_bytes(
+            SMALL,
+            dataclasses.replace(ONE, checkpointing="selective", implementation=Implementation(keeps_attention=keeps)),
+            sparse=False,
+        ).saved
+        for keeps in (True, False)
+    )
+    assert kept - dropped == 2048 * (2 * SMALL.attention_out_dim + 4 * SMALL.heads)

@@ -36,7 +36,15 @@ TIMES = (
         for link in ("inside-node", "between-nodes")
     ),
 )
-BYTES = ("memory.parameters", "memory.activations", "transient.0", "transient.1", "recomputed.h.0", "recomputed.g.0")
+BYTES = (
+    "memory.parameters",
+    "memory.activations",
+    "transient.0",
+    "transient.1",
+    "moment.0.activations",
+    "moment.0.transient",
+    "moment.1.activations",
+)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,14 @@ def test_time_of_hand_worked_totals() -> None:
 
 
 def test_peak_of_hand_worked_totals() -> None:
-    total = {"memory.a": 10.0, "memory.b": 5.0, "transient.0": 3.0, "transient.1": 4.0, "recomputed.h.0": 2.0}
-    assert peak_bytes(total | {"recomputed.g.0": 6.0}) == 10 + 5 + 4 + 6
+    total = {
+        "memory.a": 10.0,
+        "memory.b": 5.0,
+        "transient.0": 3.0,
+        "transient.1": 4.0,
+        "moment.0.a": 2.0,
+        "moment.0.b": 1.0,
+    }
+    assert peak_bytes(total) == 10 + 5 + 4 + 2 + 1
+    assert peak_bytes(total | {"moment.1.a": 6.0}) == 10 + 5 + 4 + 6
     assert peak_bytes({"memory.a": 1.0}) == 1.0

@@ -1,0 +1,319 @@
+"""Is the peak memory that a plan predicts what its step holds? Planned against torch's MemTracker, one table.
+
+    python benchmarks/memory.py                               # 12 models x {none, selective, full} x {DP, FSDP, TP}
+    python benchmarks/memory.py --model llama --ac full --plan FSDP --roles
+
+Every model is planned by that baseline's planner on 4 devices ("toy": no flash attention, no reserve), and one training
+step of the sharded module is run as rank 0 of 4 fake processes: small real tensors on the CPU, with wrong values, since
+nobody answers, but of the right sizes. (Under FakeTensorMode DTensor's strided shards fail, and on meta `fully_shard`
+never frees what it gathered.) The step that is measured is the second, as in steady training: the optimizer's state is
+there, and the gradients of the step before are gone (`zero_grad(set_to_none=True)`). It ends with the backward: a fused
+optimizer, as on GPUs, makes no tensors. Attention is torch's MATH on both sides. What MemTracker counts is bytes of
+live tensors, at the op's end: no allocator, no workspace inside an op.
+Exit code 1 where any error is above the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from executor import shard_module
+from executor.batch import local_batch
+from executor.mesh import device_mesh_for
+from executor.torch_internals import fake_process_group
+from planner import PlanningSession, ShardingPlan
+from planner.eager_masks import unpacked_sequences
+from planner.errors import PlannerError
+
+TARGET = 0.03
+RANKS = 4
+BATCH, SEQ = 8, 64
+PLANS = {"DP": ("data-parallel", "dp=4"), "FSDP": ("fully-sharded", "dp=4"), "TP": ("tensor-parallel", "tp=4")}
+MODES = ("none", "selective", "full")
+
+_WIDTHS: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+}
+_TEXT: dict[str, Any] = {**_WIDTHS, "vocab_size": 512, "max_position_embeddings": 128}
+_GROUPED: dict[str, Any] = {**_TEXT, "num_key_value_heads": 4, "head_dim": 16}
+_STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_IMAGES: dict[str, Any] = {**_WIDTHS, **_STILL, "image_size": 64, "patch_size": 8, "num_labels": 16}
+
+_IMAGE_STYLES = ("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2")
+
+
+def _styles(block: str, colwise: str, rowwise: str) -> dict[str, str]:
+    """Return the tensor-parallel plan of equal blocks; names of modules in them, by spaces."""
+    return {
+        f"{block}.{name}": style
+        for style, names in (("colwise", colwise), ("rowwise", rowwise))
+        for name in names.split()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, what one call takes, and the expert's tensor-parallel plan where its config carries none.
+
+    Attributes:
+        make: makes the module.
+        takes: "causal", "masked", "images" or "pair" (encoder and decoder).
+        tp_plan: FQN pattern of modules -> style; None takes the model's own.
+    """
+
+    make: Callable[[], nn.Module]
+    takes: str
+    tp_plan: Mapping[str, str] | None = None
+
+
+def _hf(model: str, config: str, **fields: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**fields))
+        return built
+
+    return make
+
+
+CASES = {
+    "llama": Case(make=_hf("LlamaForCausalLM", "LlamaConfig", **_GROUPED), takes="causal"),
+    "mistral": Case(make=_hf("MistralForCausalLM", "MistralConfig", **_GROUPED), takes="causal"),
+    "qwen2": Case(make=_hf("Qwen2ForCausalLM", "Qwen2Config", **_GROUPED), takes="causal"),
+    "qwen3": Case(make=_hf("Qwen3ForCausalLM", "Qwen3Config", **_GROUPED), takes="causal"),
+    "gemma": Case(make=_hf("GemmaForCausalLM", "GemmaConfig", **_GROUPED), takes="causal"),
+    "phi": Case(make=_hf("PhiForCausalLM", "PhiConfig", **_TEXT), takes="causal"),
+    "opt": Case(
+        make=_hf(
+            "OPTForCausalLM",
+            "OPTConfig",
+            hidden_size=128,
+            ffn_dim=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            vocab_size=512,
+            max_position_embeddings=128,
+            word_embed_proj_dim=128,
+            dropout=0.0,
+        ),
+        takes="causal",
+        tp_plan=_styles(
+            "model.decoder.layers.*",
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj fc1",
+            "self_attn.out_proj fc2",
+        ),
+    ),
+    "bert": Case(
+        make=_hf("BertForMaskedLM", "BertConfig", **_TEXT, **_STILL),
+        takes="masked",
+        tp_plan=_styles(
+            "bert.encoder.layer.*",
+            "attention.self.query attention.self.key attention.self.value intermediate.dense",
+            "attention.output.dense output.dense",
+        ),
+    ),
+    "distilbert": Case(
+        make=_hf(
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            dim=128,
+            hidden_dim=512,
+            n_layers=4,
+            n_heads=8,
+            vocab_size=512,
+            max_position_embeddings=128,
+            dropout=0.0,
+            attention_dropout=0.0,
+        ),
+        takes="masked",
+        tp_plan=_styles(
+            "distilbert.transformer.layer.*",
+            "attention.q_lin attention.k_lin attention.v_lin ffn.lin1",
+            "attention.out_lin ffn.lin2",
+        ),
+    ),
+    "vit": Case(
+        make=_hf("ViTForImageClassification", "ViTConfig", **_IMAGES),
+        takes="images",
+        tp_plan=_styles("vit.layers.*", *_IMAGE_STYLES),
+    ),
+    "deit": Case(
+        make=_hf("DeiTForImageClassification", "DeiTConfig", **_IMAGES),
+        takes="images",
+        tp_plan=_styles("deit.layers.*", *_IMAGE_STYLES),
+    ),
+    "t5": Case(
+        make=_hf(
+            "T5ForConditionalGeneration",
+            "T5Config",
+            d_model=128,
+            d_kv=16,
+            d_ff=384,
+            num_layers=3,
+            num_heads=8,
+            vocab_size=512,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        ),
+        takes="pair",
+        tp_plan={
+            **_styles("*.block.*.layer.*.SelfAttention", "q k v", "o"),
+            **_styles("*.block.*.layer.*.EncDecAttention", "q k v", "o"),
+            **_styles("*.block.*.layer.*.DenseReluDense", "wi", "wo"),
+        },
+    ),
+}
+
+
+def inputs_of(case: Case) -> dict[str, Any]:
+    """Return the arguments of one call with the global batch, labels included."""
+    if case.takes == "images":
+        return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": torch.randint(0, 16, (BATCH,))}
+    ids = torch.randint(0, 512, (BATCH, SEQ))
+    found: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    if case.takes == "pair":
+        found["decoder_input_ids"] = ids.clone()
+    return found if case.takes == "masked" else {**found, "use_cache": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The peak of one combination, measured and predicted, in bytes and by role."""
+
+    measured: Mapping[str, int]
+    predicted: Mapping[str, int]
+
+    @property
+    def measured_bytes(self) -> int:
+        """The measured peak."""
+        return sum(self.measured.values())
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The predicted peak, without what is reserved for context, NCCL and the allocator."""
+        return sum(self.predicted.values())
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is above what was measured, as a fraction of that."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def planned(case: Case, plan_name: str, ac: str, dtype: str) -> tuple[nn.Module, ShardingPlan]:
+    """Return a model, and its plan by one of ``PLANS``."""
+    planner, mesh = PLANS[plan_name]
+    module = case.make().train()
+    session = PlanningSession(
+        module,
+        cluster=f"1x{RANKS}xtoy",
+        example_inputs=inputs_of(case),
+        micro_batches=1,
+        ac=ac,
+        dtype=dtype,
+        memory_gb=100,
+        tp_plan=case.tp_plan,
+    )
+    return module, session.plan(planner=planner, mesh=mesh)
+
+
+def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tracker: MemTracker) -> dict[str, int]:
+    """Return the bytes at the peak of a step in steady training, by MemTracker's roles; ``module`` is changed."""
+    with fake_process_group(plan.mesh.size), unpacked_sequences():
+        mesh = device_mesh_for(plan, device_type="cpu")
+        model = shard_module(module, mesh, plan, src_data_rank=None)
+        batch = local_batch(dict(inputs), mesh, plan)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        _pass(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        tracker.track_external(model, optimizer, *(leaf for leaf in batch.values() if isinstance(leaf, torch.Tensor)))
+        with tracker:
+            _pass(model, batch)
+    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    return {str(getattr(role, "value", role)): n for role, n in snapshot.items() if role != "Total"}
+
+
+def _pass(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    # Nothing but the loss is held, as in most training loops: a loop that holds the logits needs their bytes as well.
+    loss = model(**batch).loss
+    loss.backward(torch.ones_like(loss))
+
+
+def outcome(case: Case, plan_name: str, ac: str, dtype: str, tracker: MemTracker | None = None) -> Outcome:
+    """Return the peak of one combination, measured and predicted."""
+    module, plan = planned(case, plan_name, ac, dtype)
+    assert plan.estimate is not None
+    predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role != "reserve"}
+    measured = measure(module, plan, inputs_of(case), tracker or MemTracker())
+    return Outcome(measured=measured, predicted=predicted)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=tuple(CASES), help="again for more; all where left out")
+    parser.add_argument("--plan", action="append", choices=tuple(PLANS), help="likewise")
+    parser.add_argument("--ac", action="append", choices=MODES, help="likewise")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=("fp32", "bf16"), help="of computing; parameters rest in fp32"
+    )
+    parser.add_argument("--roles", action="store_true", help="show the peaks by role as well")
+    return parser.parse_args(argv)
+
+
+def _roles(roles: Mapping[str, int]) -> str:
+    return ", ".join(f"{role} {nbytes / 1e6:.3f}" for role, nbytes in roles.items() if nbytes)
+
+
+def main() -> int:
+    """Print a line for every combination; 1 where an error is above the target or a combination did not run."""
+    arguments = parse_arguments()
+    warnings.simplefilter("ignore")
+    console = Console(highlight=False, width=120)
+    errors: list[float] = []
+    failed = 0
+    for model in arguments.model or CASES:
+        for plan in arguments.plan or PLANS:
+            for ac in arguments.ac or MODES:
+                title = f"{model:11} {plan:5} {ac:10}"
+                try:
+                    found = outcome(CASES[model], plan, ac, arguments.dtype)
+                except (PlannerError, RuntimeError) as error:
+                    failed += 1
+                    console.print(f"{title} did not run: {str(error).splitlines()[0]}")
+                    continue
+                errors.append(found.error)
+                mark = "" if abs(found.error) <= TARGET else "  above the target"
+                sizes = (
+                    f"measured {found.measured_bytes / 1e6:8.3f} MB  predicted {found.predicted_bytes / 1e6:8.3f} MB"
+                )
+                console.print(f"{title} {sizes}  {found.error:+7.2%}{mark}")
+                if arguments.roles:
+                    console.print(
+                        f"    measured: {_roles(found.measured)}", f"    predicted: {_roles(found.predicted)}", sep="\n"
+                    )
+    within = sum(abs(error) <= TARGET for error in errors)
+    mean = sum(map(abs, errors)) / max(len(errors), 1)
+    worst = max(map(abs, errors), default=0.0)
+    console.print(
+        f"{within} of {len(errors)} within {TARGET:.0%}; mean {mean:.2%}, worst {worst:.2%}; {failed} did not run"
+    )
+    return 0 if within == len(errors) and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""When a row was measured, as far as anyone says: frameworks change from month to month."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_PULLS = (
+    (0, "2024-01-01"),
+    (355, "2024-06-05"),
+    (701, "2024-11-26"),
+    (1033, "2025-04-02"),
+    (1690, "2025-09-17"),
+    (2095, "2025-12-01"),
+    (2937, "2026-04-27"),
+    (3659, "2026-06-13"),
+    (4143, "2026-08-13"),
+)
+"""Numbers of torchtitan's pull requests and when they were merged (git log @b5bcd76)."""
+
+
+STATED_DATES = (
+    ("pytorch/ao docs/source/workflows/training.md", "H100", "2025-03-01"),
+    ("pytorch/ao docs/source/workflows/training.md", "MI300X", "2025-08-08"),
+    ("pytorch/ao docs/source/workflows/training.md", "B200", "2025-08-14"),
+)
+"""(source, device, date) where the row has the year alone and the page says which versions ran: torchtitan 2c8b5947 and
+6fc499f6, whose commits bear those dates; on H100 torch 2.7.0a0 with torchtitan 0.0.2, which is before torch's branch of
+2.7 in March 2025: the day is a guess, that it is before #1033 (2025-04-02) follows."""
+
+
+def date_of(row: Mapping[str, str]) -> str:
+    """Return the row's date; the middle of the year where the year alone is known, else the latest of ``_PULLS`` before
+    the pull request that the source names, else nothing."""
+    date = row.get("source_date", "")
+    for start, device, day in STATED_DATES:
+        if row.get("source", "").startswith(start) and row.get("gpu", "").startswith(device):
+            return day
+    if re.fullmatch(r"\d\d\.\d\d(\.\d\d)?", date):  # of an NVIDIA container
+        return f"20{date[:2]}-{date[3:5]}-01"
+    if not date:
+        pull = re.search(r"torchtitan commit .*\(#(\d+)", row.get("source", ""))
+        return next(day for number, day in reversed(_PULLS) if number <= int(pull[1])) if pull else ""
+    return f"{date}-07-01" if len(date) == 4 else date
