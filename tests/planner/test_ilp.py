@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.ilp import least_memory, solve
+from planner.ilp import least_memory, least_memory_bound, relax, solve
 from planner.problem import (
     COMPUTE_BACKWARD,
     COMPUTE_FORWARD,
@@ -143,3 +143,45 @@ def test_least_memory_is_the_smallest_peak(problem: Problem) -> None:
     if found is not None:
         assert found[1] == pytest.approx(min(peaks), rel=2e-4)
         assert found[1] == peak_bytes(totals(problem, found[0]))
+
+
+@given(problem=problems())
+def test_the_relaxation_bounds_every_assignment_and_every_choice(problem: Problem) -> None:
+    found = relax(problem)
+    best: dict[tuple[int, int], float] = {}
+    for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
+        try:
+            time_s = step_time_s(totals(problem, assignment))
+        except InfeasibleAssignmentError:
+            continue
+        for node, choice in enumerate(assignment):
+            best[node, choice] = min(best.get((node, choice), time_s), time_s)
+    if not best:
+        return
+    assert found is not None
+    tolerance = 1 + 1e-6
+    assert found.bound_s <= min(best.values()) * tolerance
+    for (node, choice), time_s in best.items():
+        assert found.at_least_s[node][choice] <= time_s * tolerance
+
+
+@given(problem=problems())
+def test_the_bound_on_memory_holds(problem: Problem) -> None:
+    peaks = [peak_bytes(total) for total in feasible_totals(problem)]
+    bound = least_memory_bound(problem)
+    if peaks:
+        assert bound is not None
+        assert bound <= min(peaks) * (1 + 1e-6)
+
+
+@given(problem=problems(), data=st.data())
+def test_nothing_is_found_that_takes_longer_than_wanted(problem: Problem, data: st.DataObject) -> None:
+    times = sorted(step_time_s(total) for total in feasible_totals(problem))
+    if not times:
+        return
+    at_most_s = data.draw(st.sampled_from(times)) * 1.001
+    solution = solve(problem, mip_gap=0.0, at_most_s=at_most_s)
+    assert solution is not None
+    assert solution.objective_s <= times[0] * (1 + 1e-6)
+    if times[0] > 0:
+        assert solve(problem, mip_gap=0.0, at_most_s=times[0] * 0.99) is None
