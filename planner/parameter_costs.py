@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from cost_model import optimizer_step_time_s, parameter_state_bytes
 from cost_model.layout import Layout, sharded_dim, split_factor
 from planner import problem as quantity
-from planner.communication import Collective, Communication, Port, Price, add_prices
+from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
 from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.report import CollectiveKind, Phase
@@ -75,6 +75,8 @@ class ParameterPricer:
         if self._run.job.training and value.requires_grad and self._run.micro_batches == 1:
             nbytes = self._gradient_nbytes(value, choice.stored)
             price = add_prices([price, Price(charge={name: n * nbytes for name, n in gradients.items()})])
+        if choice.gathered_over is None:
+            price = add_prices([price, self._cast(value, choice.stored, count)])
         if choice.accumulated is None:
             return price
         reduced = self._reduction(value, choice.accumulated, choice.stored, count, False, once=True)
@@ -83,6 +85,13 @@ class ParameterPricer:
         if self._run.micro_batches == 1:
             return add_prices([price, reduced])
         return add_prices([price, reduced, self._gradient_memory(value, choice.accumulated, count)])
+
+    def _cast(self, value: Value, stored: Layout, count: int) -> Price:
+        """Price the copies in the compute dtype that all modules see during a forward, and that autograd keeps."""
+        if BYTES_PER_ELEMENT[self.stored_dtype] == value.dtype.itemsize:
+            return FREE
+        nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
+        return Price(charge={quantity.MEMORY + "parameters": count * nbytes})
 
     def kept(self, value: Value, stored: Layout, count: int) -> Price:
         """Return the price of ``count`` equal parameters at rest in ``stored``, and of the optimizer's pass."""
