@@ -56,16 +56,20 @@ def _input_nbytes(parallel: ParallelSpec) -> float:
     return 1.0 if parallel.implementation.saves_cast and parallel.dtype in ("fp8", "fp4") else 2.0
 
 
+def _norm_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
+    """Return the bytes that a norm keeps: its input, what it adds to that, and its result where that is not remade."""
+    implementation, shards = parallel.implementation, _sequence_shards(parallel)
+    residual = parallel.tokens * spec.hidden
+    kept = residual * (2.0 + implementation.norm_saved_nbytes) / shards
+    if implementation.recomputes_cheap:
+        return kept
+    return kept + _input_nbytes(parallel) * residual / (1 if implementation.keeps_gathered else shards)
+
+
 def _attention_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
-    implementation = parallel.implementation
     tokens, shards = parallel.tokens, _sequence_shards(parallel)
     residual = tokens * spec.hidden
-    norm_out = (
-        0.0
-        if implementation.recomputes_cheap
-        else _input_nbytes(parallel) * residual / (1 if implementation.keeps_gathered else shards)
-    )
-    nbytes = residual * (2.0 + implementation.norm_saved_nbytes) / shards + norm_out
+    nbytes = _norm_bytes(spec, parallel)
     nbytes += 2.0 * tokens * (spec.query_dim + spec.key_dim + spec.value_dim) / parallel.tensor
     if spec.latent is not None:
         nbytes += 2.0 * tokens * 2 * (spec.latent.query_rank + spec.latent.kv_rank + spec.latent.rope_dim)
@@ -88,12 +92,7 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
     implementation = parallel.implementation
     tokens, shards = parallel.tokens, _sequence_shards(parallel)
     residual = tokens * spec.hidden
-    norm_out = (
-        0.0
-        if implementation.recomputes_cheap
-        else _input_nbytes(parallel) * residual / (1 if implementation.keeps_gathered else shards)
-    )
-    nbytes = residual * (2.0 + implementation.norm_saved_nbytes) / shards + norm_out
+    nbytes = _norm_bytes(spec, parallel)
     width = _mlp_width(spec, parallel, sparse=sparse)
     read = 2.0 if spec.gated else 1.0  # by the activation
     gate = 1.0 if spec.gated and not implementation.fused else 0.0

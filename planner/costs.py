@@ -1,4 +1,6 @@
-"""What each decision costs: a region's strategy, a redistribution, a parameter's stored layout and its gathers.
+"""What each decision about activations costs: a region's strategy, a redistribution, a copy that autograd keeps.
+
+Parameters are priced in `planner.parameter_costs`, what moves tensors in `planner.communication`.
 
 Every price is a `Price`: what it adds to the quantities of a step (see `planner.problem`), and the collectives it
 stands for. The integer program and the estimator both ask here, so that they cannot disagree.
