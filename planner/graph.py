@@ -102,7 +102,7 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGraph:
-    """A traced model. ``digraph`` holds op names as nodes (attribute ``op``) and one edge per tensor (``value``)."""
+    """A traced model. ``digraph``, made by `build_digraph`, has ops as nodes and one edge per tensor (``value``)."""
 
     digraph: nx.MultiDiGraph[str]
     values: Mapping[str, Value]
@@ -115,12 +115,13 @@ class OpGraph:
     @property
     def ops(self) -> list[Op]:
         """Every op, in the order of execution."""
-        return [data["op"] for _, data in self.digraph.nodes(data=True)]
+        ops: list[Op] = self.digraph.graph["ops"]
+        return ops
 
 
 def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
     """Return the graph of ``ops``: nodes in order of execution, an edge for every tensor that one hands to another."""
-    graph: nx.MultiDiGraph[str] = nx.MultiDiGraph()
+    graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(ops=ops)
     produced: dict[str, str] = {}
     for op in ops:
         graph.add_node(op.name, op=op)

@@ -6,8 +6,9 @@ that share a storage are one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planner.graph import Op, OpGraph, Value
 from planner.live_bytes import backward_rise
+from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy
 
@@ -93,8 +95,46 @@ class _FlopCount(TorchDispatchMode):
         return out
 
 
+class _Computed(torch.autograd.Function):
+    """Makes a tensor that counts as the result of an op: it needs a gradient and is no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: torch.Tensor, tensor: list[torch.Tensor]) -> torch.Tensor:
+        return tensor[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """A tensor that an op makes.
+
+    Attributes:
+        like: a tensor of its shape, strides and dtype.
+        shares: where among the op's tensors (inputs, then outputs) the first with its storage is.
+    """
+
+    like: torch.Tensor
+    shares: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """An op that has run, for others that are equal but for their names.
+
+    Attributes:
+        saved: where among the op's tensors those are whose storages are kept.
+    """
+
+    profile: OpProfile
+    results: tuple[_Result, ...]
+    saved: tuple[int, ...]
+
+
 class _Walk:
-    """Runs the graph on meta tensors and notes what each op does."""
+    """Runs the graph on meta tensors and notes what each op does; of equal ops only the first is run."""
 
     def __init__(self, graph: OpGraph, flash_attention: bool) -> None:
         self._graph = graph
@@ -103,6 +143,8 @@ class _Walk:
         self._roots: dict[int, str] = {}
         self._root_of: dict[str, str] = {}
         self._storage_nbytes: dict[str, int] = {}
+        self._seen: dict[Hashable, _Seen] = {}
+        self._seed = torch.empty((), device="meta", requires_grad=True)
 
     def run(self) -> GraphProfile:
         produced = {name for op in self._graph.ops for name in op.outputs}
@@ -120,6 +162,54 @@ class _Walk:
         self._root_of[name] = self._roots.setdefault(storage, name)
 
     def _profile(self, op: Op) -> OpProfile:
+        if not isinstance(op.target, torch._ops.OpOverload):
+            return self._run(op)
+        key = self._key(op)
+        if key not in self._seen:
+            found = self._run(op)
+            seen = self._remembered(op, found)
+            if seen is not None:
+                self._seen[key] = seen
+            return found
+        seen = self._seen[key]
+        self._keep_results(op, seen)
+        tensors = (*op.inputs, *op.outputs)
+        return dataclasses.replace(seen.profile, saved=tuple(self._root_of[tensors[i]] for i in seen.saved))
+
+    def _key(self, op: Op) -> Hashable:
+        """Return what is equal for ops that do the same to tensors that lie in memory alike."""
+        tensors = [self._tensors[name] for name in op.inputs]
+        roots = [self._root_of[name] for name in op.inputs]
+        lie = tuple(
+            (tensor.stride(), tensor.storage_offset(), self._storage_nbytes[name], roots.index(root))
+            for name, tensor, root in zip(op.inputs, tensors, roots, strict=True)
+        )
+        kept = tuple(self._graph.values[root].nbytes for root in roots)
+        return op_signature(op, tuple(self._graph.values[name] for name in op.inputs)), lie, kept, len(op.outputs)
+
+    def _remembered(self, op: Op, found: OpProfile) -> _Seen | None:
+        """Return what the op did by the place of its tensors; None where it keeps what is none of them."""
+        tensors = (*op.inputs, *op.outputs)
+        roots = [self._root_of[name] for name in tensors]
+        if any(name not in roots for name in found.saved):
+            return None
+        results = tuple(
+            _Result(like=self._tensors[name], shares=roots.index(self._root_of[name])) for name in op.outputs
+        )
+        return _Seen(profile=found, results=results, saved=tuple(roots.index(name) for name in found.saved))
+
+    def _keep_results(self, op: Op, seen: _Seen) -> None:
+        """Make the tensors that the op would make."""
+        tensors = (*op.inputs, *op.outputs)
+        for position, (name, result) in enumerate(zip(op.outputs, seen.results, strict=True), len(op.inputs)):
+            like = result.like
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            if result.shares < position:
+                storage = self._tensors[tensors[result.shares]].untyped_storage()
+                tensor = tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
+            self._keep(name, _Computed.apply(self._seed, [tensor]) if like.requires_grad else tensor)  # type: ignore[no-untyped-call]
+
+    def _run(self, op: Op) -> OpProfile:
         inputs = [self._graph.values[name] for name in op.inputs]
         outputs = [self._graph.values[name] for name in op.outputs]
         saved: list[str] = []

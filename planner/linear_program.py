@@ -1,0 +1,121 @@
+"""A mixed-integer linear program as arrays: what `planner.ilp` states and `planner.solvers` solves.
+
+minimise cost . x + offset   with   lower <= x <= upper,   row_lower <= A x <= row_upper,   some x whole numbers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True, kw_only=True)
+class Expression:
+    """A linear expression: ``values[i]`` of variable ``indices[i]`` each, every variable once, and a constant."""
+
+    indices: Indices
+    values: Floats
+    constant: float = 0.0
+
+    def less(self, variable: int) -> Expression:
+        """Return this minus ``variable``, which is not among its own."""
+        return Expression(
+            indices=np.append(self.indices, np.int32(variable)),
+            values=np.append(self.values, -1.0),
+            constant=self.constant,
+        )
+
+
+@dataclass(slots=True)
+class LinearProgram:
+    """The program, built column by column and row by row."""
+
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    row_start: list[int] = field(default_factory=lambda: [0])
+    objective: Expression = field(
+        default_factory=lambda: Expression(indices=np.empty(0, np.int32), values=np.empty(0, np.float64))
+    )
+    _indices: list[Sequence[int] | Indices] = field(default_factory=list)
+    _values: list[Sequence[float] | Floats] = field(default_factory=list)
+
+    @property
+    def columns(self) -> int:
+        """The number of variables."""
+        return len(self.lower)
+
+    @property
+    def rows(self) -> int:
+        """The number of constraints."""
+        return len(self.row_lower)
+
+    def variable(self, *, binary: bool = False) -> int:
+        """Return the index of a new variable: 0 or 1, or anything from 0 on."""
+        self.lower.append(0.0)
+        self.upper.append(1.0 if binary else math.inf)
+        self.integer.append(binary)
+        return len(self.lower) - 1
+
+    def row(
+        self,
+        indices: Sequence[int] | Indices,
+        values: Sequence[float] | Floats,
+        *,
+        lower: float = -math.inf,
+        upper: float = math.inf,
+    ) -> None:
+        """Add a constraint. No variable may come twice."""
+        self._indices.append(indices)
+        self._values.append(values)
+        self.row_start.append(self.row_start[-1] + len(indices))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+    def at_most(self, expression: Expression, limit: float) -> None:
+        """Add the constraint that ``expression`` is at most ``limit``."""
+        self.row(expression.indices, expression.values, upper=limit - expression.constant)
+
+    def matrix(self) -> tuple[Indices, Indices, Floats]:
+        """Return the rows as compressed sparse rows: starts, column indices, values."""
+        indices = np.concatenate([np.asarray(row, np.int32) for row in self._indices] or [np.empty(0, np.int32)])
+        values = np.concatenate([np.asarray(row, np.float64) for row in self._values] or [np.empty(0)])
+        return np.asarray(self.row_start, np.int32), indices, values
+
+    def cost(self) -> Floats:
+        """Return the objective's coefficient of every variable."""
+        cost = np.zeros(self.columns)
+        cost[self.objective.indices] = self.objective.values
+        return cost
+
+
+Status = Literal["optimal", "time-limit", "infeasible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a solver found.
+
+    Attributes:
+        status: "time-limit": the best so far, or nothing yet.
+        values: of the variables; None where there is no solution.
+        objective: of that solution, offset included.
+        bound: no solution has a lower objective.
+        reduced_costs: of the variables in a linear relaxation's solution.
+    """
+
+    status: Status
+    values: Floats | None = None
+    objective: float = math.nan
+    bound: float = -math.inf
+    reduced_costs: Floats | None = None

@@ -1,0 +1,92 @@
+"""Both solvers on the same programs: CBC through pulp, which everybody has, and HiGHS, which the tests install."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from random_problems import problems
+
+from planner import solvers
+from planner.ilp import relax, solve
+from planner.linear_program import Expression, LinearProgram
+from planner.problem import Problem, brute_force
+
+SOLVERS = ("cbc", "highs")
+
+
+def knapsack(limit: float) -> LinearProgram:
+    """Take things worth 3, 5, 4 that weigh 2, 4, 3, up to ``limit``; the objective is 10 less what they are worth."""
+    program = LinearProgram()
+    things = [program.variable(binary=True) for _ in range(3)]
+    program.row(things, [2.0, 4.0, 3.0], upper=limit)
+    program.objective = Expression(
+        indices=np.asarray(things, np.int32), values=np.asarray([-3.0, -5.0, -4.0]), constant=10.0
+    )
+    return program
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_whole_numbers_and_fractions(solver: str) -> None:
+    found = solvers.solve(knapsack(5.0), mip_gap=0.0, time_limit_s=None, solver=solver)
+    assert found.status == "optimal"
+    assert found.values is not None
+    assert np.allclose(found.values, [1, 0, 1])
+    assert found.objective == pytest.approx(3.0)
+    assert found.bound <= 3.0 + 1e-6
+    relaxed = solvers.solve_relaxation(knapsack(6.0), solver=solver)
+    assert relaxed.objective == pytest.approx(10 - 3 - 4 - 5 / 4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_reduced_costs_bound_what_a_variable_would_cost(solver: str) -> None:
+    """Minimise x + 3 y where x + y >= 1: taking y costs 2 more than the optimum of 1."""
+    program = LinearProgram()
+    x, y = program.variable(binary=True), program.variable(binary=True)
+    program.row([x, y], [1.0, 1.0], lower=1.0)
+    program.objective = Expression(indices=np.asarray([x, y], np.int32), values=np.asarray([1.0, 3.0]))
+    found = solvers.solve_relaxation(program, solver=solver)
+    assert found.objective == pytest.approx(1.0)
+    assert found.reduced_costs is not None
+    assert found.reduced_costs[y] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_contradiction(solver: str) -> None:
+    program = knapsack(5.0)
+    program.row([0, 1], [1.0, 1.0], lower=3.0)
+    assert solvers.solve(program, mip_gap=0.0, time_limit_s=None, solver=solver).status == "infeasible"
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_no_time_gives_no_plan_rather_than_a_wrong_one(solver: str) -> None:
+    """Many near-equal things: no solver is through with them in a hundredth of a second."""
+    random = np.random.default_rng(0)
+    program = LinearProgram()
+    things = [program.variable(binary=True) for _ in range(300)]
+    for _ in range(40):
+        program.row(things, random.integers(20, 60, 300).astype(float), upper=4000.0)
+    worth = random.integers(40, 60, 300).astype(float)
+    program.objective = Expression(indices=np.asarray(things, np.int32), values=-worth)
+    found = solvers.solve(program, mip_gap=0.0, time_limit_s=0.5, solver=solver)
+    assert found.status == "time-limit"
+    assert found.bound < 0
+    if found.values is not None:
+        assert found.bound <= found.objective
+        taken = np.round(found.values)
+        assert math.isclose(float(-worth @ taken), found.objective, rel_tol=1e-6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(problem=problems())
+def test_cbc_finds_the_best_assignment_too(problem: Problem) -> None:
+    expected = brute_force(problem, None)
+    solution = solve(problem, mip_gap=0.0, solver="cbc")
+    assert (solution is None) == (expected is None)
+    if solution is not None and expected is not None:
+        assert solution.objective_s == pytest.approx(expected[1], rel=1e-6, abs=1e-15)
+        relaxed = relax(problem, solver="cbc")
+        assert relaxed is not None
+        assert relaxed.bound_s <= expected[1] * (1 + 1e-6) + 1e-15
