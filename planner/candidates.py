@@ -10,6 +10,7 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
+from planner.capture import ExampleInputs, quiet, to_meta
 from planner.errors import MeshError
 from planner.graph import OpGraph, at_batch
 from planner.inputs import with_batch, with_dtype
@@ -18,7 +19,7 @@ from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
 from planner.run import Run
 from planner.structure import Structure, build_structure
-from planner.trace import ExampleInputs, quiet, to_meta, trace
+from planner.trace import trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.capture import ExampleInputs
 from planner.errors import JobError, ModelError
-from planner.trace import ExampleInputs
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to have them made from the config."""

@@ -8,9 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from planner.capture import to_meta
 from planner.inputs import as_inputs
 from planner.profile import FLASH_BACKWARD_FLOPS, profile
-from planner.trace import to_meta, trace
+from planner.trace import trace
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from planner.blocks import block_of, find_blocks
+from planner.capture import to_meta
 from planner.inputs import as_inputs
 from planner.regions import OUTSIDE, RegionGraph, Slot, build_regions
-from planner.trace import to_meta, trace
+from planner.trace import trace
 
 
 def regions_of(module: nn.Module, inputs: Any) -> RegionGraph:

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from planner.capture import to_meta
 from planner.inputs import as_inputs
 from planner.regions import Region, build_regions
 from planner.strategies.dtensor_rules import UnsupportedTorchError, check_torch_version
 from planner.strategies.enumerate import AxisStrategy, StrategyTable
-from planner.trace import to_meta, trace
+from planner.trace import trace
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 

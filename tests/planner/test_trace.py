@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from planner.candidates import TRACE_BATCH
+from planner.capture import to_meta
 from planner.errors import ModelError
 from planner.graph import Crossing, OpGraph, at_batch
 from planner.inputs import as_inputs, with_batch
-from planner.trace import to_meta, trace
+from planner.trace import trace
 
 
 def graph_of(module: nn.Module, inputs: dict[str, Any]) -> OpGraph:
