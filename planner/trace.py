@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import Captured, ExampleInputs, export, module_names, path_text, symbolic_trace
 from planner.errors import ModelError
+from planner.fold import repeats_of, without_repeats
 from planner.graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Ref, Value, ValueKind, build_digraph
+from planner.unroll import unroll
 
 
 def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
@@ -25,6 +27,9 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
     Raises:
         ModelError: neither torch.export nor torch.fx can capture it; the message names the module and the reason.
     """
+    folded = _folded(module, inputs)
+    if folded is not None:
+        return folded
     try:
         captured = export(module, inputs)
     except Exception as refusal:  # noqa: BLE001  whatever forward or export raises is the reason to report
@@ -37,6 +42,22 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
                 what_to_do="Check that it runs on these inputs, and keep data-dependent control flow out of forward.",
             ) from refusal
     return _Reader(module, captured).read()
+
+
+def _folded(module: nn.Module, inputs: ExampleInputs) -> OpGraph | None:
+    """Return the op graph of a module with repeats, of which only a few blocks are traced; None where it has none."""
+    repeats = repeats_of(module, inputs)
+    if not repeats:
+        return None
+    names: dict[int, list[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(fqn)
+    try:
+        with without_repeats(module, repeats):
+            short = _Reader(module, export(module, inputs)).read()
+        return unroll(short, repeats, [tuple(fqns) for fqns in names.values()])
+    except Exception:  # noqa: BLE001  tracing in full reports what there is to report
+        return None
 
 
 def _reason(error: BaseException) -> str:
