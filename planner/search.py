@@ -71,6 +71,11 @@ class _Floor:
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
 
+    @classmethod
+    def none(cls, mesh: MeshSpec) -> _Floor:
+        """Return the floor of a mesh of which nothing is known."""
+        return cls(mesh=mesh, bound_s=0.0, strategies=(), stored=())
+
     def below(self, time_s: float) -> _Promising:
         """Return which choices could be part of a run that takes less than ``time_s``."""
         return _Promising(floor=self, time_s=time_s)
@@ -228,13 +233,16 @@ class Search:
         larger ones; checkpointing adds work.) The most promising mesh goes first; from the first plan that fits on,
         only choices that could be part of a faster one are left.
         """
-        floors = []
+        if len(meshes) == len(counts) == len(modes) == 1:
+            floor = _Floor.none(meshes[0])  # one run has nothing to be compared with
+            return self._best_on(floor, counts, modes[0], restrict(meshes[0]), None, progress)
+        floors: list[_Floor] = []
         for mesh in meshes:
             if progress is not None:
                 progress(f"bounding mesh {mesh}")
-            floor = self._floor(mesh, counts, restrict(mesh))
-            if floor is not None:
-                floors.append(floor)
+            bound = self._floor(mesh, counts, restrict(mesh))
+            if bound is not None:
+                floors.append(bound)
         best: Candidate | None = None
         for floor in sorted(floors, key=lambda floor: floor.bound_s):
             for ac in modes:

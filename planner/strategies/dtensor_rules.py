@@ -59,7 +59,8 @@ def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Silence what DTensor logs of the layouts that it refuses. (For many attempts at once: it takes a millisecond.)"""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -139,11 +140,7 @@ class DTensorRules:
             if layout is not None and not divides(value.shape, layout, self.mesh_shape):
                 return None
         try:
-            with (
-                _quiet(),
-                implicit_replication(),
-                mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not),
-            ):
+            with implicit_replication(), mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
                 return self._run(op, inputs, layouts, gradients)
         except (
             RuntimeError,

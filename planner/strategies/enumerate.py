@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from cost_model.layout import Layout, divides
 from planner.graph import Op, Value
 from planner.regions import OUTSIDE, Region, RegionOp, find_op_inputs
-from planner.strategies.dtensor_rules import DTensorRules
+from planner.strategies.dtensor_rules import DTensorRules, quiet
 from planner.strategies.own_rules import may_run, own_rules
 
 R = Replicate()
@@ -236,7 +236,8 @@ class StrategyTable:
         key = ((region.signature, region.exits), size)
         if key not in self._axis:
             search = _RegionSearch(region, _AxisRules(self._rules_on((size,))), size)
-            self._axis[key] = tuple(dict.fromkeys(search.run()))
+            with quiet():
+                self._axis[key] = tuple(dict.fromkeys(search.run()))
         return self._axis[key]
 
     def on_mesh(self, region: Region, mesh_shape: Sequence[int], base: Region | None = None) -> tuple[Strategy, ...]:
@@ -271,7 +272,8 @@ class StrategyTable:
         shape = tuple(canonical_size(size) if size > 1 else 1 for size in mesh_shape)
         key = ((region.signature, region.exits), shape, strategy)
         if key not in self._verified:
-            self._verified[key] = self._replay(region, strategy, shape)
+            with quiet():
+                self._verified[key] = self._replay(region, strategy, shape)
         return self._verified[key]
 
     def _replay(self, region: Region, strategy: Strategy, shape: tuple[int, ...]) -> bool:
