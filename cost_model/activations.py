@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_model.parallelism import ParallelSpec
+from cost_model.parallelism import KeptProducts, ParallelSpec
 from cost_model.transformer import TransformerSpec
 
 
@@ -28,15 +28,28 @@ def layer_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) 
     everything = _attention_bytes(spec, parallel) + _mlp_bytes(spec, parallel, sparse=sparse)
     boundary = 2.0 * parallel.tokens * spec.hidden / _sequence_shards(parallel)
     widest = _mlp_width(spec, parallel, sparse=sparse)
-    gradients = 2.0 * parallel.tokens * spec.hidden * 2 / _sequence_shards(parallel) + 2.0 * 2 * widest
+    # Of the result, gathered where the sequence is cut, and of the input, not yet reduced: whole either way.
+    gradients = 2.0 * parallel.tokens * spec.hidden * 2 + 2.0 * 2 * widest
     kept = {
         "none": everything,
         "attention": everything - _scores_bytes(spec, parallel),
-        "selective": _selective_bytes(spec, parallel, sparse=sparse),
+        "selective": _selective_mean_bytes(spec, parallel, sparse=sparse),
         "full": boundary,
     }[parallel.checkpointing]
     kept = min(kept, everything)
-    return LayerBytes(saved=kept, transient=everything - kept + gradients)
+    return LayerBytes(saved=kept, transient=everything - kept + gradients + _dense_bytes(spec, parallel))
+
+
+DENSE_SCORES = 5
+"""Float32 tensors of the shape of the scores that backward of an uncompiled FlexAttention holds at once: scores, masked
+ones, their softmax, its gradient, that of the scores (torch's _higher_order_ops/flex_attention.py)."""
+
+
+def _dense_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
+    if parallel.implementation.attention != "dense":
+        return 0.0
+    heads = parallel.micro_batch * spec.heads / parallel.tensor
+    return DENSE_SCORES * 4.0 * heads * parallel.seq * parallel.seq / parallel.context
 
 
 def _sequence_shards(parallel: ParallelSpec) -> int:
@@ -97,33 +110,66 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
     read = 2.0 if spec.gated else 1.0  # by the activation
     gate = 1.0 if spec.gated and not implementation.fused else 0.0
     nbytes += width * (2.0 * (read + gate) + _input_nbytes(parallel))
-    if sparse and spec.experts is not None:  # tokens sorted by expert, before and after, and their weights
+    if sparse and spec.experts is not None:
+        # Tokens sorted by expert, before and after (in float32 where a kernel of its own weighs them, as torchtitan's
+        # moe.py @f738a03bf does), and the router's logits and scores.
         routed = tokens * spec.experts.top_k * parallel.expert_tensor / parallel.tensor
-        nbytes += 2.0 * routed * spec.hidden * 2 + 4.0 * tokens * spec.experts.count * 2
-        if not implementation.fused:  # tokens are weighed in float32, before and after the experts
-            nbytes += 2 * 4.0 * routed * spec.hidden
+        nbytes += (2.0 + (2.0 if implementation.fused else 4.0)) * routed * spec.hidden
+        nbytes += 4.0 * tokens * spec.experts.count * 2
     return nbytes + (residual / shards if spec.dropout else 0.0)
 
 
-def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> float:
-    """Return what torchtitan's op policy keeps: the block's input, attention's result, every second product's result.
+def _selective_mean_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> float:
+    """Return what selective checkpointing keeps of a layer, on average over those in low precision and the others."""
+    implementation = parallel.implementation
+    plain = _selective_bytes(spec, parallel, implementation.kept_products, sparse=sparse)
+    if parallel.dtype not in ("fp8", "fp4"):
+        return plain
+    cast = _selective_bytes(spec, parallel, implementation.cast_kept_products, sparse=sparse)
+    return plain + implementation.cast_share * (cast - plain)
 
-    Of q, k, v, o and gate, up, down those are q, v, gate and down; reduce-scattered results are kept as well, and what
-    all-to-alls return where ``keeps_exchanged``. Products of experts are in no version's list.
+
+def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, products: KeptProducts, *, sparse: bool) -> float:
+    """Return what torchtitan's op policy keeps: the block's input, attention's result, results of products.
+
+    Every second of q, k, v, o and gate, up, down are q, v, gate and down, of which backward reads all but down's: the
+    residual addition after it keeps nothing. Eager keeps it regardless, as a whole (not yet reduced) value of each
+    tensor rank; reduce-scattered results are kept as well, and what all-to-alls return where ``keeps_exchanged``.
+    Products of experts are in no version's list.
     """
+    implementation = parallel.implementation
     tokens, shards = parallel.tokens, _sequence_shards(parallel)
-    values = 2.0 * tokens * spec.hidden / shards  # the block's input, and down's result
-    values += tokens * (spec.query_dim + spec.value_dim) / parallel.tensor
+    unread = (
+        tokens * spec.hidden * (1.0 + (1.0 / shards if shards > 1 else 0.0)) if implementation.keeps_unread else 0.0
+    )
+    values = tokens * spec.hidden / shards  # the block's input
+    values += tokens * spec.hidden / shards if shards > 1 else 0.0  # what attention's result is reduced to
+    values += unread if products != "none" else 0.0
+    values += _kept_products(spec, parallel, products, sparse=sparse)
     log_sums = 0.0
-    if parallel.implementation.keeps_attention:
+    if implementation.keeps_attention:
         values += tokens * spec.attention_out_dim / parallel.tensor
         log_sums = 4.0 * tokens * spec.heads / parallel.tensor
-    if shards > 1:
-        values += 1.0 * tokens * spec.hidden / shards
-    if sparse and spec.experts is not None:
-        values += tokens * spec.experts.shared_ffn / parallel.tensor
-        if parallel.implementation.keeps_exchanged and parallel.expert > 1:
-            values += 2.0 * tokens * spec.experts.top_k * spec.hidden * parallel.expert_tensor / parallel.tensor
-    else:
-        values += _mlp_width(spec, parallel, sparse=False)
+    if sparse and implementation.keeps_exchanged and parallel.expert > 1 and spec.experts is not None:
+        values += 2.0 * tokens * spec.experts.top_k * spec.hidden * parallel.expert_tensor / parallel.tensor
     return 2.0 * values + log_sums
+
+
+def _kept_products(spec: TransformerSpec, parallel: ParallelSpec, products: KeptProducts, *, sparse: bool) -> float:
+    """Return the values of products' results that are kept and that backward reads."""
+    if products == "none":
+        return 0.0
+    tokens, tensor = parallel.tokens, parallel.tensor
+    width = _mlp_width(spec, parallel, sparse=False)
+    if sparse and spec.experts is not None:
+        width = tokens * spec.experts.shared_ffn / tensor
+    values = tokens * (spec.query_dim + spec.value_dim) / tensor + width
+    if products == "alternate":
+        return values
+    values += width * (spec.mlp_matrices - 2)
+    if spec.latent is None:
+        values += tokens * spec.key_dim / tensor
+    else:  # keys and values come from one product, whose input comes from another
+        values += tokens * spec.heads * spec.latent.nope_dim / tensor
+        values += tokens * (spec.latent.query_rank + spec.latent.kv_rank + spec.latent.rope_dim)
+    return values + tokens * spec.hidden  # attention's projection, before it is reduced

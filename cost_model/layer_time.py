@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cost_model.casts import AMAX_NBYTES, cast_nbytes
 from cost_model.cluster import ClusterSpec
 from cost_model.compute import stream_bytes_per_s
+from cost_model.layer_context import context_seconds, merge_seconds
+from cost_model.layer_tensor import tensor_seconds
 from cost_model.layer_work import LayerWork, layer_work
 from cost_model.parallelism import ParallelSpec
 from cost_model.rank_groups import group_time_s, strided_group
@@ -70,20 +73,23 @@ def layer_time(
         "full": forward_gemm + attend + stream,
     }[parallel.checkpointing]
     recomputed = 1.0 if parallel.checkpointing == "full" else 0.0
-    tensor = _tensor_seconds(spec, parallel, cluster, constants)
-    ring, ring_back = _context_seconds(spec, parallel, cluster)
+    tensor, tensor_back = tensor_seconds(spec, parallel, cluster, constants, work)
+    ring, ring_back = context_seconds(spec, parallel, cluster)
+    merge, merge_back = merge_seconds(spec, parallel, cluster, constants)
     routed = _expert_seconds(spec, parallel, cluster, work)
     host_again = host if parallel.checkpointing in ("full", "selective") else 0.0
     return LayerTime(
         forward_compute_s=max(forward_gemm + attend + stream, host),
         forward_tensor_s=tensor,
-        forward_context_s=max(0.0, ring - attend),
+        forward_context_s=max(0.0, ring - attend) + merge,
         forward_expert_s=routed,
         backward_compute_s=max(
             backward_gemm + attend_back + stream_back + again, host * BACKWARD_HOST_SHARE + host_again
         ),
-        backward_tensor_s=tensor * (1.0 + recomputed),
-        backward_context_s=max(0.0, ring_back - attend_back) + recomputed * max(0.0, ring - attend),
+        backward_tensor_s=tensor_back + recomputed * tensor,
+        backward_context_s=max(0.0, ring_back - attend_back)
+        + merge_back
+        + recomputed * (max(0.0, ring - attend) + merge),
         backward_expert_s=routed * (1.0 + recomputed),
     )
 
@@ -106,17 +112,27 @@ def _gemm_seconds(
             backward += (seconds(to_input) + (0.0 if parallel.implementation.lora else seconds(to_weight))) / share
     if parallel.implementation.lora:
         forward *= LORA_FORWARD
+    again = _repeated_seconds(parallel, plain) + experts
     if dtype in ("fp8", "fp4"):
-        nbytes = parallel.implementation.cast_nbytes
-        cast = nbytes * sum(
-            (gemm.m + gemm.n / parallel.micro_batches) * gemm.k * gemm.groups for gemm in work.gemms
-        )  # weights once a step
-        cast_back = nbytes * sum(gemm.m * gemm.n * gemm.groups for gemm in work.gemms)
+        cast, cast_back = cast_nbytes(work, parallel)
+        again += cast * (1.0 - AMAX_NBYTES / parallel.implementation.cast_nbytes) / stream_bytes_per_s(cluster.device)
         forward += cast / stream_bytes_per_s(cluster.device)
         backward += cast_back / stream_bytes_per_s(cluster.device)
-    # Selective checkpointing as in torchtitan: of a layer's calls of mm, every other result is kept, the first among
-    # them; products of experts (_grouped_mm) are on no version's list (activation_checkpoint.py @b5bcd76).
-    return forward, backward, sum(plain[1::2]) + experts
+    return forward, backward, again
+
+
+def _repeated_seconds(parallel: ParallelSpec, plain: list[float]) -> float:
+    """Return the seconds of the products that selective checkpointing as in torchtitan repeats, those of experts aside.
+
+    Of a layer's calls of mm every other result is kept, the first among them, unless all or none are; products of
+    experts (_grouped_mm) are on no version's list (activation_checkpoint.py @b5bcd76).
+    """
+    implementation = parallel.implementation
+    seconds = {"none": sum(plain), "alternate": sum(plain[1::2]), "all": 0.0}
+    usual = seconds[implementation.kept_products]
+    if parallel.dtype not in ("fp8", "fp4"):
+        return usual
+    return usual + implementation.cast_share * (seconds[implementation.cast_kept_products] - usual)
 
 
 LORA_FORWARD = 1.05
@@ -145,39 +161,6 @@ def _attention_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: C
     if not spec.window or spec.window >= seq:
         return seconds(0)
     return (seconds(0) + seconds(spec.window)) / 2
-
-
-def _tensor_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
-) -> float:
-    """Return the exposed seconds of tensor parallelism in one pass over a layer: attention's and the MLP's.
-
-    With sequence parallelism a gather before and a scattered reduction after each of the two, else an all-reduce
-    (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
-    ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
-    the product of the pieces before it, of a reduction the last piece is left over. That the products are long enough
-    is assumed.
-    """
-    nbytes = 2.0 * parallel.tokens * spec.hidden
-    where = {"size": parallel.tensor, "stride": 1}
-    overlapped = parallel.implementation.tensor_overlap
-    exposed = 1.0 / parallel.tensor if overlapped else 1.0
-    if parallel.sequence_parallel:
-        once = exposed * group_time_s("reduce_scatter", nbytes, **where, cluster=cluster)
-        once += 0.0 if overlapped else group_time_s("all_gather", nbytes, **where, cluster=cluster)
-    else:
-        once = exposed * group_time_s("all_reduce", nbytes, **where, cluster=cluster)
-    copies = 4.0 * nbytes if parallel.implementation.tensor_copies and parallel.tensor > 1 else 0.0
-    return 2.0 * (once + stream_s(copies, fused=True, device=cluster.device, constants=constants))
-
-
-def _context_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:
-    """Return the seconds in which keys and values go once around the context ring, forward, and with gradients."""
-    if parallel.context == 1:
-        return 0.0, 0.0
-    nbytes = 2.0 * parallel.tokens * (spec.key_dim + spec.value_dim) / parallel.tensor
-    hop = group_time_s("send_recv", nbytes, size=parallel.context, stride=parallel.tensor, cluster=cluster)
-    return hop * (parallel.context - 1), 2 * hop * (parallel.context - 1)
 
 
 def _expert_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, work: LayerWork) -> float:

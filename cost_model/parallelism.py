@@ -8,8 +8,9 @@ from typing import Literal
 
 Checkpointing = Literal["none", "selective", "attention", "full"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero-bubble"]
-AttentionKernel = Literal["flash1", "flash2", "flash3", "flash4", "cudnn", "efficient", "unfused"]
+AttentionKernel = Literal["flash1", "flash2", "flash3", "flash4", "cudnn", "efficient", "unfused", "dense"]
 TrainingDtype = Literal["bf16", "fp16", "fp32", "fp8", "fp4"]
+KeptProducts = Literal["none", "alternate", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class Implementation:
     """What a framework decides beside the parallel degrees.
 
     Attributes:
-        attention: the kernel that computes attention.
+        attention: the kernel that computes attention; ``dense`` is FlexAttention that nobody compiled: unfused, in
+            float32.
         fused: whether element-wise chains run as one kernel each (torch.compile, Transformer Engine, Apex).
         float32_norm: whether RMSNorm is a chain of kernels in float32 (torch before its fused one of August 2025).
         separate_linears: whether queries, keys and values, and gate and up, are products of their own.
@@ -27,16 +29,25 @@ class Implementation:
         expert_host_ops: the same for a mixture of experts, on top.
         cast_nbytes: bytes moved to scale and cast one operand's value to 8 bits: read (twice where the scale is found
             first), written (twice where its transpose is, too).
+        shares_casts: whether linears that read the same tensor share its cast to 8 bits (a compiler merges equal ops).
+        gathers_cast: whether inputs are cast to 8 bits before tensor parallelism gathers them, and gradients likewise
+            (torchao's float8 tensor parallelism): half the bytes, and a rank casts its own tokens alone.
+        shards_cast: whether parameters are cast to 8 bits before they are gathered.
+        rescale_nbytes: bytes moved per value of backward's results to scale them after their product.
         tensor_overlap: whether tensor-parallel gathers and reductions run in pieces beside their matrix products.
         tensor_copies: whether tensors are copied around tensor-parallel collectives, as they cut the sequence dim
             (DTensor).
         backward_gather_hidden: whether parameters are gathered for backward before they are needed (FSDP1's
             BACKWARD_PRE, FSDP2); else after the layer before is done.
+        context_merges: whether context parallelism is torch's own: every head has keys and values of its own, and what
+            a block of them gives is added up kernel by kernel in float32.
         data_overlap: whether gathers of parameters and reductions of gradients run beside compute.
         expert_bias_kernels: whether biases of experts are weighed and added kernel by kernel in float32 (Megatron).
         expert_overlap: whether the all-to-all of one micro-batch runs beside another's compute.
         expert_once: whether a token is sent once to a node that holds several of its experts (DeepEP, HybridEP).
         reduce_each_micro_batch: whether gradients are reduced after every micro-batch, else once a step.
+        defers_reduce: whether a sharded model's gradients are reduced with the last micro-batch alone, though its
+            parameters are gathered for each.
         reduce_nbytes, gradient_nbytes, parameter_nbytes: bytes of one value of a gradient on the wire, of the
             accumulated gradient (0 where it shares the parameter's dtype and lives only in backward), of the stored
             parameter.
@@ -51,6 +62,10 @@ class Implementation:
         norm_saved_nbytes: bytes that a norm keeps per value beside its input.
         recomputes_cheap: whether results of norms and of the gate's activation are computed again (torch.compile).
         keeps_gathered: whether what tensor parallelism gathered is kept, else gathered again (Megatron).
+        kept_products: of which products selective checkpointing keeps the results: none, every other, or all.
+        keeps_unread: whether it keeps results that backward never reads, too (eager; a compiler drops them).
+        cast_share: share of the layers whose linears run in the low precision, the last ones do not.
+        cast_kept_products: of which products in low precision selective checkpointing keeps the results.
         keeps_attention: whether selective checkpointing keeps what attention returns, else it runs again.
         keeps_exchanged: whether selective checkpointing keeps what all-to-alls between experts return.
         saves_cast: whether 8-bit products keep their inputs in 8 bits (Transformer Engine).
@@ -71,14 +86,20 @@ class Implementation:
     host_ops_per_layer: int = 40
     expert_host_ops: int = 60
     cast_nbytes: float = 7.0
+    shares_casts: bool = False
+    gathers_cast: bool = False
+    shards_cast: bool = False
+    rescale_nbytes: float = 0.0
     tensor_overlap: bool = False
     tensor_copies: bool = False
+    context_merges: bool = False
     data_overlap: bool = True
     backward_gather_hidden: bool = True
     expert_bias_kernels: bool = False
     expert_overlap: bool = False
     expert_once: bool = False
     reduce_each_micro_batch: bool = False
+    defers_reduce: bool = False
     reduce_nbytes: int = 4
     gradient_nbytes: int = 4
     parameter_nbytes: int = 4
@@ -93,6 +114,10 @@ class Implementation:
     norm_saved_nbytes: int = 0
     recomputes_cheap: bool = False
     keeps_gathered: bool = True
+    kept_products: KeptProducts = "alternate"
+    keeps_unread: bool = True
+    cast_share: float = 1.0
+    cast_kept_products: KeptProducts = "alternate"
     keeps_attention: bool = True
     keeps_exchanged: bool = False
     saves_cast: bool = False

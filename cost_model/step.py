@@ -8,7 +8,7 @@ that NCCL takes.
 
 Known error (2026-11, rows of sources that no constant was fitted to, benchmarks/accuracy.py; structure was chosen with
 those rows in sight): dense in 16 bits 7 % on average, 92 % of rows within 15 %, but 11 % without one document of which
-a table was fitted to; in 8 bits 13 %; experts 18 %.
+a table was fitted to; in 8 bits 11 %; experts 15 % and too fast.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cost_model.parallelism import ParallelSpec
 from cost_model.pipeline import idle_share
 from cost_model.rank_groups import group_time_s
 from cost_model.step_constants import StepConstants, shipped_constants
+from cost_model.step_data import data_seconds, layer_rank_parameters
 from cost_model.step_kernels import Gemm, gemm_s, stream_s
 from cost_model.transformer import TransformerSpec
 
@@ -102,7 +103,7 @@ def step_time(
     loss = _loss_beside(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, fitted))
     send = _send_seconds(spec, parallel, cluster)
     forward, backward = stage.sum("forward_s"), stage.sum("backward_s")
-    exposed, hidden, extra = _data_seconds(spec, parallel, cluster, fitted, stage)
+    exposed, hidden, extra = data_seconds(spec, parallel, cluster, fitted, (forward, backward))
     count = parallel.micro_batches
     chunks = forward + backward + extra / count
     idle = idle_share(parallel)
@@ -178,122 +179,6 @@ def _send_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Cluste
     stride = parallel.tensor * parallel.context * parallel.data
     once = group_time_s("send_recv", nbytes, size=parallel.pipeline, stride=stride, cluster=cluster)
     return 2.0 * once * parallel.virtual_stages * (0.0 if parallel.implementation.data_overlap else 1.0)
-
-
-def _data_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants, stage: _Stage
-) -> tuple[float, float, float]:
-    """Return, per step, seconds exposed, hidden, and of copies on the compute stream, of the data axis."""
-    if parallel.zero == 3:
-        return _sharded_seconds(spec, parallel, cluster, fitted, stage)
-    return _replicated_seconds(spec, parallel, cluster, fitted, stage)
-
-
-def layer_rank_parameters(spec: TransformerSpec, parallel: ParallelSpec) -> tuple[float, float]:
-    """Return the parameters that one pipeline rank's layers have on one tensor rank, without and of routed experts.
-
-    Nothing is divided by the data axis.
-    """
-    plain = spec.layers * (spec.attention_parameters + spec.norm_parameters)
-    plain += spec.dense_layers * spec.dense_mlp_parameters + spec.sparse_layers * spec.shared_mlp_parameters
-    experts = spec.sparse_layers * spec.expert_parameters
-    return (
-        plain / parallel.tensor / parallel.pipeline,
-        experts / (parallel.expert * parallel.expert_tensor) / parallel.pipeline,
-    )
-
-
-def _sharded_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants, stage: _Stage
-) -> tuple[float, float, float]:
-    """Return exposed, hidden and copy seconds of ZeRO-3: two gathers and a scattered reduction of every layer."""
-    implementation = parallel.implementation
-    plain, experts = layer_rank_parameters(spec, parallel)
-    layers = max(1.0, spec.layers / parallel.pipeline)
-    gather, reduce = _layer_collectives(parallel, cluster, plain / layers, experts / layers)
-    head = spec.vocab * spec.hidden / parallel.tensor
-    head_gather, head_reduce = _layer_collectives(parallel, cluster, head * (1 if spec.tied else 2), 0.0)
-    forward, backward = stage.sum("forward_s") / layers, stage.sum("backward_s") / layers
-    if implementation.lora:
-        reduce = head_reduce = 0.0
-    again = gather if implementation.reshards else 0.0
-    if parallel.checkpointing == "full" and (plain + experts) / layers > implementation.reuse_numel:
-        again += gather  # dropped between recomputation and backward
-    beside = again + reduce if implementation.backward_gather_hidden else reduce
-    overlap = 1.0 if implementation.data_overlap else 0.0
-    forward_hidden, backward_hidden = overlap * min(gather, forward), overlap * min(beside, backward)
-    exposed = layers * (gather - forward_hidden + again + reduce - backward_hidden)
-    exposed += gather + reduce + head_gather / 2  # the first gather and the last reduction have nothing beside them
-    passes = parallel.micro_batches if implementation.reduce_each_micro_batch or implementation.reshards else 1
-    hidden = layers * (forward_hidden + backward_hidden) + head_gather + head_reduce
-    numel = plain + experts + head * (1 if spec.tied else 2)
-    copies = numel * (2 * 4.0 + (0.0 if implementation.lora else 2.0 + 2.0 * implementation.reduce_nbytes))
-    extra = (
-        stream_s(copies, fused=True, device=cluster.device, constants=fitted)
-        if parallel.shard * parallel.context > 1
-        else 0.0
-    )
-    return passes * exposed, passes * hidden, passes * extra
-
-
-def _layer_collectives(
-    parallel: ParallelSpec, cluster: ClusterSpec, plain: float, experts: float
-) -> tuple[float, float]:
-    """Return the seconds of gathering, and of reducing, one layer's parameters over its shards (and replicas)."""
-    inner = parallel.tensor
-    size = parallel.shard * parallel.context
-    reduce_nbytes = parallel.implementation.reduce_nbytes
-    pieces = parallel.implementation.gather_pieces
-    piece = plain / pieces
-    gather = pieces * group_time_s("all_gather", 2.0 * piece, size=size, stride=inner, cluster=cluster)
-    reduce = pieces * group_time_s("reduce_scatter", reduce_nbytes * piece, size=size, stride=inner, cluster=cluster)
-    reduce += group_time_s(
-        "all_reduce", reduce_nbytes * plain / size, size=parallel.replicate, stride=inner * size, cluster=cluster
-    )
-    if experts:
-        stride = parallel.expert * parallel.expert_tensor
-        expert_size = max(1, size * inner // stride)
-        gather += group_time_s("all_gather", 2.0 * experts, size=expert_size, stride=stride, cluster=cluster)
-        reduce += group_time_s(
-            "reduce_scatter", reduce_nbytes * experts, size=expert_size, stride=stride, cluster=cluster
-        )
-    return gather, reduce
-
-
-def _replicated_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants, stage: _Stage
-) -> tuple[float, float, float]:
-    """Return exposed, hidden and copy seconds of reducing gradients once a step (and gathering updated parameters)."""
-    implementation = parallel.implementation
-    if implementation.lora:
-        return 0.0, 0.0, 0.0
-    plain, experts = layer_rank_parameters(spec, parallel)
-    plain += spec.vocab * spec.hidden / parallel.tensor  # embedding on the first rank, projection on the last
-    size = parallel.data * parallel.context
-    reduce, gather = _step_collectives(parallel, cluster, plain, size, parallel.tensor)
-    if experts:
-        stride = parallel.expert * parallel.expert_tensor
-        more = _step_collectives(parallel, cluster, experts, max(1, size * parallel.tensor // stride), stride)
-        reduce, gather = reduce + more[0], gather + more[1]
-    times = parallel.micro_batches if implementation.reduce_each_micro_batch else 1
-    if not implementation.data_overlap:
-        return times * reduce + gather, 0.0, 0.0
-    layers = max(1.0, spec.layers / parallel.pipeline)
-    hidden_reduce = min(reduce * (1 - 1 / layers), stage.sum("backward_s"))
-    hidden_gather = min(gather * (1 - 1 / layers), stage.sum("forward_s"))
-    exposed = times * (reduce - hidden_reduce) + gather - hidden_gather
-    return exposed, times * hidden_reduce + hidden_gather, 0.0
-
-
-def _step_collectives(
-    parallel: ParallelSpec, cluster: ClusterSpec, numel: float, size: int, stride: int
-) -> tuple[float, float]:
-    """Return the seconds of reducing gradients and of gathering parameters of ``numel`` values over a data group."""
-    nbytes = parallel.implementation.reduce_nbytes * numel
-    if parallel.zero == 0:
-        return group_time_s("all_reduce", nbytes, size=size, stride=stride, cluster=cluster), 0.0
-    reduce = group_time_s("reduce_scatter", nbytes, size=size, stride=stride, cluster=cluster)
-    return reduce, group_time_s("all_gather", 2.0 * numel, size=size, stride=stride, cluster=cluster)
 
 
 def _optimizer_seconds(

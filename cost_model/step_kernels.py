@@ -61,8 +61,9 @@ def _attention_alone_s(
     earlier = kernel in ("flash1", "efficient")
     seconds = attention_time_s(
         batch=batch, heads=heads, kv_heads=kv_heads, seq_q=seq, seq_k=seq, head_dim=head_dim, head_dim_v=value_dim,
-        causal=causal, backward=backward, window=window or None, device=device, dtype="bf16",
-        kernel="flash2" if earlier else kernel,
+        causal=causal, backward=backward, window=window or None, device=device,
+        dtype="fp32" if kernel == "dense" else "bf16",
+        kernel="flash2" if earlier else "unfused" if kernel == "dense" else kernel,
     )  # fmt: skip
     return seconds * (EARLIER_FLASH if earlier else 1.0)
 

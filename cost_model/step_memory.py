@@ -4,9 +4,9 @@ Moments of a step at which memory peaks: the loss (all activations and the logit
 (gathered weights, recomputed activations, first gradients), backward of the first (all gradients), and the optimizer's
 step. Of a pipeline, the first and the last rank are looked at; the larger peak counts.
 
-Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 11 % on average, 7 % in the
-median; too low by up to 38 % where a framework holds what is not counted, and by 14 to 25 % for experts whose load is
-not forced to be even; too high by 34 to 63 % in 4 bits.
+Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 9 % on average, 7 % in the
+median; too low by up to 37 % where a framework holds what is not counted, and by 10 to 31 % for experts whose load is
+not forced to be even; too high by up to 25 % for small models beside tensor parallelism.
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ def _timeline(
 
 def _unsharded_gradients(parallel: ParallelSpec, share: _Rank) -> float:
     """Return the gradients that a sharded rank adds up whole over micro-batches, in the dtype that reduces them."""
-    if parallel.zero != 3 or parallel.micro_batches == 1 or parallel.implementation.reduce_each_micro_batch:
+    implementation = parallel.implementation
+    each = implementation.reduce_each_micro_batch or (implementation.reshards and not implementation.defers_reduce)
+    if parallel.zero != 3 or parallel.micro_batches == 1 or each:
         return 0.0
     return parallel.implementation.reduce_nbytes * (share.plain + share.ends + share.experts)
 

@@ -151,7 +151,7 @@ def left_out(row: Mapping[str, str]) -> str | None:
         ("torch.cat" in notes and row["collective"] != "all_reduce", "a framework's primitive, copies included"),
         ("TCP" in row["interconnect"], "TCP"),
         (device_of(row["gpu"]) is None, "device not in the catalogue"),
-        (not row["nodes"] or not row["gpus_per_node"], "shape not stated"),
+        (not number(row, "nodes") or not number(row, "gpus_per_node"), "shape not stated"),
     )
     return next((reason for holds, reason in reasons if holds), None)
 
@@ -169,7 +169,7 @@ def cluster_of(
 ) -> ClusterSpec:
     """Return the cluster that the row was measured on: cards as its ``interconnect`` says ("4x 100 Gb/s"), else as
     usual for the device; EFA where it says so. Latencies are the catalogue's where they are None."""
-    nodes, per_node = int(row["nodes"]), int(row["gpus_per_node"])
+    nodes, per_node = int(float(row["nodes"])), int(float(row["gpus_per_node"]))
     device = device_of(row["gpu"])
     if device == DEVICES["GB200"]:
         nodes, per_node = max(1, nodes // RACK_NODES), per_node * min(nodes, RACK_NODES)

@@ -49,7 +49,8 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         raise UnknownConfigurationError("sequence length not stated")
     if not micro:
         raise UnknownConfigurationError("micro-batch not stated")
-    zero = int(number(row, "zero_stage") if row.get("zero_stage") else assumed.zero)
+    stated_zero = number(row, "zero_stage")
+    zero = assumed.zero if stated_zero is None else int(stated_zero)
     if not assumed.implementation.reshards:
         zero = 3  # parameters rest sharded, and stay gathered from forward to backward
     replicate = int(number(row, "dp_replicate") or 1) if row.get("fsdp") else 1
@@ -79,7 +80,7 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         virtual_stages=virtual if pipeline > 1 else 1,
         schedule=_schedule(row, virtual, pipeline),
         context=context,
-        expert=int(number(row, "ep") or 1),
+        expert=int(number(row, "ep") or assumed.model_experts.get(row["model"], 1)),
         expert_tensor=int(number(row, "etp") or (1 if row.get("ep") and not assumed.experts_cut else tensor)),
         checkpointing=_checkpointing(row.get("act_ckpt", ""), assumed),
         dtype=_dtype(row.get("precision", "")),
@@ -89,6 +90,8 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
 
 def _virtual_stages(row: Mapping[str, str], assumed: Assumptions, pipeline: int) -> int:
     layers = number(row, "layers")
+    if "interleaved" in row.get("config_notes", "").lower():
+        return assumed.interleaved_chunks
     if pipeline == 1 or not assumed.layers_per_chunk or not layers:
         return 1
     return max(1, int(layers) // pipeline // assumed.layers_per_chunk)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cost_model.parallelism import Checkpointing, Implementation
 from published.dates import date_of
 from published.rows import number
+from published.torchtitan import LATENT, graph_trainer, torchao
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,9 @@ class Assumptions:
         experts_cut: whether experts are cut over tensor ranks where a row does not state their tensor degree
             (Megatron-Core: expert_tensor_parallel_size None stands for the tensor degree).
         packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
+        model_experts: ranks over which experts are spread, of models for which a row states none.
         model_batches: micro-batch of models whose own configuration in the framework says another.
+        interleaved_chunks: model chunks per pipeline rank where a row says that they are interleaved and not how many.
         layers_per_chunk: of an interleaved pipeline whose chunks are not stated; 0 for a pipeline that is not.
     """
 
@@ -33,8 +36,10 @@ class Assumptions:
     experts_cut: bool = False
     sequence_parallel: bool = True
     dropout: bool = False
+    interleaved_chunks: int = 1
     layers_per_chunk: int = 0
     packed_document: int = 0
+    model_experts: Mapping[str, int] = field(default_factory=dict)
     model_batches: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
@@ -175,9 +180,14 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
                 gradient_nbytes=2,
                 state_nbytes=4,
                 expert_overlap=False,
+                defers_reduce=True,
             ),
             zero=3,
-            note="Transformer Engine layers, bf16 parameters and states, no recomputation",
+            model_experts={"GPT-OSS-20B": 8, "GPT-OSS-120B": 64},
+            note="Transformer Engine layers, bf16 parameters and states, no recomputation; expert ranks of GPT-OSS as "
+            "in examples/llm_benchmark @36044ad3d; gradients reduced with the last micro-batch (config.py, "
+            "defer_fsdp_grad_sync); models with experts keep parameters gathered between micro-batches "
+            "(reshard_after_forward: false in examples/llm_benchmark; moe/fsdp_mixin.py)",
         ),
     ),
     (
@@ -241,17 +251,19 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "torchtitan",
         Assumptions(
-            implementation=_FSDP2,
+            implementation=dataclasses.replace(_FSDP2, context_merges=True),
             checkpointing="selective",
             micro_batch=1,
             seq=8192,
             zero=3,
+            interleaved_chunks=2,
             model_batches={"DeepSeek-V3-16B (torchtitan)": 4},
             note="fp32 parameters, gradients reduced in fp32, SDPA's FlashAttention-2, local batch 1 and selective "
             "checkpointing where blank; with a pipeline as many micro-batches as ranks until #1073 (2025-04-07), then "
             "of 1 sequence, "
-            "parameters kept gathered and gradients reduced once a step; the loss compiled with the model since "
-            "#1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27)",
+            "parameters kept gathered and gradients reduced once a step; two stages per rank where they are "
+            "interleaved (pipelining_utils.py @ba2469780, pipeline_parallel.py @36a4b6942); the loss "
+            "compiled with the model since #1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27)",
         ),
     ),
     (
@@ -310,10 +322,6 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     ("Meta internal", Assumptions(implementation=dataclasses.replace(_MEGATRON), zero=2, note="as NeMo")),
 )
 """First match of the start of the row's framework wins."""
-
-
-LATENT = ("DeepSeek-V3", "Kimi")
-"""How the names of models with latent attention start: queries and keys are wider than values."""
 
 
 def _attention_of(
@@ -388,6 +396,8 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
             recomputes_cheap=True,
             loss_traffic_nbytes=14.0,
             host_ops_per_layer=implementation.host_ops_per_layer // 2,
+            keeps_unread=False,
+            shares_casts=True,
         )
     loss_compiled = compiled or row.get("compile") == "loss only"
     if framework.startswith("torchtitan") and loss_compiled and date_of(row) >= "2025-04-02":
@@ -428,6 +438,11 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
         implementation = dataclasses.replace(implementation, expert_once=True)
     if "ep overlap on" in notes:
         implementation = dataclasses.replace(implementation, expert_overlap=True)
+    if framework.startswith("NeMo AutoModel") and number(row, "n_experts"):
+        implementation = dataclasses.replace(implementation, reshards=False)
+    if framework.startswith("torchtitan"):
+        implementation = torchao(row, implementation)
+        implementation = graph_trainer(row, implementation, _FSDP2)
     found, implementation = _attention_of(row, found, implementation)
     if framework.startswith("Megatron-Bridge") and row.get("model", "").startswith("GPT-OSS"):
         implementation = _gpt_oss(row, implementation)

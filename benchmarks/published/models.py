@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from cost_model.transformer import Experts, LatentAttention, TransformerSpec
@@ -17,6 +18,9 @@ KNOWN: dict[str, dict[str, float]] = {
     "GPT3-175B": {"vocab": 51200},
 }  # fmt: skip
 """Dimensions that the file leaves blank, by how the model's name starts. Config files of the models' releases."""
+
+VOCAB_NOTE = re.compile(r"vocab (\d+) in this run")
+"""How a row's notes say that its run had another vocabulary than the model."""
 
 NOT_GATED = ("MPT", "GPT", "GPT3", "Nemotron4")
 NOT_GATED_EXCEPT = ("GPT-OSS",)
@@ -46,6 +50,9 @@ def model_of(row: Mapping[str, str], *, old_dropout: bool = False) -> Transforme
         value = number(row, key)
         if value is not None:
             dims[key] = value
+    stated = VOCAB_NOTE.search(row.get("notes", ""))
+    if stated is not None:
+        dims["vocab"] = float(stated[1])
     gated = not name.startswith(NOT_GATED) or name.startswith(NOT_GATED_EXCEPT)
     missing = [key for key in ("layers", "hidden", "heads") if key not in dims]
     if missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -63,12 +64,16 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file, restval=""))
+    for row in rows:
+        row.pop(None, None)  # type: ignore[call-overload]  # cells beyond the header
+    return rows
 
 
 def number(row: Mapping[str, str], column: str) -> float | None:
-    """Return the number in ``column``, None where it is blank or no number."""
+    """Return the number in ``column``, None where it is blank or no finite number."""
     try:
-        return float(row.get(column, ""))
+        found = float(row.get(column, ""))
     except ValueError:
         return None
+    return found if math.isfinite(found) else None

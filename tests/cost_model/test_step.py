@@ -117,12 +117,14 @@ def test_gathers_that_are_waited_for_are_exposed_and_a_large_layer_is_gathered_o
 
 
 def test_overlapped_tensor_parallelism_leaves_the_last_piece_of_a_reduction():
+    wide = dataclasses.replace(SMALL, hidden=32768, heads=256, kv_heads=256, head_dim=128, ffn=131072)  # long products
+
     def tensor_s(ranks, overlap):
         implementation = Implementation(tensor_overlap=overlap)
         parallel = dataclasses.replace(
             ONE, tensor=ranks, sequence_parallel=True, micro_batch=16, implementation=implementation
         )
-        return step_time(SMALL, parallel, H100).tensor_s
+        return step_time(wide, parallel, H100).tensor_s
 
     assert tensor_s(2, True) / tensor_s(2, False) == pytest.approx(1 / 4, rel=0.1)
     assert tensor_s(8, True) / tensor_s(8, False) == pytest.approx(1 / 16, rel=0.1)
@@ -150,3 +152,42 @@ def test_the_share_of_experts_counts_where_a_rank_has_one_of_them():
         for share in (0.5, 1.0)
     )
     assert slow.compute_s > fast.compute_s
+
+
+def test_reductions_of_the_last_micro_batch_alone_lie_between_none_and_all():
+    def hidden_or_not(micro_batches, **implementation):
+        changed = Implementation(data_overlap=False, **implementation)
+        parallel = dataclasses.replace(ONE, shard=16, zero=3, micro_batches=micro_batches, implementation=changed)
+        return step_time(SMALL, parallel, H100).data_s
+
+    assert hidden_or_not(1, defers_reduce=True) == pytest.approx(hidden_or_not(1))
+    assert hidden_or_not(1) < hidden_or_not(4, defers_reduce=True) < hidden_or_not(4)
+
+
+def test_a_gather_in_8_bits_is_shorter():
+    tensor = {"tensor": 8, "replicate": 2, "sequence_parallel": True, "dtype": "fp8"}
+
+    def tensor_s(**implementation):
+        parallel = dataclasses.replace(ONE, **tensor, implementation=Implementation(**implementation))
+        return step_time(SMALL, parallel, H100).tensor_s
+
+    assert tensor_s(gathers_cast=True) < tensor_s()
+    sharded = {"shard": 16, "zero": 3, "dtype": "fp8"}
+    slow = Implementation(data_overlap=False)
+    fast = dataclasses.replace(slow, shards_cast=True)
+    assert seconds(**sharded, implementation=fast) < seconds(**sharded, implementation=slow)
+
+
+def test_attention_without_a_compiler_takes_longer_than_fused():
+    assert seconds(implementation=Implementation(attention="dense")) > seconds(
+        implementation=Implementation(attention="unfused")
+    )
+
+
+def test_keeping_more_products_repeats_fewer():
+    def step_s(name):
+        return seconds(
+            checkpointing="selective", implementation=Implementation(kept_products=name, host_ops_per_layer=0)
+        )
+
+    assert step_s("none") > step_s("alternate") > step_s("all")

@@ -101,3 +101,48 @@ def test_selective_checkpointing_keeps_attention_unless_it_is_told_not_to():
         for keeps in (True, False)
     )
     assert kept - dropped == 2048 * (2 * SMALL.attention_out_dim + 4 * SMALL.heads)
+
+
+def selective(dtype="bf16", **implementation):
+    changed = Implementation(**implementation)
+    parallel = dataclasses.replace(ONE, checkpointing="selective", dtype=dtype, implementation=changed)
+    return layer_bytes(SMALL, parallel, sparse=False).saved
+
+
+def test_selective_checkpointing_keeps_what_products_it_is_told_to():
+    tokens, width = 2048, 2  # bytes of a value
+    none, alternate, everything = (
+        selective(kept_products=name, keeps_unread=False) for name in ("none", "alternate", "all")
+    )
+    assert alternate - none == width * tokens * (1024 + 256 + 4096)  # q, v, gate
+    assert everything - alternate == width * tokens * (256 + 1024 + 4096)  # k, o, up
+    assert selective() - alternate == width * tokens * 1024  # down, which backward does not read
+
+
+def test_products_in_low_precision_may_be_kept_otherwise_in_a_share_of_the_layers():
+    plain, cast = selective(), selective(kept_products="none")
+    mixed = selective("fp4", cast_share=0.75, cast_kept_products="none")
+    assert mixed == pytest.approx(0.25 * plain + 0.75 * cast)
+    assert selective(cast_share=0.75, cast_kept_products="none") == plain
+
+
+def test_attention_without_a_compiler_holds_scores_for_a_while():
+    fused, dense = (
+        layer_bytes(SMALL, dataclasses.replace(ONE, implementation=Implementation(attention=name)), sparse=False)
+        for name in ("flash2", "dense")
+    )
+    assert dense.saved == fused.saved
+    assert dense.transient - fused.transient == 5 * 4 * 16 * 2048**2
+
+
+def test_gradients_stay_whole_over_micro_batches_only_where_they_are_not_reduced_each_time():
+    def gradients(**implementation):
+        return max(
+            moment.gradients
+            for moment in peak(
+                zero=3, shard=8, micro_batches=4, implementation=Implementation(**implementation)
+            ).timeline
+        )
+
+    assert gradients(defers_reduce=True) > gradients()
+    assert gradients(reshards=False) == gradients(defers_reduce=True)

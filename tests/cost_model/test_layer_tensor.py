@@ -1,0 +1,53 @@
+"""Tensor parallelism of one layer: what products hide, and what they are too short for."""
+
+import dataclasses
+
+import pytest
+
+from cost_model.cluster import ClusterSpec
+from cost_model.layer_tensor import tensor_seconds
+from cost_model.layer_work import layer_work
+from cost_model.parallelism import Implementation, ParallelSpec
+from cost_model.rank_groups import group_time_s
+from cost_model.step_constants import shipped_constants
+from cost_model.transformer import Experts, TransformerSpec
+
+WIDE = TransformerSpec(layers=2, hidden=16384, heads=128, kv_heads=128, head_dim=128, ffn=65536, vocab=256)
+NARROW = TransformerSpec(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=1024, vocab=256)
+SPARSE = dataclasses.replace(NARROW, experts=Experts(count=8, top_k=2, ffn=1024))
+CLUSTER = ClusterSpec.parse("1x8xh100-sxm-80gb")
+PARALLEL = ParallelSpec(micro_batch=4, seq=4096, tensor=8, sequence_parallel=True)
+OVERLAPPED = dataclasses.replace(PARALLEL, implementation=Implementation(tensor_overlap=True))
+
+
+def exposed(spec, parallel):
+    work = layer_work(spec, parallel, sparse=spec.experts is not None)
+    return tensor_seconds(spec, parallel, CLUSTER, shipped_constants(), work)
+
+
+def reduced_s(spec):
+    nbytes = 2.0 * PARALLEL.tokens * spec.hidden
+    return group_time_s("reduce_scatter", nbytes, size=8, stride=1, cluster=CLUSTER)
+
+
+def test_an_axis_of_one_costs_nothing():
+    assert exposed(WIDE, dataclasses.replace(OVERLAPPED, tensor=1, sequence_parallel=False)) == (0.0, 0.0)
+
+
+def test_long_products_hide_all_but_the_last_piece_of_a_reduction():
+    forward, backward = exposed(WIDE, OVERLAPPED)
+    assert forward == pytest.approx(backward) == pytest.approx(2 * reduced_s(WIDE) / 8)
+
+
+def test_short_products_leave_the_rest_exposed():
+    forward, backward = exposed(NARROW, OVERLAPPED)
+    assert 2 * reduced_s(NARROW) / 8 < backward < forward < exposed(NARROW, PARALLEL)[0]
+
+
+def test_without_overlap_everything_is_exposed_both_ways():
+    forward, backward = exposed(WIDE, PARALLEL)
+    assert forward == backward > 2 * reduced_s(WIDE)
+
+
+def test_tokens_of_a_router_alone_stay_cut_over_the_sequence():
+    assert exposed(SPARSE, OVERLAPPED)[0] == pytest.approx(exposed(NARROW, OVERLAPPED)[0] / 2, rel=0.3)
