@@ -8,8 +8,11 @@ step of the sharded module is run as rank 0 of 4 fake processes: small real tens
 nobody answers, but of the right sizes. (Under FakeTensorMode DTensor's strided shards fail, and on meta `fully_shard`
 never frees what it gathered.) The step that is measured is the second, as in steady training: the optimizer's state is
 there, and the gradients of the step before are gone (`zero_grad(set_to_none=True)`). It ends with the backward: a fused
-optimizer, as on GPUs, makes no tensors. Attention is torch's MATH on both sides. What MemTracker counts is bytes of
-live tensors, at the op's end: no allocator, no workspace inside an op.
+optimizer, as on GPUs, makes no tensors. The loop holds this rank's part of the batch, as a data loader gives it
+(`local_batch` gives views, which keep the whole batch), and of the outputs only the loss: a loop that also holds the
+logits needs their bytes on top of what is predicted. Attention is torch's MATH on both sides. What MemTracker counts is
+bytes of live tensors, at the op's end: no allocator, no workspace inside an op.
+
 Exit code 1 where any error is above the target.
 """
 
@@ -212,6 +215,14 @@ class Outcome:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
+class StepTracker(MemTracker):
+    """MemTracker for modules that see copies of their parameters, in another dtype: those cannot be hooked."""
+
+    def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
+        hookable = all(parameter.is_leaf for parameter in module.parameters())
+        return super()._track_module_params_and_buffers(module, install_grad_hooks and hookable)
+
+
 def planned(case: Case, plan_name: str, ac: str, dtype: str) -> tuple[nn.Module, ShardingPlan]:
     """Return a model, and its plan by one of ``PLANS``."""
     planner, mesh = PLANS[plan_name]
@@ -234,7 +245,7 @@ def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tr
     with fake_process_group(plan.mesh.size), unpacked_sequences():
         mesh = device_mesh_for(plan, device_type="cpu")
         model = shard_module(module, mesh, plan, src_data_rank=None)
-        batch = local_batch(dict(inputs), mesh, plan)
+        batch = {name: _apart(leaf) for name, leaf in local_batch(dict(inputs), mesh, plan).items()}
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         _pass(model, batch)
         optimizer.step()
@@ -245,6 +256,10 @@ def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tr
             _pass(model, batch)
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(role, "value", role)): n for role, n in snapshot.items() if role != "Total"}
+
+
+def _apart(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _pass(model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -258,7 +273,7 @@ def outcome(case: Case, plan_name: str, ac: str, dtype: str, tracker: MemTracker
     module, plan = planned(case, plan_name, ac, dtype)
     assert plan.estimate is not None
     predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role != "reserve"}
-    measured = measure(module, plan, inputs_of(case), tracker or MemTracker())
+    measured = measure(module, plan, inputs_of(case), tracker or StepTracker())
     return Outcome(measured=measured, predicted=predicted)
 
 

@@ -106,6 +106,7 @@ class Pricer:
         block: str | None,
         moments: Sequence[Moment],
         alive: ClassTimeline,
+        arguments: Sequence[int],
     ) -> Price:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
@@ -113,8 +114,12 @@ class Pricer:
             block: the block that the region is in, None where it is in none or nothing is checkpointed.
             moments: at which memory is added up.
             alive: what of the regions is alive at them.
+            arguments: slots that show what the model is called with; the caller holds that, for one micro-batch.
         """
         charge: dict[str, float] = defaultdict(float)
+        for slot in arguments:
+            held = region.slots[slot].value
+            charge[quantity.MEMORY + "activations"] += self.local_nbytes(held, strategy.forward[slot])
         prices: list[Price] = []
         calls = count * self.run.micro_batches
         recomputes = block is not None

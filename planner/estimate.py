@@ -70,9 +70,8 @@ class _Itemiser:
 
     def _copies(self) -> Iterator[Price]:
         for tally in self._structure.kept:
-            if any(tally.always or source[0] == target[0] for source, target in self._wanted(tally)):
-                layout = self._wanted(tally)[0][0][0]
-                assert layout is not None
+            kept = (source[0] for source, target in self._wanted(tally) if tally.always or source[0] == target[0])
+            for layout in dict.fromkeys(layout for layout in kept if layout is not None):
                 yield self._pricer.copy(self._value(tally), layout, tally.alive)
         for tally in self._structure.copied:
             for source, target in self._wanted(tally):

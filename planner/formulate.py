@@ -142,6 +142,7 @@ class Formulator:
             block=structure.block(region),
             moments=structure.timeline.moments,
             alive=structure.timeline.classes[index],
+            arguments=structure.arguments.get(index, ()),
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
@@ -332,6 +333,7 @@ class Formulator:
             recomputed=structure.block(region) is not None,
             first=index == structure.first_class,
             working=parameter.working[use],
+            pending=parameter.pending[use],
         )
 
     def _parameter_edges(

@@ -22,6 +22,7 @@ from planner.job import BYTES_PER_ELEMENT
 from planner.report import CollectiveKind, Phase
 from planner.run import Run
 from planner.structure import BlockGather
+from planner.timeline import UPDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +73,8 @@ class ParameterPricer:
             gradients: moment's quantity -> how many of them have their gradients by then.
         """
         price = self.kept(value, choice.stored, count)
-        if self._run.job.training and value.requires_grad and self._run.micro_batches == 1:
-            nbytes = self._gradient_nbytes(value, choice.stored)
-            price = add_prices([price, Price(charge={name: n * nbytes for name, n in gradients.items()})])
+        if self._run.job.training and value.requires_grad:
+            price = add_prices([price, Price(charge=self._arriving(value, choice, count, gradients))])
         if choice.gathered_over is None:
             price = add_prices([price, self._cast(value, choice.stored, count)])
         if choice.accumulated is None:
@@ -86,9 +86,29 @@ class ParameterPricer:
             return add_prices([price, reduced])
         return add_prices([price, reduced, self._gradient_memory(value, choice.accumulated, count)])
 
+    def _arriving(
+        self, value: Value, choice: StoredChoice, count: int, gradients: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Return the bytes of the gradients that a backward leaves, by moment.
+
+        Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
+        Then the casts, which `_cast` charges throughout, give way to gradients in the stored dtype.
+        """
+        once = self._run.micro_batches == 1
+        if choice.gathered_over is not None or not self._is_cast(value):
+            nbytes = self._gradient_nbytes(value, choice.stored) if once else 0.0
+            return {name: n * nbytes for name, n in gradients.items() if nbytes}
+        nbytes = value.nbytes / split_factor(choice.stored, self._run.mesh.shape)
+        arriving = {name: n * nbytes for name, n in gradients.items()}
+        after = self._gradient_nbytes(value, choice.stored) if once else 0.0
+        return arriving | {UPDATE.quantity("gradients"): count * (after - nbytes)}
+
+    def _is_cast(self, value: Value) -> bool:
+        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
+
     def _cast(self, value: Value, stored: Layout, count: int) -> Price:
         """Price the copies in the compute dtype that all modules see during a forward, and that autograd keeps."""
-        if BYTES_PER_ELEMENT[self.stored_dtype] == value.dtype.itemsize:
+        if not self._is_cast(value):
             return FREE
         nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
         return Price(charge={quantity.MEMORY + "parameters": count * nbytes})
@@ -132,6 +152,7 @@ class ParameterPricer:
         recomputed: bool,
         first: bool,
         working: Mapping[str, int],
+        pending: Mapping[str, int],
     ) -> Price | None:
         """Return the price of using ``count`` equal parameters, each gathered by itself, and of their gradients.
 
@@ -141,6 +162,7 @@ class ParameterPricer:
             recomputed: whether the use is inside a checkpointed block.
             first: whether nothing is left of the backward that could hide its gradient's reduction.
             working: moment's quantity -> how many of them an op uses at that moment.
+            pending: moment's quantity -> how many of their gradients from this use wait for those from others.
         """
         layout, gradient = use
         assert layout is not None
@@ -164,6 +186,8 @@ class ParameterPricer:
             if reduced is None:
                 return None
             prices.append(reduced)
+            waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
+            prices.append(Price(charge={name: n * waiting for name, n in pending.items()}))
             if self._run.micro_batches > 1 and choice.accumulated is None:
                 prices.append(self._gradient_memory(value, gradient, count))
         return add_prices(prices)

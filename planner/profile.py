@@ -27,8 +27,9 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 FLASH_BACKWARD_FLOPS = 2.5
 """FLOPs of flash attention's backward per FLOP of its forward: five products against two (FlashAttention-2, 2023)."""
 
-CROSS_ENTROPY_COPIES = 2
-"""Float32 copies of the logits that `executor.op_cross_entropy` has in its backward beside their gradient."""
+CROSS_ENTROPY_COPIES = {True: 1, False: 3}
+"""Float32 copies of the logits that `executor.op_cross_entropy` has in its backward beside their gradient, by whether
+those are in float32 themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +243,7 @@ class _Walk:
             return self._flash_attention(op, inputs, outputs, count.flops)
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
-            rise = CROSS_ENTROPY_COPIES * 4 * math.prod(inputs[0].shape)
+            rise = CROSS_ENTROPY_COPIES[inputs[0].dtype == torch.float32] * 4 * math.prod(inputs[0].shape)
         else:
             rise = backward_rise(op, given)
         is_view = all(

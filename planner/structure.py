@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,9 @@ from planner.graph import Crossing
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionGraph
 from planner.timeline import NEVER, Moment, Timeline, build_timeline
+
+_Leaving = Mapping[tuple[int, int], list[tuple[int, int, int]]]
+"""(region, slot) -> where it goes: edge, region and entry there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,8 @@ class ParameterClass:
         uses: (region class, slot) -> number of uses by each of the parameters.
         gradients: moment's quantity -> how many of the parameters have their gradients by then.
         working: use -> moment's quantity -> how many of them an op uses at that moment.
+        pending: use -> moment's quantity -> how many have a gradient from that use, the last of several, which
+            waits for those of the others.
         unreduced: moment's quantity -> how many have their gradients by then, but not their block all of its own.
     """
 
@@ -30,6 +35,7 @@ class ParameterClass:
     uses: Mapping[tuple[int, int], int]
     gradients: Mapping[str, int]
     working: Mapping[tuple[int, int], Mapping[str, int]]
+    pending: Mapping[tuple[int, int], Mapping[str, int]]
     unreduced: Mapping[str, int]
 
 
@@ -83,7 +89,11 @@ class BlockGather:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs."""
+    """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs.
+
+    Attributes:
+        arguments: region class -> slots that show what the model is called with, each tensor once.
+    """
 
     regions: RegionGraph
     profile: GraphProfile
@@ -98,6 +108,7 @@ class Structure:
     passed: tuple[Tally, ...]
     agreements: tuple[tuple[int, int], ...]
     first_class: int | None
+    arguments: Mapping[int, tuple[int, ...]]
     gathers: tuple[BlockGather, ...]
     timeline: Timeline
 
@@ -115,6 +126,54 @@ def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, pos
     value = region.slots[position].value
     root = profile.root[value.name]
     return any(root in profile.ops[region_op.op.name].saved for region_op in region.ops)
+
+
+def _block_of(blocks: Blocks, ac: str, region: int) -> str | None:
+    """Return the checkpointed block that a region is in."""
+    return blocks.of_region.get(region) if ac != "none" else None
+
+
+def _further(
+    regions: RegionGraph,
+    profile: GraphProfile,
+    leaving: _Leaving,
+    timeline: Timeline,
+    region_index: int,
+    entry: int,
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the links (edge, consumer, position) to regions that keep a tensor which other regions only hand on."""
+    region = regions.regions[region_index]
+    for slot in range(len(region.slots)):
+        if timeline.handed_on.get((region_index, slot)) != entry:
+            continue
+        for edge, consumer, position in leaving.get((region_index, slot), ()):
+            if _self_saved(regions, profile, regions.regions[consumer], position):
+                yield edge, consumer, position
+            else:
+                yield from _further(regions, profile, leaving, timeline, consumer, position)
+
+
+def _passed_at(
+    regions: RegionGraph,
+    profile: GraphProfile,
+    timeline: Timeline,
+    region: Region,
+    slot: int,
+    links: Sequence[tuple[int, int, int]],
+) -> list[Moment]:
+    """Return the moments at which a tensor's gradient has come, in memory shared with another's, and is redistributed.
+
+    Autograd runs backward in the order opposite to the forward's: what was redistributed just before its first reader
+    when the backward of all readers is done, and what its producer's module redistributed just before its producer's.
+    """
+    name = region.slots[slot].value.name
+    there = [moment for moment in timeline.moments if name in timeline.passed[moment.key]]
+    boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
+    if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
+        return [moment for moment in there if moment.position < timeline.first_reads.get(name, NEVER)]
+    ops = regions.graph.ops
+    outputs = {moment.position: ops[moment.position].outputs for moment in there if moment.position >= 0}
+    return [m for m in there if name in {profile.root[output] for output in outputs.get(m.position, ())}]
 
 
 def _hook_inside(regions: RegionGraph, region: Region, position: int, block: str) -> bool:
@@ -155,10 +214,23 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
+        arguments=_arguments(regions),
         gathers=_block_gathers(regions, blocks, parameters, timeline),
         timeline=timeline,
         **tallies,
     )
+
+
+def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
+    found: dict[str, tuple[int, int]] = {}
+    for region in regions.regions:
+        for position, slot in enumerate(region.slots):
+            if slot.value.kind == "input" and slot.source is None:
+                found.setdefault(slot.value.name, (regions.class_of[region.index], position))
+    slots: dict[int, list[int]] = defaultdict(list)
+    for region_class, position in found.values():
+        slots[region_class].append(position)
+    return {region_class: tuple(positions) for region_class, positions in slots.items()}
 
 
 def _count(
@@ -166,7 +238,7 @@ def _count(
     profile: GraphProfile,
     blocks: Blocks,
     ac: str,
-    leaving: Mapping[tuple[int, int], list[tuple[int, int, int]]],
+    leaving: _Leaving,
     timeline: Timeline,
 ) -> dict[str, tuple[Tally, ...]]:
     saves = timeline.savers
@@ -177,19 +249,21 @@ def _count(
     passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
-        home = blocks.of_region.get(producer) if ac != "none" else None
+        home = _block_of(blocks, ac, producer)
+        own = _self_saved(regions, profile, region, slot)
         together: dict[str | None, list[int]] = defaultdict(list)
         again: dict[str, list[int]] = defaultdict(list)
         keepers: dict[tuple[str | None, bool], list[_Kept]] = defaultdict(list)
         copiers: dict[str | None, list[_Kept]] = defaultdict(list)
         for edge, consumer, position in links:
-            block = blocks.of_region.get(consumer) if ac != "none" else None
+            block = _block_of(blocks, ac, consumer)
             inside = block is not None and _hook_inside(regions, regions.regions[consumer], position, block)
             together[block if inside else None].append(edge)
             if block is not None and inside:
                 again[block].append(edge)
             since = saves[consumer, position]
             within = _Kept(edge, since)
+            further = [] if own else list(_further(regions, profile, leaving, timeline, consumer, position))
             if block is not None and block != home:
                 # The block keeps what it is called with; what it makes of that inside, it makes again.
                 whole = _Kept(edge, timeline.starts[block])
@@ -199,21 +273,25 @@ def _count(
                 elif since < NEVER:
                     copiers[block].append(within)
             elif since < NEVER:
-                copiers[block].append(within)
-                keepers[block, False].append(within)
+                apart = further and all(_block_of(blocks, ac, c) == block for _, c, _ in further)
+                if apart and not _self_saved(regions, profile, regions.regions[consumer], position):
+                    # Others keep it, further down: as it is there, if it has not been redistributed on the way.
+                    keepers[block, False] += [_Kept(e, saves[c, i]) for e, c, i in further if saves[c, i] < NEVER]
+                else:
+                    copiers[block].append(within)
+                    keepers[block, False].append(within)
         # A checkpointed block shares nothing with others: its recomputation has to stand alone.
         for edges in together.values():
             forward[_subset(edges)] += 1
         for edges in again.values():
             recompute[_subset(edges)] += 1
-        owns = region.slots[slot].origin == "op"
-        name = region.slots[slot].value.name
-        there = [m.quantity("transient") for m in timeline.moments if name in timeline.passed[m.key]]
-        if owns and there:
+        is_made = region.slots[slot].origin == "op"
+        owns = is_made and (producer, slot) not in timeline.handed_on
+        there = [m.quantity("transient") for m in _passed_at(regions, profile, timeline, region, slot, links)]
+        if is_made and there:
             passed[_subset(edge for edge, _, _ in links)].update(there)
         for (where, always), found in keepers.items():
-            own_save = _self_saved(regions, profile, region, slot) and (where is None) == (home is None)
-            if owns and not own_save:
+            if owns and not (own and (where is None) == (home is None)):
                 kept[_subset(k.edge for k in found), always].update(_alive(found, where, timeline.moments))
         for where, found in copiers.items():
             copied[_subset(k.edge for k in found)].update(_alive(found, where, timeline.moments))
@@ -260,6 +338,7 @@ def _parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Parame
             uses=dict(key),
             gradients=_gradients(values, timeline),
             working={use: _working(use[0], values, regions, timeline) for use, _ in key},
+            pending={use: _pending(use[0], values, regions, timeline) for use, _ in key},
             unreduced=_unreduced(values, timeline),
         )
         for key, values in groups.items()
@@ -275,6 +354,22 @@ def _gradients(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
         for moment in timeline.moments
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters wait with the gradient of their last use, in a class.
+
+    Autograd adds the gradients of all uses up before it hands them to the parameter.
+    """
+    members = regions.classes[region_class].members
+    inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
+    found: Counter[str] = Counter()
+    for value in values:
+        uses = timeline.uses[value]
+        if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
+            waiting = (m for m in timeline.moments if min(uses) <= m.position < max(uses))
+            found.update(moment.quantity("gradients") for moment in waiting)
+    return dict(found)
 
 
 def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:

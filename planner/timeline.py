@@ -4,7 +4,8 @@ A backward pass frees what autograd kept as it makes gradients, so that activati
 at once. A *moment* is the backward of one op. What is alive at it: what ops up to it keep; gradients of parameters
 that are used only after it; gradients of activations on their way from later ops to earlier ones; and what the op
 itself makes. In a checkpointed block "up to it" means within the block, since earlier blocks have not been made
-again; and there is a moment more, at the end of that.
+again; and there are two moments more while it is made: when the last op that keeps anything has run, and when the next
+has read what that one made.
 
 Between the first and the last of equal blocks all of that changes linearly, so that a peak is at an end: each class of
 regions has moments at its first and its last two members, and there at the op at which most is alive. (Two, because the
@@ -13,6 +14,7 @@ first block has no other to gather parameters for ahead, and after the last no g
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -40,13 +42,13 @@ class Moment:
     """The backward of the op at ``position`` in the graph, in ``block`` where that is checkpointed.
 
     Attributes:
-        before: the moment is just before it, when the block that ends with the op has been run again.
+        again: the moment is just before that, as the forward of the op at this position runs again; None: it is not.
     """
 
     key: str
     position: int
     block: str | None
-    before: bool = False
+    again: int | None = None
 
     def quantity(self, role: str) -> str:
         """Return the name under which bytes of ``role`` that are alive at this moment add up."""
@@ -83,7 +85,9 @@ class Timeline:
         blocks: block that a moment's op is in, checkpointed or not -> the moments.
         uses: parameter -> positions of the ops that use it.
         savers: entry (region, slot) -> position of the first op that keeps its tensor.
+        handed_on: (region, slot) -> entry of the region that the slot is, or is a view of that no other block reads.
         starts, ends: block -> position of its first op, and of its last.
+        first_reads: value -> position of the first op that reads it, views left out.
         passed: moment's key -> values whose gradients are there, in memory that they share with another's.
     """
 
@@ -92,8 +96,10 @@ class Timeline:
     blocks: Mapping[str, tuple[Moment, ...]]
     uses: Mapping[str, tuple[int, ...]]
     savers: Mapping[tuple[int, int], int]
+    handed_on: Mapping[tuple[int, int], int]
     starts: Mapping[str, int]
     ends: Mapping[str, int]
+    first_reads: Mapping[str, int]
     passed: Mapping[str, frozenset[str]]
 
 
@@ -107,6 +113,9 @@ class _Builder:
         self._ops: list[Op] = regions.graph.ops
         self._position = {op.name: position for position, op in enumerate(self._ops)}
         self._region_of = {r.op.name: region for region in regions.regions for r in region.ops}
+        self._region_op = {self._position[r.op.name]: (region, r) for region in regions.regions for r in region.ops}
+        self._inside: dict[str, list[int]] = defaultdict(list)
+        self._waiting: dict[str, Mapping[int, tuple[int, ...]]] = {}
         self._starts: dict[str, int] = {}
         self._ends: dict[str, int] = {}
         for region in regions.regions:
@@ -116,6 +125,9 @@ class _Builder:
                 position = self._position[region_op.op.name]
                 self._starts[block] = min(self._starts.get(block, NEVER), position)
                 self._ends[block] = max(self._ends.get(block, -1), position)
+                self._inside[block].append(position)
+        for positions in self._inside.values():
+            positions.sort()
         self._gradients: dict[int, tuple[str, ...]] = {}
         self._passed: dict[int, frozenset[str]] = {}
         self._follow_gradients()
@@ -133,14 +145,17 @@ class _Builder:
                 for slot in (region.slots[i] for i in region_op.inputs):
                     if slot.origin == "parameter":
                         uses[slot.value.name].append(self._position[region_op.op.name])
+        handed_on = self._handed_on()
         return Timeline(
             moments=moments,
             classes=tuple(self._of_class(c.members, moments) for c in self._regions.classes),
             blocks={block: tuple(found) for block, found in in_blocks.items()},
             uses={name: tuple(positions) for name, positions in uses.items()},
-            savers=self._savers(),
+            savers=self._savers(handed_on),
+            handed_on=handed_on,
             starts=self._starts,
             ends=self._ends,
+            first_reads=self._first_reads(),
             passed={moment.key: self._passed.get(moment.position, frozenset()) for moment in moments},
         )
 
@@ -160,15 +175,26 @@ class _Builder:
         return (*(found[position] for position in sorted(found)), *self._ends_of_recomputation(found))
 
     def _ends_of_recomputation(self, found: Mapping[int, Moment]) -> Iterator[Moment]:
+        """Yield the moments while a block is run again: the first op of its backward that needs it asks for that."""
         for block in dict.fromkeys(moment.block for moment in found.values() if moment.block is not None):
-            positions = [
-                self._position[region_op.op.name]
-                for region in self._regions.regions
-                for region_op in region.ops
-                if self._blocks.of_region.get(region.index) == block and self._works(region_op.op)
-            ]
-            last = max(positions)
-            yield Moment(key=f"{last}-again", position=last, block=block, before=True)
+            keeping = [p for p in self._inside[block] if self._keeps(self._ops[p])]
+            if not keeping:
+                continue
+            last = max(keeping)
+            made = {self._root(name) for name in self._ops[last].outputs}
+            reading = (p for p in self._inside[block] if p > last and made & self._reads(p) and not self._is_view(p))
+            for again in (last, *itertools.islice(reading, 1)):
+                yield Moment(key=f"{again}-again", position=last, block=block, again=again)
+
+    def _keeps(self, op: Op) -> bool:
+        profile = self._profile.ops[op.name]
+        return bool(profile.saved or profile.saved_extra_nbytes)
+
+    def _reads(self, position: int) -> set[str]:
+        return {self._root(name) for name in self._ops[position].inputs}
+
+    def _is_view(self, position: int) -> bool:
+        return all(self._root(name) in self._reads(position) for name in self._ops[position].outputs)
 
     def _works(self, op: Op) -> bool:
         return any(self._regions.graph.values[name].requires_grad for name in op.outputs)
@@ -236,7 +262,7 @@ class _Builder:
             self._add_saved(region, block, moments, by_slot)
             self._add_inside_ops(region, block, moments, by_op)
             self._add_gradients(region, moments, by_slot["gradients"])
-            self._add_last_results(region, moments, by_slot["recomputed"])
+            self._add_unkept(region, moments, by_slot["recomputed"])
         return ClassTimeline(**by_slot, **by_op)
 
     def _add_saved(
@@ -264,7 +290,7 @@ class _Builder:
             self._add_row(into["saved_extra"][index], into["recomputed_extra"][index], position, block, moments)
             if block is not None and self._ac == "selective":
                 into["cached_extra"][index] += self._cached(block, moments)
-            into["works"][index] += [moment.position == position and not moment.before for moment in moments]
+            into["works"][index] += [moment.position == position and moment.again is None for moment in moments]
 
     def _cached(self, block: str, moments: tuple[Moment, ...]) -> list[bool]:
         return [moment.block != block and moment.position >= self._starts[block] for moment in moments]
@@ -284,7 +310,7 @@ class _Builder:
                     into[made_here[name], column] += 1
         for region_op in region.ops:
             position = self._position[region_op.op.name]
-            columns = [c for c, moment in enumerate(moments) if moment.position == position and not moment.before]
+            columns = [c for c, moment in enumerate(moments) if moment.position == position and moment.again is None]
             for column in columns:
                 for slot in region_op.inputs:
                     value = region.slots[slot].value
@@ -292,23 +318,81 @@ class _Builder:
                     if value.requires_grad and makes:
                         into[slot, column] += 1
 
-    def _add_last_results(self, region: Region, moments: tuple[Moment, ...], into: Counts) -> None:
-        """Count what the last op of a block that was run again reads and makes, where autograd does not keep it."""
+    def _add_unkept(self, region: Region, moments: tuple[Moment, ...], into: Counts) -> None:
+        """Count what is there of a block that is run again although autograd does not keep it."""
         for column, moment in enumerate(moments):
-            if not moment.before:
-                continue
-            op = self._ops[moment.position]
-            names = {self._root(name) for name in (*op.inputs, *op.outputs)}
-            for region_op in region.ops:
-                if self._blocks.of_region.get(region.index) != moment.block:
-                    continue
-                for slot in region_op.outputs:
-                    if region.slots[slot].value.name in names:
-                        into[slot, column] = max(into[slot, column], 1)
+            for slot in self._unkept(moment).get(region.index, ()):
+                into[slot, column] += 1
+
+    def _unkept(self, moment: Moment) -> Mapping[int, tuple[int, ...]]:
+        """Return region -> slots whose tensors an op that runs again makes or reads, or that wait for a later op.
+
+        What waits is as its next reader sees it; but what was made last is there as it was made.
+        """
+        if moment.again is None or moment.block is None:
+            return {}
+        if moment.key not in self._waiting:
+            inside = self._inside[moment.block]
+            done = [p for p in inside if p <= moment.position]
+            kept = {name for p in done for name in self._profile.ops[self._ops[p].name].saved}
+            made = {self._root(name) for p in inside if p < moment.again for name in self._ops[p].outputs}
+            found: dict[str, tuple[int, int]] = {}
+            for position in sorted({moment.position, moment.again}):
+                self._note(position, "outputs", found)
+            for position in (p for p in inside if p >= moment.again):
+                self._note(position, "inputs", found, among=made)
+            slots: dict[int, list[int]] = defaultdict(list)
+            for name, (region, slot) in found.items():
+                if name not in kept:
+                    slots[region].append(slot)
+            self._waiting[moment.key] = {region: tuple(found) for region, found in slots.items()}
+        return self._waiting[moment.key]
+
+    def _note(self, position: int, side: str, found: dict[str, tuple[int, int]], among: set[str] | None = None) -> None:
+        """Note by root where the tensors of an op are seen, first come first kept."""
+        region, region_op = self._region_op[position]
+        for slot in region_op.outputs if side == "outputs" else region_op.inputs:
+            name = self._root(region.slots[slot].value.name)
+            if among is None or name in among:
+                found.setdefault(name, (region.index, slot))
 
     # --- entries -------------------------------------------------------------------------------------------------
 
-    def _savers(self) -> dict[tuple[int, int], int]:
+    def _first_reads(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for position in range(len(self._ops)):
+            if not self._is_view(position):
+                for name in self._reads(position):
+                    found.setdefault(name, position)
+        return found
+
+    def _handed_on(self) -> dict[tuple[int, int], int]:
+        entries = {
+            (region.index, slot): slot
+            for region in self._regions.regions
+            for slot, seen in enumerate(region.slots)
+            if seen.origin == "entry"
+        }
+        views: dict[tuple[int, int], int] = {}
+        crossing: set[tuple[int, int]] = set()
+        for link in self._regions.links:
+            place = link.producer, link.producer_slot
+            region = self._regions.regions[link.producer]
+            root = self._root(region.slots[link.producer_slot].value.name)
+            if self._block(link.producer) != self._block(link.consumer):
+                crossing.add(place)
+            elif place not in entries and place not in views:
+                behind = (i for i, seen in enumerate(region.slots) if self._root(seen.value.name) == root)
+                entry = next((i for i in behind if region.slots[i].origin == "entry"), None)
+                if entry is not None:
+                    views[place] = entry
+        return entries | {place: entry for place, entry in views.items() if place not in crossing}
+
+    def _block(self, region: int) -> str | None:
+        """Return the checkpointed block that a region is in."""
+        return self._blocks.of_region.get(region) if self._ac != "none" else None
+
+    def _savers(self, handed_on: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
         """Return for every entry (region, slot) the first op that keeps its tensor: there, or further down."""
         found: dict[tuple[int, int], int] = {}
         for region in self._regions.regions:
@@ -319,12 +403,16 @@ class _Builder:
                         (self._position[r.op.name] for r in region.ops if root in self._profile.ops[r.op.name].saved),
                         default=NEVER,
                     )
+        steps = []
+        for link in self._regions.links:
+            entry = handed_on.get((link.producer, link.producer_slot))
+            if entry is not None:
+                steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
         changed = True
         while changed:
             changed = False
-            for link in self._regions.links:
-                source, target = (link.producer, link.producer_slot), (link.consumer, link.consumer_slot)
-                if source in found and found[target] < found[source]:
+            for source, target in steps:
+                if found[target] < found[source]:
                     found[source] = found[target]
                     changed = True
         return found

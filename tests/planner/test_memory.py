@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from benchmarks.memory import CASES, TARGET, outcome
 
-import memory
+COMBINATIONS = [
+    ("llama", "DP", "none", "fp32"),
+    ("llama", "FSDP", "selective", "fp32"),
+    ("llama", "DP", "full", "bf16"),
+    ("bert", "TP", "full", "fp32"),
+    ("bert", "FSDP", "full", "fp32"),
+]
+"""BERT's embedding is tied, and its blocks end in a norm; bf16 is computed in casts of the parameters."""
 
-TOLERANCE = 0.03
 
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("plan", "ac"),
-    [("DP", "none"), ("DP", "full"), ("FSDP", "selective"), ("FSDP", "full"), ("TP", "none"), ("TP", "full")],
-)
-def test_the_peak_is_what_memtracker_counts(plan: str, ac: str) -> None:
-    found = memory.outcome(memory.CASES["llama"], plan, ac, "fp32")
-    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=TOLERANCE)
+# MemTracker's hooks before the backward find no module for what DTensor wraps; it counts tensors, not modules.
+@pytest.mark.filterwarnings("ignore:Module is None:UserWarning")
+# It is handed a gradient of None somewhere (where was not looked into); that is no tensor, and counts nothing.
+@pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable wrapper-subclass:UserWarning")
+# It asks the casts of parameters, in bf16, for their gradients.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("model", "plan", "ac", "dtype"), COMBINATIONS)
+def test_the_peak_is_what_memtracker_counts(model: str, plan: str, ac: str, dtype: str) -> None:
+    found = outcome(CASES[model], plan, ac, dtype)
+    assert found.predicted_bytes == pytest.approx(found.measured_bytes, rel=TARGET)
