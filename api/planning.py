@@ -19,6 +19,7 @@ from planner.errors import JobError, MeshError, PlanMismatchError
 if TYPE_CHECKING:
     from api.models import ModelSource
     from executor.verify import VerifyReport
+    from planner.alternatives import Explanation
     from planner.plan import ShardingPlan
 
 Progress = Callable[[str], None]
@@ -96,6 +97,23 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     inputs = with_batch(inputs, batch, batch // plan.micro_batches)
     with quiet_libraries():
         return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
+
+
+def explanation(model: str, file: Path, parameter: str, progress: Progress) -> Explanation:
+    """Return what every layout of ``parameter`` would cost in the plan in ``file``, which is for ``model``.
+
+    Raises:
+        PlannerError: the plan cannot be read, is for another model, or the model has no such parameter.
+    """
+    from api.models import load_model, quiet_libraries
+    from planner.alternatives import explain
+    from planner.plan import ShardingPlan
+
+    plan = ShardingPlan.load(file)
+    progress("building the model")
+    source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+    with quiet_libraries():
+        return explain(source.module, plan, parameter, example_inputs=source.example_inputs, progress=progress)
 
 
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:

@@ -19,6 +19,7 @@ _HOMES = {
     "PlanningSession": "planner.session",
     "build_plan": "planner.session",
     "estimate_plan": "planner.session",
+    "explain": "planner.alternatives",
 }
 
 __all__ = sorted(_HOMES)

@@ -163,14 +163,20 @@ class Search:
         restriction: Restriction | None,
         at_most_s: float | None = None,
         floor: _Floor | None = None,
+        *,
+        capped: bool = True,
     ) -> Candidate | None:
-        """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds."""
+        """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
+
+        Args:
+            capped: whether it has to fit.
+        """
         formulator, structure, formulation = self.formulate(run, restriction, floor, at_most_s)
         while formulation is not None:
             started = time.perf_counter()
             solution = solve(
                 formulation.problem,
-                memory_bytes=self._memory_bytes,
+                memory_bytes=self._memory_bytes if capped else None,
                 mip_gap=self._job.mip_gap,
                 at_most_s=at_most_s,
             )

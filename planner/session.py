@@ -25,6 +25,7 @@ from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import CheckpointingMode, Job
 from planner.plan import PlanMesh, ShardingPlan
 from planner.report import SolverReport
+from planner.run import Run
 from planner.search import Candidate, Clock, Progress, Search
 
 
@@ -279,6 +280,34 @@ def estimate_plan(
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
+    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    formulator, structure = opened.search.formulator(opened.run)
+    started = time.perf_counter()
+    decision = decision_from_plan(structure, formulator, plan, model)
+    priced = estimate(formulator, structure, decision)
+    opened.clock.add("costs_s", started)
+    timings = dict(opened.clock.spent)
+    return dataclasses.replace(plan, estimate=priced, cluster=opened.run.cluster.to_dict(), timings=timings)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlan:
+    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours."""
+
+    search: Search
+    run: Run
+    clock: Clock
+
+
+def open_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> OpenedPlan:
+    """Return the run of ``plan``, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model.
+        MeshError: its mesh is not the whole cluster.
+    """
     found = plan.fingerprint.get("model")
     if found is not None and found != model_fingerprint(model):
         raise PlanMismatchError(
@@ -304,9 +333,4 @@ def estimate_plan(
     modes = set(plan.activation_checkpointing.values())
     search = Search(traced, plan.job, cluster, batch, clock)
     run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    formulator, structure = search.formulator(run)
-    started = time.perf_counter()
-    decision = decision_from_plan(structure, formulator, plan, model)
-    priced = estimate(formulator, structure, decision)
-    clock.add("costs_s", started)
-    return dataclasses.replace(plan, estimate=priced, cluster=cluster.to_dict(), timings=dict(clock.spent))
+    return OpenedPlan(search=search, run=run, clock=clock)

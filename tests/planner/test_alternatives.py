@@ -1,0 +1,65 @@
+"""What every layout of a parameter would cost, against planning with that layout by hand."""
+
+from __future__ import annotations
+
+import families
+import pytest
+
+from planner import build_plan, explain
+from planner.alternatives import difference
+from planner.errors import PlanMismatchError, UnmatchedKeyError
+
+CLUSTER = "1x4xtoy"
+
+
+@pytest.fixture(scope="module")
+def planned() -> object:
+    module, inputs = families.make("llama", 8)
+    plan = build_plan(module, cluster=CLUSTER, example_inputs=inputs, mesh="dp=2,tp=2", micro_batches=1, ac="none")
+    return module, inputs, plan
+
+
+def test_the_chosen_layout_is_the_plans_and_no_other_is_faster(planned: tuple) -> None:
+    module, inputs, plan = planned
+    found = explain(module, plan, "model.layers.0.mlp.gate_proj.weight", example_inputs=inputs)
+    assert found.plan == plan.estimate
+    assert "model.layers.1.mlp.gate_proj.weight" in found.names
+    for aspect in ("stored", "computed"):
+        rows = [row for row in found.alternatives if row.aspect == aspect]
+        assert len(rows) > 3
+        (chosen,) = (row for row in rows if row.chosen)
+        assert chosen.estimate is not None
+        assert chosen.estimate.step_time_s == pytest.approx(plan.estimate.step_time_s, rel=2e-3)
+        for row in rows:
+            if row.estimate is not None and row.fits:
+                assert row.estimate.step_time_s >= plan.estimate.step_time_s * (1 - plan.job.mip_gap)
+                parts, _ = difference(row.estimate, plan.estimate)
+                slower_s = row.estimate.step_time_s - plan.estimate.step_time_s
+                assert sum(parts.values()) == pytest.approx(slower_s, abs=0.02 * plan.estimate.step_time_s)
+
+
+def test_what_does_not_fit_is_priced_all_the_same(planned: tuple) -> None:
+    """With little memory, the embedding cannot rest whole on every device; the row says how much it would take."""
+    module, inputs, _ = planned
+    options = {"cluster": CLUSTER, "example_inputs": inputs, "mesh": "dp=2,tp=2", "micro_batches": 1, "ac": "none"}
+    roomy = build_plan(module, planner="data-parallel", **options)
+    tight = build_plan(module, memory_gb=roomy.estimate.peak_memory_bytes * 0.6 / 1e9, **options)
+    found = explain(module, tight, "model.embed_tokens.weight", example_inputs=inputs)
+    for row in found.alternatives:
+        if row.estimate is not None:
+            assert row.fits == (row.estimate.peak_memory_bytes <= found.memory_bytes)
+    assert any(row.fits for row in found.alternatives)
+
+
+def test_a_parameter_that_is_not_there_is_named_with_its_neighbours(planned: tuple) -> None:
+    module, inputs, plan = planned
+    with pytest.raises(UnmatchedKeyError, match=r"model\.embed_tokens\.weight"):
+        explain(module, plan, "model.embed_token.weight", example_inputs=inputs)
+
+
+def test_the_plan_of_another_model_is_refused(planned: tuple) -> None:
+    _, _, plan = planned
+    other, inputs = families.make("mlp", 8)
+    name = next(name for name, _ in other.named_parameters())
+    with pytest.raises(PlanMismatchError):
+        explain(other, plan, name, example_inputs=inputs)
