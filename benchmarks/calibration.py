@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
+from torch.multiprocessing.spawn import spawn
 
 from cost_model.calibrate import cluster_yaml, fit_cluster
 from executor.batch import local_batch
@@ -77,7 +77,8 @@ def model_of(case: Case) -> torch.nn.Module:
         vocab_size=1024,
         max_position_embeddings=case.seq,
     )
-    return transformers.LlamaForCausalLM(config).train()
+    model: torch.nn.Module = transformers.LlamaForCausalLM(config).train()
+    return model
 
 
 def inputs_of(case: Case) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def inputs_of(case: Case) -> dict[str, Any]:
 def on_gloo(run: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
     """Return what rank 0 returns of ``run(*arguments)``, JSON data, on processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, args=(run, world_size, folder, arguments), nprocs=world_size)
+        spawn(_rank, args=(run, world_size, folder, arguments), nprocs=world_size)
         return json.loads((Path(folder) / "result").read_text())
 
 
@@ -145,7 +146,8 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
     """Return Spearman's rank correlation; no ties are expected among seconds."""
     ranks = [[sorted(values).index(value) for value in values] for values in (left, right)]
     count = len(left)
-    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (count * (count**2 - 1))
+    squares = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    return 1 - 6 * float(squares) / (count * (count**2 - 1))
 
 
 def plan_case(case: Case, cluster: Path) -> ShardingPlan:
@@ -159,7 +161,8 @@ def plan_case(case: Case, cluster: Path) -> ShardingPlan:
         ac="none",
         optimizer="sgd",
     )
-    return session.plan(planner=case.planner, mesh=case.mesh)
+    plan: ShardingPlan = session.plan(planner=case.planner, mesh=case.mesh)
+    return plan
 
 
 def compare(processes: int, folder: Path, steps: int) -> list[tuple[float, float]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import geometric_mean, mean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cost_model.efficiency import Efficiency, FlashEfficiency, GemmEfficiency, PassEfficiency, UnfusedEfficiency
 from published.gemm_rows import (
@@ -124,7 +124,7 @@ def _fit_gemm(rows: Sequence[Row]) -> tuple[GemmEfficiency, list[Row]]:
     bounds = [row for row in best if dtype_of(row) in _HALF]
 
     def constants(point: Mapping[str, float]) -> GemmEfficiency:
-        figures = {name: value for name, value in point.items() if name not in ("level", "launch_us")}
+        figures: dict[str, Any] = {name: value for name, value in point.items() if name not in ("level", "launch_us")}
         return replace(_START.gemm, **figures, isolated_launch_s=point["launch_us"] * 1e-6)
 
     def loss(point: Mapping[str, float]) -> float:
@@ -335,4 +335,5 @@ def _rounded(constants: _Constants) -> _Constants:
             return tuple(short(item) for item in value)
         return value
 
-    return type(constants)(**{name: short(getattr(constants, name)) for name in type(constants).__slots__})
+    figures: dict[str, Any] = {name: short(getattr(constants, name)) for name in type(constants).__slots__}
+    return type(constants)(**figures)

@@ -66,7 +66,7 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, restval=""))
     for row in rows:
-        row.pop(None, None)  # type: ignore[call-overload]  # cells beyond the header
+        row.pop(None, None)  # cells beyond the header
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cost_model.step_constants import StepConstants, shipped_constants
 from published import memory, runs
@@ -75,7 +76,8 @@ def _fit_memory(folder: Path) -> dict[str, object]:
     sources = calibration_sources().get(memory.FILE, frozenset())
 
     def priced(values: Mapping[str, float]) -> list[PricedRow]:
-        constants = dataclasses.replace(shipped_constants(), **values)
+        figures: dict[str, Any] = dict(values)
+        constants = dataclasses.replace(shipped_constants(), **figures)
         return [row for row in memory.price(folder, constants) if row.source in sources]
 
     best, least = _fit(FITTED_MEMORY, priced)
