@@ -42,6 +42,17 @@ Ac = Annotated[
 MemoryGb = Annotated[float | None, typer.Option(help="Cap on the peak per device, in GB of 1e9 bytes.")]
 Optimizer = Annotated[str, typer.Option(help="Such as adamw or sgd.")]
 Dtype = Annotated[str, typer.Option(help="Of parameters and activations: bf16, fp16 or fp32.")]
+Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        help="A layout decided already, such as 'lm_head.weight=S(0)@tp'; != forbids it, "
+        "'NAME:used=R@dp' is the layout in computing. Again for more.",
+    ),
+]
+DataAxes = Annotated[
+    list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
+]
 Planner = Annotated[str, typer.Option(help="ilp, data-parallel, fully-sharded, tensor-parallel or random:SEED.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan again, though the same was planned before.")]
@@ -60,6 +71,8 @@ def plan_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     planner: Planner = "ilp",
+    pin: Pins = None,
+    data_axis: DataAxes = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
     no_cache: NoCache = False,
@@ -80,6 +93,8 @@ def plan_command(
             optimizer=optimizer,
             dtype=dtype,
             planner=planner,
+            pins=tuple(pin or ()),
+            data_axes=tuple(data_axis or ()),
         )
         found = plan_of(request, use_cache=not no_cache)
         if output is not None:

@@ -66,6 +66,8 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
             dtype=request.dtype,
             planner=request.planner,
             tp_plan=source.tp_plan,
+            pins=request.pins,
+            data_axes=request.data_axes,
             progress=progress,
         )
     return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))

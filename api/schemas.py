@@ -42,6 +42,10 @@ class PlanRequest(BaseModel):
     optimizer: Annotated[str, Field(max_length=50)] = "adamw"
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Of parameters and activations."""
+    pins: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)] = ()
+    """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
+    data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
+    """Mesh axes that split the batch alone."""
     planner: Annotated[str, Field(pattern=r"^(ilp|data-parallel|fully-sharded|tensor-parallel|random:\d{1,18})$")] = (
         "ilp"
     )

@@ -43,7 +43,7 @@ class Restriction:
     accepts_stored: AcceptsStored
 
 
-def _batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
+def batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
     """Tell whether, on ``axes``, parameters are computed whole and activations split over the batch or not at all."""
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         if layout is None:
@@ -73,7 +73,7 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
     """Return data parallelism over all axes: every parameter whole everywhere, the batch split."""
     axes = _axes(mesh)
     return Restriction(
-        accepts=lambda region, strategy: _batch_only(region, strategy, axes, mesh),
+        accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
         accepts_stored=lambda value, names, layout: all(placement == R for placement in layout),
     )
 
@@ -82,7 +82,7 @@ def fully_sharded(mesh: MeshSpec) -> Restriction:
     """Return fully sharded data parallelism over all axes: parameters rest split on their first dim that divides."""
     axes = _axes(mesh)
     return Restriction(
-        accepts=lambda region, strategy: _batch_only(region, strategy, axes, mesh),
+        accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
         accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, axes),
     )
 
@@ -143,7 +143,7 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
 
 
 def _batch_only_on(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
-    return not axes or _batch_only(region, strategy, axes, mesh)
+    return not axes or batch_only(region, strategy, axes, mesh)
 
 
 def _splits(value: Value, placement: object, size: int) -> bool:

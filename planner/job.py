@@ -35,6 +35,8 @@ class Job:
         memory_bytes: cap on the peak per device; None takes the device's own memory.
         micro_batches: per step; None lets the search choose.
         ac: activation checkpointing of all blocks: none, selective or full; None lets the search choose.
+        pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
+        data_axes: mesh axes that split the batch alone.
     """
 
     batch: int | None = None
@@ -51,6 +53,8 @@ class Job:
     memory_bytes: int | None = None
     micro_batches: int | None = None
     ac: Literal["none", "selective", "full"] | None = None
+    pins: tuple[str, ...] = ()
+    data_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("batch", "seq", "memory_bytes", "micro_batches"):

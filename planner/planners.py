@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +30,8 @@ class _LocalPlanner(ShardingPlanner):
     memory_gb: float | None = None
     optimizer: str = "adamw"
     dtype: str = "bf16"
+    pins: Sequence[str] = ()
+    data_axes: Sequence[str] = ()
 
     kind: ClassVar[str]
 
@@ -59,6 +61,8 @@ class _LocalPlanner(ShardingPlanner):
             dtype=self.dtype,
             planner=self._planner(),
             tp_plan=self._tp_plan(),
+            pins=self.pins,
+            data_axes=self.data_axes,
         )
 
 

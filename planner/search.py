@@ -119,7 +119,7 @@ class Search:
         self._memory_bytes = job.memory_bytes or cluster.device.memory_bytes
         self._communication: dict[MeshSpec, Communication] = {}
         self._op_times = OpTimes(cluster.device, traced.flash_attention)
-        self._unrestricted: tuple[Run, Formulator, Structure, Formulation | None] | None = None
+        self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -203,12 +203,13 @@ class Search:
     def _base_region(self, structure: Structure, index: int) -> Region:
         return self._traced.base.regions[structure.representative(index).index]
 
-    def random(self, run: Run, seed: int) -> Candidate | None:
+    def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
         """Return a random decision, whatever it costs; None where none can be found."""
-        if self._unrestricted is None or self._unrestricted[0] != run:
-            self._unrestricted = run, *self.formulate(run, None)
-        _, formulator, structure, formulation = self._unrestricted
-        assert formulation is not None
+        if self._last_random is None or self._last_random[0] != run:
+            self._last_random = run, *self.formulate(run, restriction)
+        _, formulator, structure, formulation = self._last_random
+        if formulation is None:
+            return None
 
         def allowed(node: int, choice: int) -> bool:
             if node >= len(formulation.strategies):

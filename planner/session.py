@@ -23,6 +23,7 @@ from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint, torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import CheckpointingMode, Job
+from planner.pins import Pins
 from planner.plan import PlanMesh, ShardingPlan
 from planner.report import SolverReport
 from planner.run import Run
@@ -51,6 +52,8 @@ class PlanningSession:
         optimizer: str = "adamw",
         dtype: str = "bf16",
         tp_plan: Mapping[str, str] | None = None,
+        pins: Sequence[str] = (),
+        data_axes: Sequence[str] = (),
         progress: Progress | None = None,
     ) -> None:
         self._model = model
@@ -69,6 +72,8 @@ class PlanningSession:
             memory_bytes=None if memory_gb is None else _memory_bytes(memory_gb),
             micro_batches=micro_batches,
             ac=ac,  # type: ignore[arg-type]
+            pins=tuple(pins),
+            data_axes=tuple(data_axes),
         )
         self._batch = batch or given_batch
         if micro_batches is not None and self._batch % micro_batches:
@@ -101,9 +106,19 @@ class PlanningSession:
         candidate = self._random(spec, modes, seed) if seed is not None else self._best(spec, modes, name)
         return self._write(candidate, planner)
 
+    def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
+        """Return the job's pins, checked against the model and the meshes that are tried."""
+        names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
+        pins = Pins.of(self.job.pins, self.job.data_axes, names, meshes)
+        if pins.pins:
+            structure = self._traced.structure(self._batch // self._counts[0], "none")
+            pins.check(structure.parameters, dict(structure.regions.graph.parameters))
+        return pins
+
     def _random(self, spec: MeshSpec | None, modes: Sequence[str], seed: int) -> Candidate:
         mesh = spec or meshes_of(self.cluster)[-1]
-        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], modes[0]), seed)
+        restriction = self._pins([mesh]).restrict(mesh, None)
+        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], modes[0]), seed, restriction)
         if candidate is None:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
@@ -113,17 +128,28 @@ class PlanningSession:
         meshes = [spec] if spec is not None else meshes_of(self.cluster, axes=1 if one_axis else 2)
         styles = self._tp_plan if self._tp_plan is not None else getattr(self._model, "tp_plan", None)
 
-        def restrict(mesh: MeshSpec) -> Restriction | None:
+        pins = self._pins(meshes)
+
+        def baseline(mesh: MeshSpec) -> Restriction | None:
             if name == "data-parallel":
                 return baselines.data_parallel(mesh)
             if name == "fully-sharded":
                 return baselines.fully_sharded(mesh)
             return baselines.tensor_parallel(mesh, styles, self._traced.graph) if name == "tensor-parallel" else None
 
+        def restrict(mesh: MeshSpec) -> Restriction | None:
+            return pins.restrict(mesh, baseline(mesh))
+
         counts = self._evenly_split(name) if one_axis else self._counts
         found = self._search.best(meshes, counts, modes, restrict, self._progress)
         if found is None:
-            raise self._search.refuse(meshes, counts, modes, restrict)
+            refusal = self._search.refuse(meshes, counts, modes, restrict)
+            if refusal.least_bytes is None and pins:
+                raise MeshError(
+                    f"no layout on these meshes keeps the pins: {pins}.",
+                    what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
+                )
+            raise refusal
         return found
 
     def _evenly_split(self, name: str) -> list[int]:
@@ -225,6 +251,8 @@ def build_plan(
     dtype: str = "bf16",
     planner: str = "ilp",
     tp_plan: Mapping[str, str] | None = None,
+    pins: Sequence[str] = (),
+    data_axes: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ShardingPlan:
     """Return the fastest plan for training ``model`` on ``cluster`` within its memory.
@@ -244,6 +272,8 @@ def build_plan(
         dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest, and gradients are reduced, in fp32.
         planner: "ilp", a baseline's name, or "random:SEED".
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
+        pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
+        data_axes: mesh axes that are to split the batch alone.
         progress: told of each stage.
 
     Raises:
@@ -266,6 +296,8 @@ def build_plan(
         optimizer=optimizer,
         dtype=dtype,
         tp_plan=tp_plan,
+        pins=pins,
+        data_axes=data_axes,
         progress=progress,
     )
     return session.plan(planner=planner, mesh=spec)

@@ -62,6 +62,31 @@ def test_explain_of_a_parameter_that_is_not_there(files: dict[str, Path]) -> Non
     assert "Traceback" not in done.output + done.stderr
 
 
+def test_pins_on_the_command_line(files: dict[str, Path], tmp_path: Path) -> None:
+    common = [
+        "plan",
+        str(files["config"]),
+        "--cluster",
+        "1x4xtoy",
+        "--batch",
+        "8",
+        "--seq",
+        "16",
+        "--mesh",
+        "dp=2,tp=2",
+    ]
+    output = tmp_path / "pinned.json"
+    pin = ["--micro-batches", "1", "--ac", "none", "--pin", "transformer.h.*.mlp.c_fc.weight=S(1)@tp"]
+    done = CliRunner().invoke(app, [*common, *pin, "--data-axis", "dp", "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    plan = ShardingPlan.load(output)
+    assert [str(placement) for placement in plan.plan["transformer.h.*.mlp.c_fc.weight"]][1] == "S(1)"
+    assert (plan.job.pins, plan.job.data_axes) == (("transformer.h.*.mlp.c_fc.weight=S(1)@tp",), ("dp",))
+    refused = CliRunner().invoke(app, [*common, "--pin", "wte=S(0)"])
+    assert refused.exit_code == 2
+    assert "'wte=S(0)' is no pin" in refused.stderr
+
+
 def test_a_plan_differs_in_nothing_from_itself(files: dict[str, Path]) -> None:
     done = CliRunner().invoke(app, ["diff", str(files["ilp"]), str(files["ilp"])])
     assert done.exit_code == 0
