@@ -225,6 +225,7 @@ class StrategyTable:
     def __init__(self) -> None:
         self._rules: dict[tuple[int, ...], DTensorRules] = {}
         self._axis: dict[tuple[Hashable, int], tuple[AxisStrategy, ...]] = {}
+        self._mesh: dict[Hashable, tuple[Strategy, ...]] = {}
         self._verified: dict[tuple[Hashable, tuple[int, ...], Strategy], bool] = {}
 
     def _rules_on(self, mesh_shape: tuple[int, ...]) -> DTensorRules:
@@ -247,8 +248,16 @@ class StrategyTable:
             base: the same region as traced at another batch, to look the strategies up by; None: ``region`` itself.
         """
         base = base or region
+        shapes = tuple(slot.value.shape for slot in region.slots)
+        key = ((base.signature, base.exits), tuple(mesh_shape), shapes)
+        if key not in self._mesh:
+            self._mesh[key] = self._joined(base, shapes, mesh_shape)
+        return self._mesh[key]
+
+    def _joined(
+        self, base: Region, shapes: Sequence[tuple[int, ...]], mesh_shape: Sequence[int]
+    ) -> tuple[Strategy, ...]:
         per_axis = [self.on_axis(base, size) if size > 1 else (self._replicated(base),) for size in mesh_shape]
-        shapes = [slot.value.shape for slot in region.slots]
         found = []
         for combination in itertools.product(*per_axis):
             forward = tuple(_join([axis.forward[i] for axis in combination]) for i in range(len(shapes)))
