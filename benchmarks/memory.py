@@ -11,7 +11,9 @@ there, and the gradients of the step before are gone (`zero_grad(set_to_none=Tru
 optimizer, as on GPUs, makes no tensors. The loop holds this rank's part of the batch, as a data loader gives it
 (`local_batch` gives views, which keep the whole batch), and of the outputs only the loss: a loop that also holds the
 logits needs their bytes on top of what is predicted. Attention is torch's MATH on both sides. What MemTracker counts is
-bytes of live tensors, at the op's end: no allocator, no workspace inside an op.
+bytes of live tensors, at the op's end: no allocator, no workspace inside an op. Its own hooks on modules hold the
+gradients of a module's inputs until the last of them has come, in T5 across blocks, which no user's step does:
+`StepTracker` has them fire at the first.
 
 Exit code 1 where any error is above the target.
 """
@@ -19,17 +21,21 @@ Exit code 1 where any error is above the target.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 import transformers
 from rich.console import Console
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from executor import shard_module
@@ -216,7 +222,21 @@ class Outcome:
 
 
 class StepTracker(MemTracker):
-    """MemTracker for modules that see copies of their parameters, in another dtype: those cannot be hooked."""
+    """MemTracker for modules that see copies of their parameters, in another dtype, which cannot be hooked.
+
+    And one that holds no gradients itself: torch's waits with those of a module's inputs until all have come.
+    """
+
+    def __enter__(self) -> Self:
+        any_gradient = functools.partial(register_multi_grad_hook, mode="any")
+        self._patched = patch.object(mod_tracker, "register_multi_grad_hook", any_gradient)
+        self._patched.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._patched.stop()
 
     def _track_module_params_and_buffers(self, module: nn.Module, install_grad_hooks: bool = True) -> tuple[int, int]:
         hookable = all(parameter.is_leaf for parameter in module.parameters())

@@ -33,6 +33,12 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _in_own_memory(piece: torch.Tensor) -> torch.Tensor:
+    """Return ``piece``, contiguous; a slice is copied, as the view of it would keep all that it was cut from."""
+    piece = piece.contiguous()
+    return piece.clone() if piece.untyped_storage().nbytes() > piece.nbytes else piece
+
+
 class Redistributor:
     """Takes tensors from one layout to another on one device mesh, along the paths that the planner prices."""
 
@@ -94,7 +100,8 @@ class Redistributor:
         local = self._walk(local_of(tensor), shape, tuple(tensor.placements), target)
 
         def finish() -> DTensor:
-            return make_dtensor(waited(local).contiguous(), self.device_mesh, target, shape, contiguous_stride(shape))
+            piece = _in_own_memory(waited(local))
+            return make_dtensor(piece, self.device_mesh, target, shape, contiguous_stride(shape))
 
         return finish
 
@@ -131,8 +138,9 @@ class Redistributor:
         if step.kind == "all_to_all":
             assert origin is not None
             assert target is not None
-            pieces = torch.stack(local.chunk(size, target))
-            return torch.cat(torch_internals.all_to_all(pieces, group).unbind(), origin)
+            # No name for what is sent: it would be there until what has arrived is put together.
+            arrived = torch_internals.all_to_all(torch.stack(local.chunk(size, target)), group)
+            return torch.cat(arrived.unbind(), origin)
         reduce_op = getattr(before, "reduce_op", "sum")
         average = reduce_op == "avg"
         reduce_op = "sum" if average else reduce_op

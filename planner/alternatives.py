@@ -18,12 +18,13 @@ from planner.estimate import estimate
 from planner.formulate import stored_layouts
 from planner.graph import Value
 from planner.inputs import GivenInputs
+from planner.parameter_classes import ParameterClass
 from planner.plan import ShardingPlan
 from planner.regions import Region
 from planner.report import Estimate
 from planner.session import OpenedPlan, open_plan
 from planner.strategies.enumerate import Strategy
-from planner.structure import ParameterClass, Structure
+from planner.structure import Structure
 
 Aspect = Literal["stored", "computed"]
 Progress = Callable[[str], None]

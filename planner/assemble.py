@@ -14,13 +14,14 @@ from cost_model.layout import Layout, format_layout, replicated
 from planner.blocks import block_of
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator
+from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
 from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
-from planner.structure import ParameterClass, Structure, hook_key
+from planner.structure import Structure, hook_key
 
 T = TypeVar("T")
 

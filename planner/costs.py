@@ -17,6 +17,7 @@ from cost_model.layout import Layout, shard_counts, split_factor
 from planner import problem as quantity
 from planner.communication import Communication, Exchange, Port, Price, add_prices
 from planner.graph import Value
+from planner.moments import Moment
 from planner.op_times import OpTime, OpTimes
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, find_op_inputs
@@ -24,7 +25,7 @@ from planner.report import Phase
 from planner.run import Run
 from planner.strategies.enumerate import Strategy
 from planner.strategies.own_rules import inner_collectives, work_split
-from planner.timeline import ClassTimeline, Moment
+from planner.timeline import ClassTimeline
 
 
 class Pricer:
@@ -160,7 +161,7 @@ class Pricer:
             self.local_nbytes(slot.value, strategy.forward[i] if strategy.gradient[i] is None else strategy.gradient[i])
             for i, slot in enumerate(region.slots)
         ])  # fmt: skip
-        extra, cached, working = np.zeros((3, len(region.ops)))
+        extra, cached, working, running = np.zeros((4, len(region.ops)))
         for index, region_op in enumerate(region.ops):
             profile = self._profile.ops[region_op.op.name]
             if profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes:
@@ -169,9 +170,10 @@ class Pricer:
                 extra[index] = profile.saved_extra_nbytes / split
                 cached[index] = profile.cached_extra_nbytes / split
                 working[index] = profile.backward_extra_nbytes / split
+                running[index] = profile.forward_peak_nbytes / split
         rows = {
             "activations": made @ alive.saved + extra @ alive.saved_extra + cached @ alive.cached_extra,
-            "recomputed_block": made @ alive.recomputed + extra @ alive.recomputed_extra,
+            "recomputed_block": made @ alive.recomputed + extra @ alive.recomputed_extra + running @ alive.runs,
             "transient": gradients @ alive.gradients + working @ alive.works,
         }
         return {

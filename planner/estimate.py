@@ -16,7 +16,8 @@ from planner.formulate import Formulator
 from planner.graph import Value
 from planner.problem import peak_bytes, phase_time_s, step_time_s
 from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase
-from planner.structure import EdgeKey, Structure, Tally
+from planner.structure import EdgeKey, Structure
+from planner.tallies import Tally
 
 
 class _Itemiser:

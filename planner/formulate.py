@@ -17,11 +17,13 @@ from planner import problem as quantity
 from planner.communication import Port, Price
 from planner.costs import Pricer
 from planner.graph import Value
+from planner.parameter_classes import BlockGather, ParameterClass
 from planner.parameter_costs import ParameterPricer, StoredChoice
 from planner.problem import Charge, Edge, Node, Problem, Unit
 from planner.regions import Region, RegionGraph
 from planner.strategies.enumerate import Strategy, StrategyTable
-from planner.structure import BlockGather, EdgeKey, ParameterClass, Structure, Tally
+from planner.structure import EdgeKey, Structure
+from planner.tallies import Tally
 
 Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""

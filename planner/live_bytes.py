@@ -1,4 +1,4 @@
-"""How many bytes an op's backward has alive at once, seen on meta tensors."""
+"""How many bytes an op has alive at once, forward and backward, seen on meta tensors."""
 
 from __future__ import annotations
 
@@ -45,6 +45,16 @@ class _LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.now -= nbytes
+
+
+def forward_peak(op: Op, inputs: Sequence[torch.Tensor]) -> int:
+    """Return the most bytes that the forward of ``op`` has alive at once, beside its inputs, on meta."""
+    leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    with _LiveBytes() as live:
+        for leaf in leaves:
+            live.know(leaf)
+        run_op(op, leaves)
+    return int(live.peak)
 
 
 def backward_rise(op: Op, inputs: Sequence[torch.Tensor]) -> int:

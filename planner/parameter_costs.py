@@ -19,10 +19,10 @@ from planner import problem as quantity
 from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
 from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT
+from planner.moments import UPDATE
+from planner.parameter_classes import BlockGather
 from planner.report import CollectiveKind, Phase
 from planner.run import Run
-from planner.structure import BlockGather
-from planner.timeline import UPDATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

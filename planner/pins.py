@@ -18,10 +18,10 @@ from cost_model.layout import Layout, LayoutError, MeshSpec, parse_placement
 from planner.baselines import Restriction, batch_only
 from planner.errors import JobError
 from planner.graph import Value
+from planner.parameter_classes import ParameterClass
 from planner.patterns import match_keys, unmatched
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
-from planner.structure import ParameterClass
 
 _PIN = re.compile(r"(?P<pattern>[^:=!@]+?)(?P<used>:used)?(?P<sign>!?=)(?P<placement>[^@]+)@(?P<axis>[\w-]+)")
 _ADVICE = (

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from planner.assemble import Decision
 from planner.communication import Port, add_prices
 from planner.formulate import Formulator, stored_layouts
+from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.problem import Charge
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
-from planner.structure import ParameterClass, Structure
+from planner.structure import Structure
 
 RELATIVE_TOLERANCE = 1e-12
 """Charges that differ by no more are the same sum in another order."""

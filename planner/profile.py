@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.graph import Op, OpGraph, Value
-from planner.live_bytes import backward_rise
+from planner.live_bytes import backward_rise, forward_peak
 from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy
@@ -45,6 +45,7 @@ class OpProfile:
         saved_extra_nbytes: bytes kept beside them, of tensors that exist only inside the op.
         cached_extra_nbytes: bytes of products inside the op that are not its results; selective checkpointing keeps
             them.
+        forward_peak_nbytes: most that its forward has alive beside its inputs, where there are such products.
         backward_extra_nbytes: by how much the backward's bytes rise above what was there before and the gradients that
             it leaves; below 0 where it frees what was kept before it makes those.
     """
@@ -56,6 +57,7 @@ class OpProfile:
     saved: tuple[str, ...]
     saved_extra_nbytes: int
     cached_extra_nbytes: int
+    forward_peak_nbytes: int
     backward_extra_nbytes: int
 
 
@@ -249,9 +251,10 @@ class _Walk:
         is_view = all(
             self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs
         ) and "_." not in str(op.target)
-        return self._sum_up(
+        found = self._sum_up(
             op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view, cached, rise
         )
+        return dataclasses.replace(found, forward_peak_nbytes=forward_peak(op, given)) if cached else found
 
     def _sum_up(
         self,
@@ -285,6 +288,7 @@ class _Walk:
             saved=saved if backward else (),
             saved_extra_nbytes=extra if backward else 0,
             cached_extra_nbytes=cached,
+            forward_peak_nbytes=0,
             backward_extra_nbytes=rise if backward else 0,
         )
 
@@ -303,6 +307,7 @@ class _Walk:
             saved=saved,
             saved_extra_nbytes=4 * math.prod((batch, heads, length)),
             cached_extra_nbytes=0,
+            forward_peak_nbytes=0,
             backward_extra_nbytes=0,
         )
 

@@ -1,0 +1,104 @@
+"""Ops in the order in which they run: what each reads and keeps, and the gradients that wait for its backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from planner.blocks import Blocks
+from planner.graph import Op
+from planner.profile import GraphProfile
+from planner.regions import RegionGraph
+
+NEVER = 1 << 60
+"""A position after every op."""
+
+
+class OpOrder:
+    """The ops of a graph by position, and in blocks.
+
+    Attributes:
+        position: name of an op -> where it runs.
+        region_op: position -> the region that the op is in, and the op there.
+        inside: block -> positions of its ops, in order.
+        starts, ends: block -> position of its first op, and of its last.
+        gradients: position -> values whose gradients have come from later ops.
+        passed: position -> of these, those whose gradients are in memory that they share with another's.
+    """
+
+    def __init__(self, regions: RegionGraph, profile: GraphProfile, blocks: Blocks, ac: str) -> None:
+        """Take what the ops keep from ``profile``; ``ac`` says whether ``blocks`` are checkpointed."""
+        self.regions, self.profile, self.ac = regions, profile, ac
+        self._blocks = blocks
+        self.ops: list[Op] = regions.graph.ops
+        self.position = {op.name: position for position, op in enumerate(self.ops)}
+        self.region_op = {self.position[r.op.name]: (region, r) for region in regions.regions for r in region.ops}
+        inside: dict[str, list[int]] = defaultdict(list)
+        for position, (region, _) in sorted(self.region_op.items()):
+            block = blocks.of_region.get(region.index)
+            if block is not None:
+                inside[block].append(position)
+        self.inside = dict(inside)
+        self.starts = {block: positions[0] for block, positions in inside.items()}
+        self.ends = {block: positions[-1] for block, positions in inside.items()}
+        self.gradients: dict[int, tuple[str, ...]] = {}
+        self.passed: dict[int, frozenset[str]] = {}
+        self._follow_gradients()
+
+    def block(self, region: int) -> str | None:
+        """Return the checkpointed block that a region is in."""
+        return self._blocks.of_region.get(region) if self.ac != "none" else None
+
+    def block_of_op(self, position: int) -> str | None:
+        """Return the block, checkpointed or not, that an op is in."""
+        return self._blocks.of_region.get(self.region_op[position][0].index)
+
+    def root(self, name: str) -> str:
+        """Return the value whose storage a value shares."""
+        return self.profile.root.get(name, name)
+
+    def keeps(self, op: Op) -> bool:
+        """Tell whether autograd keeps anything for an op."""
+        profile = self.profile.ops[op.name]
+        return bool(profile.saved or profile.saved_extra_nbytes)
+
+    def reads(self, position: int) -> set[str]:
+        """Return what an op reads, by root."""
+        return {self.root(name) for name in self.ops[position].inputs}
+
+    def is_view(self, position: int) -> bool:
+        """Tell whether an op's results lie in memory of what it reads."""
+        return all(self.root(name) in self.reads(position) for name in self.ops[position].outputs)
+
+    def works(self, op: Op) -> bool:
+        """Tell whether an op has a backward."""
+        return any(self.regions.graph.values[name].requires_grad for name in op.outputs)
+
+    def passes_on(self, op: Op) -> bool:
+        """Tell whether an op's backward hands its gradient on as it is."""
+        return self.profile.ops[op.name].nbytes == 0 or op.target_name in ("aten.add.Tensor", "aten.alias.default")
+
+    def new_gradients(self, op: Op) -> list[str]:
+        """Return the values, by root, for which the backward of ``op`` makes a gradient of its own."""
+        values = self.regions.graph.values
+        if self.passes_on(op):
+            return []
+        return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind == "activation"]
+
+    def _follow_gradients(self) -> None:
+        """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
+        values = self.regions.graph.values
+        held: dict[str, str] = {}
+        for position in range(len(self.ops) - 1, -1, -1):
+            op = self.ops[position]
+            self.gradients[position] = tuple(dict.fromkeys(held.values()))
+            self.passed[position] = frozenset(name for name, owner in held.items() if name != owner)
+            if not self.works(op):
+                continue
+            outputs = {self.root(name) for name in op.outputs}
+            arrived = next((held[name] for name in outputs if name in held), None)
+            made = set(self.new_gradients(op))
+            sources = {self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind == "activation"}
+            for name in outputs - sources:
+                held.pop(name, None)
+            for name in sources:
+                held[name] = name if name in made or name in held or arrived is None else arrived

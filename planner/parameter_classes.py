@@ -1,0 +1,180 @@
+"""Parameters that share a decision, those that are gathered together, and what of them is there at each moment."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.blocks import Blocks
+from planner.op_order import NEVER
+from planner.regions import RegionGraph
+from planner.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterClass:
+    """Equal parameters of equal blocks: they share their stored layout.
+
+    Attributes:
+        values: the parameters.
+        uses: (region class, slot) -> number of uses by each of the parameters.
+        gradients: moment's quantity -> how many of the parameters have their gradients by then.
+        working: use -> moment's quantity -> how many of them an op uses at that moment.
+        pending: use -> moment's quantity -> how many have a gradient from that use, the last of several, which
+            waits for those of the others.
+        unreduced: moment's quantity -> how many have their gradients by then, but not their block all of its own.
+    """
+
+    values: tuple[str, ...]
+    uses: Mapping[tuple[int, int], int]
+    gradients: Mapping[str, int]
+    working: Mapping[tuple[int, int], Mapping[str, int]]
+    pending: Mapping[tuple[int, int], Mapping[str, int]]
+    unreduced: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGather:
+    """A kind of block whose parameters can be gathered together: one flat collective for each of ``count`` blocks.
+
+    Attributes:
+        kind: FQN of the kind's representative.
+        held: index of a parameter class -> how many of its parameters one such block holds.
+        numel: elements of all of them.
+        is_first: whether it is the first such kind in the model.
+        moments: quantity of a moment inside such blocks -> how many blocks' parameters are whole by then (its own, and
+            that of the block before it) and how many buffers gradients are being reduced in (that of the block after
+            it).
+    """
+
+    kind: str
+    count: int
+    held: Mapping[int, int]
+    numel: int
+    is_first: bool
+    moments: Mapping[str, tuple[int, int]]
+
+
+def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
+    """Return the parameters, those that are used alike together."""
+    uses: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    for region in regions.regions:
+        for position, slot in enumerate(region.slots):
+            if slot.origin == "parameter":
+                uses[slot.value.name][regions.class_of[region.index], position] += 1
+    groups: dict[tuple[tuple[tuple[int, int], int], ...], list[str]] = defaultdict(list)
+    for value, counted in uses.items():
+        groups[tuple(sorted(counted.items()))].append(value)
+    return tuple(
+        ParameterClass(
+            values=tuple(values),
+            uses=dict(key),
+            gradients=_gradients(values, timeline),
+            working={use: _working(use[0], values, regions, timeline) for use, _ in key},
+            pending={use: _pending(use[0], values, regions, timeline) for use, _ in key},
+            unreduced=_unreduced(values, timeline),
+        )
+        for key, values in groups.items()
+    )
+
+
+def _gradients(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters are used by later ops only."""
+    counts = {
+        moment.quantity("gradients"): sum(
+            min(timeline.uses[value], default=NEVER) > moment.position for value in values
+        )
+        for moment in timeline.moments
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters wait with the gradient of their last use, in a class.
+
+    Autograd adds the gradients of all uses up before it hands them to the parameter.
+    """
+    members = regions.classes[region_class].members
+    inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
+    found: Counter[str] = Counter()
+    for value in values:
+        uses = timeline.uses[value]
+        if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
+            waiting = (m for m in timeline.moments if min(uses) <= m.position < max(uses))
+            found.update(moment.quantity("gradients") for moment in waiting)
+    return dict(found)
+
+
+def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters are used later in the block that the moment is in."""
+    found: dict[str, int] = {}
+    for block, moments in timeline.blocks.items():
+        for moment in moments:
+            later = [
+                v for v in values if moment.position < min(timeline.uses[v], default=NEVER) <= timeline.ends[block]
+            ]
+            if later:
+                found[moment.quantity("gradients")] = len(later)
+    return found
+
+
+def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many of the parameters an op of a class of regions uses at it."""
+    found = {}
+    for moment in timeline.moments:
+        op = regions.graph.ops[moment.position].name
+        members = (regions.regions[member] for member in regions.classes[region_class].members)
+        if any(region_op.op.name == op for region in members for region_op in region.ops):
+            found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
+    return {name: count for name, count in found.items() if count}
+
+
+def block_gathers(
+    regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass], timeline: Timeline
+) -> tuple[BlockGather, ...]:
+    """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
+    home: dict[str, str] = {}
+    contents: dict[str, list[int]] = defaultdict(list)
+    for region in regions.regions:
+        block = blocks.of_region.get(region.index)
+        if block is None:
+            continue
+        contents[block].append(regions.class_of[region.index])
+        for slot in region.slots:
+            if slot.origin == "parameter" and slot.parameter is not None and slot.parameter.startswith(block + "."):
+                home[slot.value.name] = block
+    held: dict[str, Counter[int]] = defaultdict(Counter)
+    for index, parameter in enumerate(parameters):
+        values = [regions.graph.values[name] for name in parameter.values]
+        used_once = len(parameter.uses) == 1 and set(parameter.uses.values()) == {1}
+        if used_once and all(value.requires_grad and value.name in home for value in values):
+            for value in values:
+                held[home[value.name]][index] += 1
+    kinds: Counter[tuple[int, ...]] = Counter(tuple(sorted(contents[block])) for block in held)
+    found: list[BlockGather] = []
+    for block in blocks.representatives:
+        if block in held:
+            numel = sum(
+                n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
+                for index, n in held[block].items()
+            )
+            count = kinds[tuple(sorted(contents[block]))]
+            alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
+            ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
+            inside = {
+                moment.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
+                for b in alike
+                for moment in timeline.blocks.get(b, ())
+            }
+            found.append(
+                BlockGather(
+                    kind=block,
+                    count=count,
+                    held=dict(held[block]),
+                    numel=numel,
+                    is_first=not found,
+                    moments=inside,
+                )
+            )
+    return tuple(found)
