@@ -8,20 +8,45 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
-from cost_model.layout import Layout
+from cost_model.layout import Layout, replicated
 from planner.errors import KeyConflictError
-from planner.patterns import resolve_keys
+from planner.patterns import match_keys, resolve_keys
 from planner.plan import ShardingPlan
+from planner.ports import input_key
 
 
 def stored_layouts(module: nn.Module, plan: ShardingPlan) -> dict[nn.Parameter, Layout]:
-    """Return the stored layout of every parameter that the plan names; a tied one may go by any of its names.
+    """Return the stored layout of every parameter that becomes a DTensor; a tied one may go by any of its names.
+
+    A parameter that the plan does not name, but that meets tensors that are split, is replicated: beside them a plain
+    one would be left with the gradient of this rank's part. That is, each in a module with a parameter that is named,
+    and every one where the plan says how the model's inputs lie. Parameters that a Sharder is for are left to it.
 
     Raises:
         PlanKeyError: a key matches no parameter, or two keys disagree.
     """
     entries = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
-    return parameter_layouts(module, entries, field="plan")
+    layouts = parameter_layouts(module, entries, field="plan")
+    if not entries:
+        return layouts
+    named, whole = set(layouts), replicated(len(plan.mesh.shape))
+    everywhere = input_key("") in plan.input_plan
+    theirs = _of_sharders(module, plan)
+    for part in module.modules():
+        own = [parameter for parameter in part.parameters(recurse=False) if parameter not in theirs]
+        if everywhere or any(parameter in named for parameter in own):
+            for parameter in own:
+                layouts.setdefault(parameter, whole)
+    return layouts
+
+
+def _of_sharders(module: nn.Module, plan: ShardingPlan) -> set[nn.Parameter]:
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    modules = dict(module.named_modules(remove_duplicate=False))
+    keys = [key for key, value in plan.plan.items() if isinstance(value, str)]
+    names = {name for found in match_keys(keys, [*parameters, *modules]).values() for name in found}
+    found = {parameters[name] for name in names if name in parameters}
+    return found.union(*(modules[name].parameters() for name in names if name in modules))
 
 
 def parameter_layouts(module: nn.Module, entries: Mapping[str, Layout], *, field: str) -> dict[nn.Parameter, Layout]:
@@ -49,7 +74,7 @@ def parameter_layouts(module: nn.Module, entries: Mapping[str, Layout], *, field
 
 
 def place_parameters(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, src_data_rank: int | None = 0) -> None:
-    """Make every parameter that the plan names a DTensor in its stored layout. ``check_plan`` must have passed.
+    """Make every parameter that is not a Sharder's a DTensor in its stored layout. ``check_plan`` must have passed.
 
     Args:
         module: its tied parameters stay tied; parameters on the meta device stay there.

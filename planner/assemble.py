@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -180,6 +180,7 @@ class _Reader:
             for fqn, spec in resolved.items():
                 for path, port in ports_of(spec):
                     self._ports[fqn, direction, path] = port
+        self._check_places()
         self._candidates = [
             [s for s in formulator.strategies(i) if self._fits(i, s)] for i in range(len(self._regions.classes))
         ]
@@ -207,10 +208,41 @@ class _Reader:
                     return False
         return True
 
+    def _check_places(self) -> None:
+        """Refuse a port at a boundary where the search never changes a layout: it would run, unpriced.
+
+        Raises:
+            PlanMismatchError: naming the boundary.
+        """
+        places = {
+            hook_key(self._regions, slot.boundary)
+            for region in self._regions.regions
+            for slot in region.slots
+            if slot.boundary is not None
+        }
+        self._only = Counter((fqn, direction) for fqn, direction, _ in places)
+        for fqn, direction, path in self._ports:
+            if (fqn, direction, path) in places or (path == "" and self._only[fqn, direction] == 1):
+                continue
+            key = input_key(fqn) if direction == "input" else output_key(fqn)
+            of = f", {path!r}" if path else ""
+            raise PlanMismatchError(
+                f"{direction}_plan[{key!r}]{of} changes a layout where it cannot be priced: a tensor is redistributed "
+                "at the last boundary that it passes on its way to an op, and of a model's results only the loss is.",
+                subject="layouts",
+                expected="ports where tensors enter the module that uses them",
+                found=key,
+                what_to_do="Say the layout at the input of the module that uses the tensor, or run the plan unpriced.",
+            )
+
     def _port(self, region: Region, position: int) -> Port | None:
         boundary = region.slots[position].boundary
         assert boundary is not None
-        return self._ports.get(hook_key(self._regions, boundary))
+        fqn, direction, path = hook_key(self._regions, boundary)
+        port = self._ports.get((fqn, direction, path))
+        if port is None and self._only[fqn, direction] == 1:
+            return self._ports.get((fqn, direction, ""))  # a module's only tensor needs no name
+        return port
 
     def read(self) -> Decision:
         links = [
@@ -220,14 +252,13 @@ class _Reader:
             for link in self._regions.links
         ]  # fmt: skip
         unique = list({(a, b, c, d): (a, b, c, d, port) for a, b, c, d, port in links}.values())
+        self._refuse_empty()  # before a module without candidates leaves its neighbours without any
         self._narrow(unique)
         for index in range(len(self._candidates)):
             if len(self._candidates[index]) > 1:
                 self._candidates[index] = self._candidates[index][:1]
                 self._narrow(unique)
-        for index, candidates in enumerate(self._candidates):
-            if not candidates:
-                self._refuse(index)
+        self._refuse_empty()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored))
 
@@ -248,14 +279,25 @@ class _Reader:
             return found
         return next(self._candidates[index][0].gradient[slot] for index, slot in uses)
 
+    def _refuse_empty(self) -> None:
+        for index, candidates in enumerate(self._candidates):
+            if not candidates:
+                self._refuse(index)
+
     def _refuse(self, index: int) -> None:
         region = self._structure.representative(index)
         wanted = []
-        for slot in region.slots:
+        for position, slot in enumerate(region.slots):
             if slot.parameter is not None:
                 stored = self._stored.get(slot.parameter, self._replicated())
                 text = ", ".join(format_layout(self._compute.get(slot.parameter, stored)))
                 wanted.append(f"{slot.parameter} computed ({text})")
+            elif slot.boundary is not None:
+                port = self._port(region, position)
+                fqn, direction, path = hook_key(self._regions, slot.boundary)
+                if port is not None:
+                    text = ", ".join(format_layout(port.layout))
+                    wanted.append(f"{direction} {path!r} of {fqn or '(root)'} as ({text})")
         raise PlanMismatchError(
             f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
             + (f" ({'; '.join(wanted)})" if wanted else ""),
@@ -271,17 +313,22 @@ class _Reader:
         while changed:
             changed = False
             for producer, producer_slot, consumer, consumer_slot, port in links:
-                left = {self._sent(s, producer_slot, port) for s in self._candidates[producer]}
-                right = {self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]}
-                both = left & right
-                for index, slot, side in (
-                    (producer, producer_slot, self._sent),
-                    (consumer, consumer_slot, self._wanted),
-                ):
-                    kept = [s for s in self._candidates[index] if side(s, slot, port) in both]
-                    if len(kept) < len(self._candidates[index]):
+                sent = [self._sent(s, producer_slot, port) for s in self._candidates[producer]]
+                wanted = [self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]]
+                # Where no gradient comes back, its layout is nobody's concern.
+                both = set(sent) & set(wanted)
+                without = {f for f, g in wanted if g is None} & {f for f, _ in sent}
+                for index, shown in ((producer, sent), (consumer, wanted)):
+                    kept = [
+                        s
+                        for s, (forward, gradient) in zip(self._candidates[index], shown, strict=True)
+                        if (forward, gradient) in both
+                        or (forward in without and (gradient is None or index == producer))
+                    ]
+                    if len(kept) < len(shown):
                         self._candidates[index] = kept
                         changed = True
+                        break
 
     @staticmethod
     def _sent(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:

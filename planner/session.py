@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,6 +28,11 @@ from planner.plan import PlanMesh, ShardingPlan
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Clock, Progress, Search
+
+_WITHOUT_LOSS = (
+    "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
+    "that of the last ops is not priced. Let it return the loss."
+)
 
 
 class PlanningSession:
@@ -115,6 +120,15 @@ class PlanningSession:
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
         return pins
 
+    def _notes(self, run: Run) -> Iterator[str]:
+        """Yield what a person should know of the plan that its figures do not say."""
+        if self.job.training and _no_loss(self._traced):
+            yield _WITHOUT_LOSS
+        micro_batch = self._batch // run.micro_batches
+        sizes = [size for size in run.mesh.shape if size > 1]
+        if sizes and all(micro_batch % size for size in sizes):
+            yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
+
     def _random(self, spec: MeshSpec | None, modes: Sequence[str], seed: int) -> Candidate:
         mesh = spec or meshes_of(self.cluster)[-1]
         restriction = self._pins([mesh]).restrict(mesh, None)
@@ -195,9 +209,14 @@ class PlanningSession:
             job=job,
             cluster=cluster.to_dict(),
             fingerprint={"model": model_fingerprint(self._model), "torch": torch_fingerprint()},
+            notes=tuple(self._notes(run)),
         )
         self._clock.add("write_s", started)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
+
+
+def _no_loss(traced: TracedModel) -> bool:
+    return not any(output.is_loss for output in traced.graph.outputs)
 
 
 def _checkpointing(ac: str) -> CheckpointingMode:
@@ -319,16 +338,23 @@ def estimate_plan(
     priced = estimate(formulator, structure, decision)
     opened.clock.add("costs_s", started)
     timings = dict(opened.clock.spent)
-    return dataclasses.replace(plan, estimate=priced, cluster=opened.run.cluster.to_dict(), timings=timings)
+    notes = dict.fromkeys([*plan.notes, *([_WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
+    where = opened.run.cluster.to_dict()
+    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPlan:
-    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours."""
+    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours.
+
+    Attributes:
+        without_loss: whether the model's forward returns none.
+    """
 
     search: Search
     run: Run
     clock: Clock
+    without_loss: bool
 
 
 def open_plan(
@@ -365,4 +391,4 @@ def open_plan(
     modes = set(plan.activation_checkpointing.values())
     search = Search(traced, plan.job, cluster, batch, clock)
     run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    return OpenedPlan(search=search, run=run, clock=clock)
+    return OpenedPlan(search=search, run=run, clock=clock, without_loss=_no_loss(traced))

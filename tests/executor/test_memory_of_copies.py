@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from executor_cases import FP32, MESH, S0, R
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor.mesh import device_mesh_for
@@ -35,6 +36,15 @@ class SavesOften(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(torch.mm(x, self.weight) * self.weight, self.weight).sum()
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
+    plan = ShardingPlan(mesh=MESH, job=FP32, plan={})
+    device_mesh = device_mesh_for(plan)
+    whole = DTensor.from_local(torch.randn(8, 8), device_mesh, (R, R), run_check=False)
+    piece = local_of(Redistributor.of_plan(device_mesh, plan).to_layout(whole, (S0, R)))
+    assert piece.untyped_storage().nbytes() == piece.nbytes < local_of(whole).nbytes
 
 
 @pytest.mark.usefixtures("ranks")

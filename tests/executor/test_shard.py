@@ -176,7 +176,16 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         local_batch({"attention_mask": torch.zeros(8, 16)}, device_mesh_for(plan), plan)
 
 
-def test_only_planned_parameters_become_dtensors() -> None:
-    module = sharded(Either(), two_layers(plan={"left.*": (R, S0)}))
+def test_what_no_split_tensor_meets_stays_plain() -> None:
+    """The plan says nothing of the inputs, so that the right branch may run on plain tensors."""
+    module = sharded(Either(), two_layers(plan={"left.weight": (R, S0)}, input_plan={}))
     assert isinstance(module.left.weight, DTensor)
     assert not isinstance(module.right.weight, DTensor)
+    assert module.left.bias.placements == (R, R), "not named, but its module computes with a split weight"
+
+
+def test_where_the_inputs_are_laid_out_all_parameters_become_dtensors() -> None:
+    """A plain one would get the gradient of this rank's part of the batch alone."""
+    module = sharded(Either(), two_layers(plan={"left.*": (R, S0)}))
+    assert module.left.weight.placements == (R, S0)
+    assert module.right.weight.placements == (R, R)
