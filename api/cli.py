@@ -200,13 +200,13 @@ def estimate_command(
 def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
     """Run PLAN for MODEL on fake processes and compare its collectives: exit code 1 where they differ."""
     with reported(as_json):
-        from api.models import load_model
+        from api.models import load_for_plan
         from planner.plan import ShardingPlan
 
         loaded = ShardingPlan.load(plan)
         with watched() as progress:
             progress("building the model")
-            source = load_model(model, batch=loaded.job.batch, seq=loaded.job.seq)
+            source = load_for_plan(model, loaded)
             progress("running the plan on fake processes")
             from api.planning import verification
 
@@ -271,6 +271,7 @@ def calibrate_command(
         written = calibrate(output, backend=backend)
         if written is not None:
             typer.echo(written, nl=False)
+            typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 
 @app.command("serve")

@@ -23,7 +23,7 @@ def request_of(**options: Any) -> PlanRequest:
     """
     from pydantic import ValidationError
 
-    from api.schemas import PlanRequest
+    from api.schemas import PLANNERS, PlanRequest
     from planner.errors import JobError
 
     try:
@@ -31,8 +31,12 @@ def request_of(**options: Any) -> PlanRequest:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        detail = f"--{field.replace('_', '-')} is {options.get(field)!r}: {first['msg']}."
-        raise JobError(detail, what_to_do="`shardplan plan --help` says what it takes.", field=field) from error
+        given = options.get(field)
+        if field == "planner":
+            advice = f"Choose one of {', '.join(PLANNERS)}, random:SEED."
+            raise JobError(f"there is no planner {given!r}.", what_to_do=advice, field=field) from error
+        detail = f"--{field.replace('_', '-')} is {given!r}: {first['msg']}."
+        raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
 def plan_of(request: PlanRequest, *, use_cache: bool) -> ShardingPlan:
@@ -101,7 +105,7 @@ def price_degrees(
 
 def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     """Return the plan in ``file`` with a fresh estimate, on ``cluster`` or its own."""
-    from api.models import load_model, quiet_libraries
+    from api.models import load_for_plan, quiet_libraries
     from cost_model.cluster import ClusterSpec
     from planner import estimate_plan
     from planner.plan import ShardingPlan
@@ -110,7 +114,7 @@ def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     where = None if cluster is None else ClusterSpec.parse(cluster)
     with watched() as progress:
         progress("building the model")
-        source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+        source = load_for_plan(model, plan)
         progress("pricing")
         with quiet_libraries():
             priced: ShardingPlan = estimate_plan(

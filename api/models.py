@@ -17,7 +17,8 @@ from torch import nn
 
 from api.configs import ModelConfig, find_config
 from api.factories import call_factory
-from planner.errors import JobError, ModelError
+from planner.errors import JobError, ModelError, PlanMismatchError
+from planner.plan import ShardingPlan
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(dings?)?)$")
 
@@ -66,6 +67,25 @@ def load_model(
         return _from_config(config, seq=seq)
     assert isinstance(spec, str), "only text names a factory"
     return _from_factory(spec, batch=batch, seq=seq)
+
+
+def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
+    """Return the model that ``plan`` is said to be for, as `load_model` does.
+
+    Raises:
+        PlanMismatchError: the model does not take the plan's batch or sequences.
+    """
+    try:
+        return load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+    except JobError as error:
+        size = f"{plan.job.seq} tokens" if error.field == "seq" else f"{plan.job.batch} samples"
+        raise PlanMismatchError(
+            f"the plan is for {size}, which {model} does not take: it was made for another model, it seems.",
+            subject="model",
+            expected=size,
+            found=str(error),
+            what_to_do="Name the model that the plan is for, or plan this one.",
+        ) from error
 
 
 def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:

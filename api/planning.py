@@ -107,13 +107,13 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
     Raises:
         PlannerError: the plan cannot be read, is for another model, or the model has no such parameter.
     """
-    from api.models import load_model, quiet_libraries
+    from api.models import load_for_plan, quiet_libraries
     from planner.alternatives import explain
     from planner.plan import ShardingPlan
 
     plan = ShardingPlan.load(file)
     progress("building the model")
-    source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+    source = load_for_plan(model, plan)
     with quiet_libraries():
         return explain(source.module, plan, parameter, example_inputs=source.example_inputs, progress=progress)
 

@@ -31,7 +31,7 @@ def show_diff(found: PlanDiff, console: Console) -> None:
             console.print(table, "", sep="\n")
     more = len(found.layouts) - _LAYOUTS_SHOWN
     if more > 0:
-        console.print(f"and {more} more layouts (--json lists them)")
+        console.print(f"and {more} more layout{'s' if more > 1 else ''} (--json lists all)")
 
 
 def _table(title: str, changes: Sequence[Change], text: Callable[[Any], str]) -> Table:

@@ -72,7 +72,7 @@ def _cells(alternative: Alternative, found: Explanation) -> tuple[str, str, str,
     if alternative.estimate is None:
         return "-", "-", "-", "nothing around it can run so"
     slower_s = alternative.estimate.step_time_s - found.plan.step_time_s
-    why = "chosen" if alternative.chosen else _reasons(alternative, found)
+    why = "the plan's" if alternative.chosen else _reasons(alternative, found)
     if not alternative.fits:
         why = f"does not fit{'; ' + why if why else ''}"
     sign = "-" if slower_s < 0 else ""
@@ -88,6 +88,8 @@ def _reasons(alternative: Alternative, found: Explanation) -> str:
     """Return what the step's difference is made of, and the collectives that differ most, as text."""
     assert alternative.estimate is not None
     parts, collectives = difference(alternative.estimate, found.plan)
+    if abs(alternative.estimate.step_time_s - found.plan.step_time_s) <= found.tolerance_s:
+        return "as fast, to the solver's tolerance"
     return "; ".join(text for text in (_signed(parts), _signed(collectives)) if text) or "costs the same"
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
+"""And ``random:SEED``."""
 Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
@@ -46,9 +48,7 @@ class PlanRequest(BaseModel):
     """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
     data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
     """Mesh axes that split the batch alone."""
-    planner: Annotated[str, Field(pattern=r"^(ilp|data-parallel|fully-sharded|tensor-parallel|random:\d{1,18})$")] = (
-        "ilp"
-    )
+    planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property
     def model_spec(self) -> str | dict[str, Any]:

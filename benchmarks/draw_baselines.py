@@ -61,6 +61,11 @@ def draw(found: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: 
         axes.set_ylim(len(found) - 0.5, -0.5)
 
 
+def _step_s(plan: ShardingPlan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_time_s
+
+
 def main() -> None:
     """Plan with every planner, and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,7 +82,7 @@ def main() -> None:
     )
     found = planned(session, arguments.mesh)
     for name, plan in found.items():
-        print(name, plan if isinstance(plan, InfeasibleError) else plan.estimate)
+        print(f"{name:16s}", plan if isinstance(plan, InfeasibleError) else f"{_step_s(plan):.3f} s, mesh {plan.mesh}")
     figure, (times, memory) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     seq = "" if source.seq is None else f", seq {source.seq}"
     figure.suptitle(f"{arguments.preset} on {arguments.cluster}, batch {arguments.batch}{seq}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ class Explanation:
         names: of all that share its layouts: equal parameters of equal blocks, and tied ones.
         plan: the plan's own estimate, priced anew.
         memory_bytes: the cap per device.
+        tolerance_s: how much slower than the best the solver may leave a plan.
         alternatives: those at rest, then those in computing; of each those that fit first, the fastest first.
     """
 
@@ -65,6 +67,7 @@ class Explanation:
     names: tuple[str, ...]
     plan: Estimate
     memory_bytes: int
+    tolerance_s: float
     alternatives: tuple[Alternative, ...]
 
 
@@ -101,7 +104,13 @@ def explain(
     formulator, structure = opened.search.formulator(opened.run)
     decision = decision_from_plan(structure, formulator, plan, model)
     subject = _Subject(structure, parameter)
-    found = list(_alternatives(opened, subject, decision, progress))
+    own = estimate(formulator, structure, decision)
+    found = [
+        dataclasses.replace(row, estimate=own, fits=own.peak_memory_bytes <= opened.search.memory_bytes)
+        if row.chosen
+        else row
+        for row in _alternatives(opened, subject, decision, progress)
+    ]
     order = {"stored": 0, "computed": 1}
     found.sort(
         key=lambda a: (
@@ -115,8 +124,9 @@ def explain(
     return Explanation(
         parameter=parameter,
         names=subject.names,
-        plan=estimate(formulator, structure, decision),
+        plan=own,
         memory_bytes=opened.search.memory_bytes,
+        tolerance_s=own.step_time_s * plan.job.mip_gap,
         alternatives=tuple(found),
     )
 
@@ -174,6 +184,9 @@ def _alternatives(
         text = tuple(format_layout(layout))
         if progress is not None:
             progress(f"{aspect} as {', '.join(text)}")
+        if chosen:
+            yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=None, fits=True)
+            continue
         candidate = opened.search.solve(opened.run, subject.restrict(aspect, layout))
         fits = candidate is not None
         if candidate is None:

@@ -375,6 +375,8 @@ def open_plan(
             found=model_fingerprint(model),
             what_to_do="Plan this model, or name the one that the plan is for.",
         )
+    if cluster is None and not plan.cluster:
+        raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
     cluster = cluster or ClusterSpec.from_dict(plan.cluster)
     check_mesh(plan.mesh.spec, cluster)
     inputs = (
