@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -105,12 +104,7 @@ def explain(
     decision = decision_from_plan(structure, formulator, plan, model)
     subject = _Subject(structure, parameter)
     own = estimate(formulator, structure, decision)
-    found = [
-        dataclasses.replace(row, estimate=own, fits=own.peak_memory_bytes <= opened.search.memory_bytes)
-        if row.chosen
-        else row
-        for row in _alternatives(opened, subject, decision, progress)
-    ]
+    found = list(_alternatives(opened, subject, decision, own, progress))
     order = {"stored": 0, "computed": 1}
     found.sort(
         key=lambda a: (
@@ -172,7 +166,7 @@ class _Subject:
 
 
 def _alternatives(
-    opened: OpenedPlan, subject: _Subject, decision: Decision, progress: Progress | None
+    opened: OpenedPlan, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
 ) -> Iterator[Alternative]:
     mesh = opened.run.mesh.shape
     options: list[tuple[Aspect, Layout, bool]] = [
@@ -185,7 +179,8 @@ def _alternatives(
         if progress is not None:
             progress(f"{aspect} as {', '.join(text)}")
         if chosen:
-            yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=None, fits=True)
+            fits = own.peak_memory_bytes <= opened.search.memory_bytes
+            yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=own, fits=fits)
             continue
         candidate = opened.search.solve(opened.run, subject.restrict(aspect, layout))
         fits = candidate is not None

@@ -9,7 +9,7 @@ block and around them, is the shorter model traced in its place; `planner.unroll
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -337,7 +337,7 @@ def fqn_in_whole(fqn: str, indices: Mapping[Block, int]) -> str:
     return fqn
 
 
-def _renamed(item: Any, block: Any, state: Any) -> Any:
+def _renamed(item: Any, block: Callable[[Block], Block], state: Callable[[str], str]) -> Any:
     """Return a recorded item with every tensor's name in it renamed."""
     if isinstance(item, tuple):
         if len(item) == 3 and item[0] == "made" and isinstance(item[1], tuple):

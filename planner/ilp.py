@@ -27,6 +27,7 @@ import numpy as np
 
 from planner import problem as problems
 from planner import solvers
+from planner.errors import SolverError
 from planner.linear_program import Answer, Expression, LinearProgram
 from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, totals
 
@@ -236,7 +237,7 @@ def solve(
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
-        SolverError: the solver broke off without an answer.
+        SolverError: the solver broke off, or ran out of time, without an answer.
     """
     started = time.perf_counter()
     program = _build(problem, memory_bytes, memory=memory_bytes is not None)
@@ -244,6 +245,10 @@ def solve(
         program.linear.at_most(program.linear.objective, at_most_s * program.time_scale)
     while True:
         answer = solvers.solve(program.linear, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+        if answer.values is None and answer.status == "time-limit":
+            raise SolverError(
+                f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
+            )
         if answer.values is None:
             return None
         assignment = _assignment(program, answer)

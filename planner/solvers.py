@@ -14,7 +14,7 @@ import numpy as np
 import pulp
 
 from planner.errors import SolverError
-from planner.linear_program import Answer, LinearProgram
+from planner.linear_program import Answer, LinearProgram, Status
 
 
 def solver_name() -> str:
@@ -99,12 +99,12 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
         return Answer(status="infeasible")
     if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
         raise _broke_off(solver.modelStatusToString(status))
-    solved = "time-limit" if status == states.kTimeLimit else "optimal"
+    solved: Status = "time-limit" if status == states.kTimeLimit else "optimal"
     if status == states.kTimeLimit and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
         return Answer(status="time-limit", bound=float(info.mip_dual_bound) if mip else -math.inf)
     solution, objective = solver.getSolution(), float(info.objective_function_value)
     return Answer(
-        status=solved,  # type: ignore[arg-type]
+        status=solved,
         values=np.asarray(solution.col_value),
         objective=objective,
         bound=float(info.mip_dual_bound) if mip else objective,
