@@ -24,9 +24,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from planner import problem as problems
-from planner import solvers
+from planner import reduction, solvers
 from planner.errors import SolverError
 from planner.linear_program import Answer, Expression, LinearProgram
 from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, totals
@@ -102,6 +103,15 @@ class _Program:
     time_scale: float = 1.0
     memory_scale: float = 1.0
     peak: Expression | None = None
+
+    def zero_one(self) -> npt.NDArray[np.bool_]:
+        """Return, by variable, whether it is a choice or a flow: 0 or 1 once every node takes one choice."""
+        found = np.zeros(self.linear.columns, np.bool_)
+        for row in self.choice:
+            found[row.start : row.stop] = True
+        for flow in self.flow:
+            found[list(flow.values())] = True
+        return found
 
 
 def _choices(program: _Program) -> None:
@@ -244,7 +254,13 @@ def solve(
     if at_most_s is not None:
         program.linear.at_most(program.linear.objective, at_most_s * program.time_scale)
     while True:
-        answer = solvers.solve(program.linear, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+        answer = reduction.solve(
+            program.linear,
+            zero_one=program.zero_one(),
+            mip_gap=mip_gap,
+            time_limit_s=time_limit_s,
+            solver=solver,
+        )
         if answer.values is None and answer.status == "time-limit":
             raise SolverError(
                 f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
@@ -325,7 +341,7 @@ def least_memory_bound(problem: Problem) -> float | None:
 def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
     """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists."""
     program = _for_memory(problem)
-    answer = solvers.solve(program.linear, mip_gap=1e-4, time_limit_s=None)
+    answer = reduction.solve(program.linear, zero_one=program.zero_one(), mip_gap=1e-4)
     if answer.values is None:
         return None
     assignment = _assignment(program, answer)

@@ -5,8 +5,9 @@ minimise cost . x + offset   with   lower <= x <= upper,   row_lower <= A x <= r
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,6 +92,38 @@ class LinearProgram:
         indices = np.concatenate([np.asarray(row, np.int32) for row in self._indices] or [np.empty(0, np.int32)])
         values = np.concatenate([np.asarray(row, np.float64) for row in self._values] or [np.empty(0)])
         return np.asarray(self.row_start, np.int32), indices, values
+
+    def fixed(self, values: Mapping[int, float]) -> LinearProgram:
+        """Return the program with some variables held at a value."""
+        lower, upper = list(self.lower), list(self.upper)
+        for variable, value in values.items():
+            lower[variable] = upper[variable] = value
+        return dataclasses.replace(self, lower=lower, upper=upper)
+
+    def part(self, columns: Indices) -> LinearProgram:
+        """Return the program in which only ``columns`` are left, in their order, and all others are 0."""
+        starts, indices, values = self.matrix()
+        new = np.full(self.columns, -1, np.int32)
+        new[columns] = np.arange(len(columns), dtype=np.int32)
+        left = new[indices] >= 0
+        row_of = np.repeat(np.arange(self.rows), np.diff(starts))[left]
+        lengths = np.bincount(row_of, minlength=self.rows)
+        lower, upper = np.asarray(self.row_lower), np.asarray(self.row_upper)
+        rows = np.flatnonzero((lengths > 0) | (lower > 0) | (upper < 0))
+        cost = self.cost()[columns]
+        return LinearProgram(
+            lower=np.asarray(self.lower)[columns].tolist(),
+            upper=np.asarray(self.upper)[columns].tolist(),
+            integer=np.asarray(self.integer, bool)[columns].tolist(),
+            row_lower=lower[rows].tolist(),
+            row_upper=upper[rows].tolist(),
+            row_start=[0, *np.cumsum(lengths[rows]).tolist()],
+            objective=Expression(
+                indices=np.arange(len(columns), dtype=np.int32), values=cost, constant=self.objective.constant
+            ),
+            _indices=[new[indices][left]],
+            _values=[values[left]],
+        )
 
     def cost(self) -> Floats:
         """Return the objective's coefficient of every variable."""

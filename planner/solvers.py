@@ -33,15 +33,17 @@ def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None,
     return _cbc(program, mip_gap, time_limit_s, mip=True)
 
 
-def solve_relaxation(program: LinearProgram, *, solver: str | None = None) -> Answer:
+def solve_relaxation(
+    program: LinearProgram, *, time_limit_s: float | None = None, solver: str | None = None
+) -> Answer:
     """Return the solution of the program in which no variable has to be a whole number.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
     if (solver or solver_name()) == "highs":
-        return _highs(program, 0.0, None, mip=False)
-    return _cbc(program, 0.0, None, mip=False)
+        return _highs(program, 0.0, time_limit_s, mip=False)
+    return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
 def _broke_off(what: object) -> SolverError:

@@ -1,0 +1,137 @@
+"""A program solved without the choices that its relaxation proves too dear.
+
+A variable that is 0 in the relaxation and 1 in a solution raises that solution's objective by its reduced cost at
+least. So the relaxation tells of each what no solution with it can beat; those above a limit are left out, and what is
+left is small. A solution below the limit is then the best of the whole program; where there is none, the limit rises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from planner import solvers
+from planner.linear_program import Answer, Indices, LinearProgram
+
+_NARROW = 0.01
+"""The first limit: this far above the relaxation's objective, relative to it."""
+
+_WIDER = 8.0
+"""By how much a limit's distance from the relaxation's objective grows where nothing was found below it."""
+
+_WIDEST = 1.0
+"""The relative distance above which nothing is left out any more."""
+
+_FEWEST = 500
+"""Programs of fewer variables are solved whole."""
+
+_FEW = 8
+"""Relaxations after which branching is left to the solver: it has cuts, and half a second of preparations."""
+
+_SMALLEST = 1e-12
+"""What stands for the objective's size where that is 0."""
+
+_WHOLE = 1e-6
+"""How far from a whole number the solvers take a variable to be one."""
+
+
+def solve(
+    program: LinearProgram,
+    *,
+    zero_one: npt.NDArray[np.bool_],
+    mip_gap: float,
+    time_limit_s: float | None = None,
+    solver: str | None = None,
+) -> Answer:
+    """Return the best solution of ``program`` within a relative gap, or the best found in the time.
+
+    Args:
+        program: what to solve.
+        zero_one: by variable, whether it is 0 or 1 wherever those that have to be whole numbers are.
+        mip_gap: relative gap at which the solver may stop.
+        time_limit_s: for all of it.
+        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
+    """
+    deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
+    if program.columns < _FEWEST:
+        return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+    relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
+    if relaxed.values is None or _most_fractional(program, relaxed) is None:
+        return relaxed
+    assert relaxed.reduced_costs is not None
+    # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
+    raised = np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)
+    scale = max(abs(relaxed.objective), _SMALLEST)
+    best, width = Answer(status="infeasible"), _NARROW
+    while True:
+        width = width if width <= _WIDEST else math.inf
+        kept = np.flatnonzero(raised <= width * scale)
+        part = _solve_part(program, kept, mip_gap, deadline, solver)
+        if part.values is not None and (best.values is None or part.objective < best.objective):
+            best = part
+        # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
+        limit = relaxed.objective + width * scale
+        bound = max(relaxed.objective, min(part.bound if part.status != "infeasible" else math.inf, limit))
+        if part.status == "time-limit":
+            return dataclasses.replace(best, status="time-limit", bound=bound)
+        if math.isinf(width) or (best.values is not None and best.objective <= limit):
+            return best if best.values is None else dataclasses.replace(best, bound=min(bound, best.objective))
+        width *= _WIDER
+        if best.values is not None:
+            width = min(width, (best.objective - relaxed.objective) / scale * (1 + _WHOLE))
+
+
+def _solve_part(
+    program: LinearProgram, kept: Indices, mip_gap: float, deadline: float | None, solver: str | None
+) -> Answer:
+    """Return the answer of a program with the ``kept`` variables alone, as one of the whole: the others are 0."""
+    part = program.part(kept)
+    answer = _branch(part, mip_gap, deadline, solver)
+    if answer is None:
+        answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
+    if answer.values is None:
+        return answer
+    values = np.zeros(program.columns)
+    values[kept] = answer.values
+    return dataclasses.replace(answer, values=values)
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.perf_counter(), 0.0)
+
+
+def _most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
+    """Return which variable that has to be whole is nearest to 1 without being whole; None where all are whole."""
+    assert relaxed.values is not None
+    off = np.abs(relaxed.values - np.round(relaxed.values)) > _WHOLE
+    off &= np.asarray(program.integer, np.bool_)
+    return int(np.argmax(np.where(off, relaxed.values, -1.0))) if off.any() else None
+
+
+def _branch(program: LinearProgram, mip_gap: float, deadline: float | None, solver: str | None) -> Answer | None:
+    """Return the best solution by depth-first branching; None where a few relaxations do not settle it."""
+    open_: list[dict[int, float]] = [{}]
+    best, lowest = Answer(status="infeasible"), math.inf
+    for _ in range(_FEW):
+        fixed = open_.pop()
+        relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
+        if relaxed.status == "time-limit":
+            return None
+        if relaxed.values is not None:
+            variable = _most_fractional(program, relaxed)
+            if best.values is not None and relaxed.objective >= best.objective - mip_gap * abs(best.objective):
+                lowest = min(lowest, relaxed.objective)
+            elif variable is None:
+                best = relaxed
+            else:
+                open_ += [{**fixed, variable: 0.0}, {**fixed, variable: 1.0}]
+        if not open_:
+            return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
+    return None
