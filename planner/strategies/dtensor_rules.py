@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._ops import utils as dtensor_op_utils
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -28,9 +28,12 @@ from cost_model.layout import Layout, divides, local_shape
 from planner.errors import UnsupportedTorchError
 from planner.graph import Op, Value
 from planner.regions import fill, op_signature
+from planner.strategies.small_shapes import small
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))
 """From the first, up to and without the second: DTensor's rules are private and change between releases."""
+
+T = TypeVar("T")
 
 Layouts = tuple[Layout | None, ...]
 """One layout per tensor of an op; None for plain tensors, and for gradients that do not exist."""
@@ -74,19 +77,23 @@ def _free_or_not(current: Any, target: Any) -> float:
     """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else more than 0.
 
     DTensor picks the first of the cheapest strategies. Which of them are free is all that matters here, and its own
-    formula spends most of its time on pricing the others. Strided shards, of which it has its own idea, are left to it.
+    formula spends its time on pricing the others. It takes what leaves a strided shard for free (its prices know no
+    such shard), and a change for dear that has to undo a split of the same dim further in.
     """
-    if any(isinstance(placement, _StridedShard) for placement in (*current.placements, *target.placements)):
-        return redistribute_cost(current, target)
-    if current.is_replicated() or (
-        current.placements == target.placements and current.shard_order == target.shard_order
-    ):
+    if current.is_replicated():
         return 0.0
-    for axis, (before, after) in enumerate(zip(current.placements, target.placements, strict=True)):
-        splits_inside = after.is_shard() and any(placement == after for placement in target.placements[axis + 1 :])
-        if before != after and (not before.is_replicate() or splits_inside):
+    if current.shard_order is None or target.shard_order is None:
+        return 0.0 if current.placements == target.placements else math.inf
+    pairs = list(zip(current.placements, target.placements, strict=True))
+    for axis, (before, after) in enumerate(pairs):
+        if before == after:
+            continue
+        if not (before.is_replicate() or isinstance(before, _StridedShard)):
             return 1.0
-    return 0.0
+        dims = {placement.dim for placement in (before, after) if isinstance(placement, (Shard, _StridedShard))}
+        if any(inner == stays and type(inner) is Shard and inner.dim in dims for inner, stays in pairs[axis + 1 :]):
+            return 1.0
+    return 0.0 if current.placements != target.placements or current.shard_order == target.shard_order else 1.0
 
 
 def functional_target(target: Any) -> Any:
@@ -101,15 +108,51 @@ def functional_target(target: Any) -> Any:
     return getattr(functional, target._overloadname, target) if functional is not None else target
 
 
+@dataclass(slots=True)
+class _Ran:
+    """An op that was run on DTensors.
+
+    Attributes:
+        layouts: of its outputs; None where DTensor would communicate or refuses.
+        backward: layouts of the outputs' gradients -> of the inputs', likewise.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[DTensor] = field(default_factory=list)
+    layouts: Layouts | None = None
+    backward: dict[Layouts, Layouts | None] = field(default_factory=dict)
+
+
+def _tried(run: Callable[[], T]) -> T | None:
+    """Return what ``run`` does; None where DTensor cannot.
+
+    It has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
+    """
+    try:
+        with implicit_replication(), mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
+            return run()
+    except (
+        RuntimeError,
+        AttributeError,
+        ValueError,
+        NotImplementedError,
+        IndexError,
+        AssertionError,
+        TypeError,
+        KeyError,
+    ):
+        return None
+
+
 class DTensorRules:
     """DTensor's behaviour on one mesh shape, op by op; every answer is remembered."""
 
     def __init__(self, mesh_shape: Sequence[int]) -> None:
         check_torch_version()
         self.mesh_shape = tuple(mesh_shape)
+        self._size = math.prod(mesh_shape)
         self._mesh = mesh_without_groups(mesh_shape)
-        self._forward: dict[Hashable, Layouts | None] = {}
-        self._backward: dict[Hashable, Layouts | None] = {}
+        self._runs: dict[Hashable, _Ran] = {}
 
     def forward(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
         """Return the layouts of the op's outputs, or None where DTensor would communicate or refuses.
@@ -119,10 +162,8 @@ class DTensorRules:
             inputs: its input values, global shapes.
             layouts: one per input; None for a plain tensor.
         """
-        key = (op_signature(op, tuple(inputs)), layouts)
-        if key not in self._forward:
-            self._forward[key] = self._attempt(op, inputs, layouts, None)
-        return self._forward[key]
+        inputs = small(op, inputs, self._size)
+        return self._ran(op, inputs, layouts).layouts
 
     def backward(self, op: Op, inputs: Sequence[Value], layouts: Layouts, output_gradients: Layouts) -> Layouts | None:
         """Return the layouts of the gradients of the op's inputs, or None where DTensor would communicate or refuses.
@@ -130,53 +171,44 @@ class DTensorRules:
         Args:
             output_gradients: one per output; None where no gradient arrives.
         """
-        key = (op_signature(op, tuple(inputs)), layouts, output_gradients)
-        if key not in self._backward:
-            self._backward[key] = self._attempt(op, inputs, layouts, output_gradients)
-        return self._backward[key]
+        inputs = small(op, inputs, self._size)
+        ran = self._ran(op, inputs, layouts)
+        if output_gradients not in ran.backward:
+            found = None if ran.layouts is None else _tried(lambda: self._differentiate(ran, inputs, output_gradients))
+            ran.backward[output_gradients] = found
+        return ran.backward[output_gradients]
 
-    def _attempt(self, op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts | None) -> Layouts | None:
+    def _ran(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _Ran:
+        key = (op_signature(op, tuple(inputs)), layouts)
+        if key not in self._runs:
+            self._runs[key] = self._run(op, inputs, layouts)
+        return self._runs[key]
+
+    def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _Ran:
+        ran = _Ran()
         for value, layout in zip(inputs, layouts, strict=True):
             if layout is not None and not divides(value.shape, layout, self.mesh_shape):
-                return None
-        try:
-            with implicit_replication(), mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
-                return self._run(op, inputs, layouts, gradients)
-        except (
-            RuntimeError,
-            AttributeError,
-            ValueError,
-            NotImplementedError,
-            IndexError,
-            AssertionError,
-            TypeError,
-            KeyError,
-        ):
-            # DTensor has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
-            return None
+                return ran
+        ran.tensors = [self._tensor(value, layout) for value, layout in zip(inputs, layouts, strict=True)]
+        results = _tried(lambda: pytree.tree_leaves(run_op(op, ran.tensors, functional=True)))
+        if results is None:
+            return ran
+        outputs = [result for result in results if isinstance(result, torch.Tensor)]
+        if all(isinstance(output, DTensor) for output in outputs):
+            ran.outputs = outputs
+            ran.layouts = tuple(tuple(output.placements) for output in outputs)
+        return ran
 
-    def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts | None) -> Layouts | None:
-        tensors = [
-            self._tensor(value, layout, gradients is not None) for value, layout in zip(inputs, layouts, strict=True)
-        ]
-        results = [
-            result
-            for result in pytree.tree_leaves(run_op(op, tensors, functional=True))
-            if isinstance(result, torch.Tensor)
-        ]
-        outputs = [result for result in results if isinstance(result, DTensor)]
-        if len(outputs) < len(results):
-            return None
-        if gradients is None:
-            return tuple(tuple(result.placements) for result in outputs)
+    def _differentiate(self, ran: _Ran, inputs: Sequence[Value], gradients: Layouts) -> Layouts:
         pairs = [
             (result, layout)
-            for result, layout in zip(outputs, gradients, strict=True)
+            for result, layout in zip(ran.outputs, gradients, strict=True)
             if layout is not None and result.requires_grad
         ]
-        wanted = [tensor for tensor, value in zip(tensors, inputs, strict=True) if value.requires_grad]
+        wanted = [tensor for tensor, value in zip(ran.tensors, inputs, strict=True) if value.requires_grad]
         arriving = [self._like(result, layout) for result, layout in pairs]
-        found = iter(torch.autograd.grad([result for result, _ in pairs], wanted, arriving, allow_unused=True))
+        outputs = [result for result, _ in pairs]
+        found = iter(torch.autograd.grad(outputs, wanted, arriving, allow_unused=True, retain_graph=True))
         return tuple(self._layout_of(next(found)) if value.requires_grad else None for value in inputs)
 
     @staticmethod
@@ -187,12 +219,12 @@ class DTensorRules:
             raise RuntimeError("the gradient of a DTensor came out as a plain tensor")
         return tuple(gradient.placements)
 
-    def _tensor(self, value: Value, layout: Layout | None, differentiable: bool) -> torch.Tensor:
+    def _tensor(self, value: Value, layout: Layout | None) -> torch.Tensor:
         if layout is None:
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
         local = torch.empty(local_shape(value.shape, layout, self.mesh_shape), dtype=value.dtype, device="meta")
         tensor = DTensor.from_local(local, self._mesh, layout, run_check=False)
-        return tensor.requires_grad_() if differentiable and value.requires_grad else tensor
+        return tensor.requires_grad_() if value.requires_grad else tensor
 
     def _like(self, result: DTensor, layout: Layout) -> DTensor:
         local = torch.empty(

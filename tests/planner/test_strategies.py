@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._collective_utils import redistribute_cost
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from planner.capture import to_meta
 from planner.inputs import as_inputs
 from planner.regions import Region, build_regions
-from planner.strategies.dtensor_rules import UnsupportedTorchError, check_torch_version
+from planner.strategies.dtensor_rules import (
+    UnsupportedTorchError,
+    _free_or_not,
+    check_torch_version,
+    mesh_without_groups,
+)
 from planner.strategies.enumerate import AxisStrategy, StrategyTable
 from planner.trace import trace
 
@@ -88,3 +100,42 @@ def test_torch_outside_the_supported_range_is_refused() -> None:
     for version in ("2.12.0", "2.14.0"):
         with pytest.raises(UnsupportedTorchError, match="needs torch"):
             check_torch_version(version)
+
+
+PLACEMENTS = (
+    Replicate(),
+    Shard(0),
+    Shard(1),
+    _StridedShard(0, split_factor=4),
+    _StridedShard(1, split_factor=2),
+    Partial(),
+    Partial("avg"),
+)
+
+
+def _spec(layout: tuple[Any, ...]) -> DTensorSpec:
+    mesh = mesh_without_groups((2,) * len(layout))
+    meta = TensorMeta(torch.Size((16, 24)), (24, 1), torch.float32)
+    return DTensorSpec(mesh, layout, tensor_meta=meta, use_strided_shard_as_shard_order=False)
+
+
+@pytest.mark.parametrize(("axes", "pairs"), [(1, 49), (2, 400), (3, 40)])
+def test_what_is_free_to_dtensor(axes: int, pairs: int) -> None:
+    """DTensor chooses by cost, and only whether a cost is 0 decides what we take it to do."""
+    layouts = list(itertools.product(PLACEMENTS, repeat=axes))
+    chosen = random.Random(0).sample(list(itertools.product(layouts, layouts)), pairs)
+    free = 0
+    for before, after in chosen:
+        current, target = _spec(before), _spec(after)
+        expected = redistribute_cost(current, target) == 0
+        free += expected
+        assert (_free_or_not(current, target) == 0) == expected, (before, after)
+    assert 0 < free < pairs
+
+
+@pytest.mark.slow
+def test_what_is_free_to_dtensor_on_two_axes_in_all_cases() -> None:
+    layouts = list(itertools.product(PLACEMENTS, repeat=2))
+    for before, after in itertools.product(layouts, layouts):
+        current, target = _spec(before), _spec(after)
+        assert (_free_or_not(current, target) == 0) == (redistribute_cost(current, target) == 0), (before, after)
