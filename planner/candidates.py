@@ -18,7 +18,7 @@ from planner.op_times import OpTimes
 from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
 from planner.run import Run
-from planner.structure import Structure, build_structure
+from planner.structure import Structure, at_another_batch, build_structure
 from planner.trace import trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -67,7 +67,9 @@ class TracedModel:
         """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
         if (batch, ac) not in self._structures:
             regions, found, blocks = self._at(batch)
-            self._structures[batch, ac] = build_structure(regions, found, blocks, ac)
+            known = next((structure for (_, mode), structure in self._structures.items() if mode == ac), None)
+            structure = None if known is None else at_another_batch(known, regions, found)
+            self._structures[batch, ac] = structure or build_structure(regions, found, blocks, ac)
         return self._structures[batch, ac]
 
     def profile(self, batch: int) -> GraphProfile:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.export._trace  # torch would import this half at the first export
 import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner import solvers
+from planner.errors import SolverError
 from planner.linear_program import Answer, Indices, LinearProgram
 
 _NARROW = 0.01
@@ -62,7 +63,10 @@ def solve(
     deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
     if program.columns < _FEWEST:
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-    relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
+    try:
+        relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
+    except SolverError:
+        return solvers.solve(program, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
     if relaxed.values is None or _most_fractional(program, relaxed) is None:
         return relaxed
     assert relaxed.reduced_costs is not None
@@ -121,7 +125,10 @@ def _branch(program: LinearProgram, mip_gap: float, deadline: float | None, solv
     best, lowest = Answer(status="infeasible"), math.inf
     for _ in range(_FEW):
         fixed = open_.pop()
-        relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
+        try:
+            relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
+        except SolverError:
+            return None
         if relaxed.status == "time-limit":
             return None
         if relaxed.values is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
-from planner import baselines
+from planner import baselines, collector
 from planner.assemble import decision_from_plan, entries_of
 from planner.baselines import Restriction
 from planner.candidates import TracedModel, check_mesh, meshes_of, micro_batch_counts, trace_model
@@ -93,7 +93,8 @@ class PlanningSession:
         if progress is not None:
             progress("tracing")
         alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
-        self._traced: TracedModel = trace_model(model, inputs, given_batch, alone, dtype, flash)
+        with collector.put_off():
+            self._traced: TracedModel = trace_model(model, inputs, given_batch, alone, dtype, flash)
         self._clock.add("trace_s", started)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
 
@@ -108,8 +109,9 @@ class PlanningSession:
         if spec is not None:
             check_mesh(spec, self.cluster)
         modes = _modes(self._traced, self.job.ac)
-        candidate = self._random(spec, modes, seed) if seed is not None else self._best(spec, modes, name)
-        return self._write(candidate, planner)
+        with collector.put_off():
+            candidate = self._random(spec, modes, seed) if seed is not None else self._best(spec, modes, name)
+            return self._write(candidate, planner)
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""

@@ -46,6 +46,10 @@ def solve_relaxation(
     return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
+_PRIMAL = 4
+"""HiGHS's number for the primal simplex."""
+
+
 def _broke_off(what: object) -> SolverError:
     return SolverError(
         f"the solver broke off: {what}", what_to_do="Try again with a larger time limit or a larger MIP gap."
@@ -70,6 +74,11 @@ def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *
     if solver.passModel(_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")
     solver.run()
+    if not mip and solver.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
+        # The dual simplex now and then ends so, by rounding, on programs with a bound on the objective.
+        solver.clearSolver()
+        solver.setOptionValue("simplex_strategy", _PRIMAL)
+        solver.run()
     return _highs_answer(solver, mip)
 
 

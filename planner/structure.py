@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.blocks import Blocks
 from planner.graph import Crossing
+from planner.moments import find_moments
+from planner.op_order import OpOrder
 from planner.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionGraph
@@ -95,6 +98,29 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         timeline=timeline,
         **tallies,
     )
+
+
+def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
+    """Return ``known`` for the regions of the same model at another batch; None where that has a structure of its own.
+
+    A structure counts tensors and weighs none, but to choose the moments. At a batch of 1, autograd may keep others.
+    """
+    seen = known.regions
+    if (regions.classes, regions.class_of, regions.links) != (seen.classes, seen.class_of, seen.links):
+        return None
+    if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
+        return None
+    if find_moments(OpOrder(regions, profile, known.blocks, known.ac)) != known.timeline.moments:
+        return None
+    return dataclasses.replace(known, regions=regions, profile=profile)
+
+
+def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
+    """Return all that a structure asks of the profile of each op."""
+    return [
+        (name, op.saved, op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0)
+        for name, op in profile.ops.items()
+    ]
 
 
 def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:

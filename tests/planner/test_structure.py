@@ -1,0 +1,45 @@
+"""The structure of a model at one batch, taken from that at another, is what building it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from families import make
+
+from planner.session import PlanningSession
+from planner.structure import Structure, build_structure
+
+
+def contents(structure: Structure) -> dict[str, Any]:
+    """Every field but the regions and the profile, which are of the batch; arrays as lists."""
+    found: dict[str, Any] = {
+        field.name: getattr(structure, field.name)
+        for field in dataclasses.fields(structure)
+        if field.name not in ("regions", "profile", "timeline")
+    }
+    timeline = {field.name: getattr(structure.timeline, field.name) for field in dataclasses.fields(structure.timeline)}
+    classes = timeline.pop("classes")
+    arrays = [
+        {field.name: np.asarray(getattr(of_class, field.name)).tolist() for field in dataclasses.fields(of_class)}
+        for of_class in classes
+    ]
+    return found | timeline | {"classes": arrays}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_at_another_batch(family: str) -> None:
+    module, inputs = make(family, 16)
+    session = PlanningSession(module, example_inputs=inputs, cluster="1x4xtoy", dtype="fp32")
+    traced = session._traced
+    taken = 0
+    for ac in ("none", "selective", "full"):
+        first = traced.structure(16, ac)
+        for batch in (8, 2, 1):
+            there = traced.structure(batch, ac)
+            taken += there.timeline is first.timeline
+            assert contents(there) == contents(build_structure(*traced._at(batch), ac))
+            assert there.regions is traced._at(batch)[0]
+    assert taken >= 3  # not all: with a batch of 1, views keep other tensors
