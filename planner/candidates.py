@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -139,7 +140,22 @@ def micro_batch_counts(batch: int) -> list[int]:
 
 def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
-    total = 0.0
+    total = sum(
+        forward_s + again_s + backward_s for forward_s, again_s, backward_s in _whole(traced, times, run, batch)
+    )
+    return total / run.mesh.size * run.micro_batches
+
+
+def least_recompute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
+    """Return what no plan of ``run`` can beat in running blocks again, perfectly split."""
+    return sum(again_s for _, again_s, _ in _whole(traced, times, run, batch)) / run.mesh.size * run.micro_batches
+
+
+def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[float, float, float]]:
+    """Yield the seconds of each op unsplit: its forward, that again where a block is run again, and its backward.
+
+    One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
+    """
     in_blocks = _ops_in_blocks(traced, batch)
     planned = _planned_ops(traced, batch)
     graph, profiles = traced.graph_at(batch), traced.profile(batch).ops
@@ -149,13 +165,12 @@ def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -
         inputs = [graph.values[name] for name in op.inputs]
         output = graph.values[op.outputs[0]]
         profile = profiles[op.name]
-        # One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
         whole = times.of(op, inputs, output, [v.shape for v in inputs], output.shape, profile, 1.0, 1)
+        if not run.job.training:
+            yield whole.forward_s, 0.0, 0.0
+            continue
         recomputed = op.name in in_blocks and (run.ac == "full" or (run.ac == "selective" and profile.flops == 0))
-        total += whole.forward_s
-        if run.job.training:
-            total += whole.backward_s + (whole.forward_s if recomputed else 0.0)
-    return total / run.mesh.size * run.micro_batches
+        yield whole.forward_s, whole.forward_s if recomputed else 0.0, whole.backward_s
 
 
 def _planned_ops(traced: TracedModel, batch: int) -> set[str]:

@@ -18,6 +18,7 @@ With the flow equalities in both directions the relaxation is nearly integral: t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -258,6 +259,7 @@ def solve(
             program.linear,
             zero_one=program.zero_one(),
             mip_gap=mip_gap,
+            at_most=math.inf if at_most_s is None else at_most_s * program.time_scale,
             time_limit_s=time_limit_s,
             solver=solver,
         )
@@ -294,25 +296,30 @@ def _solution(program: _Program, answer: Answer, assignment: tuple[int, ...], st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """What the linear relaxation says without a memory cap.
+    """What the linear relaxation says.
 
     Attributes:
         bound_s: no assignment takes less.
+        is_whole: whether it is an assignment, which then is the best.
         at_least_s: by node and choice, what no assignment with that choice takes less than: the bound and the choice's
             reduced cost.
     """
 
     bound_s: float
+    is_whole: bool
     at_least_s: tuple[tuple[float, ...], ...]
 
 
-def relax(problem: Problem, *, solver: str | None = None) -> Relaxation | None:
+def relax(problem: Problem, *, memory_bytes: float | None = None, solver: str | None = None) -> Relaxation | None:
     """Return the bounds of the linear relaxation, None where it has no solution.
+
+    Args:
+        memory_bytes: cap on the peak; None for no cap.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
-    program = _build(problem, None, memory=False)
+    program = _build(problem, memory_bytes, memory=memory_bytes is not None)
     answer = solvers.solve_relaxation(program.linear, solver=solver)
     if answer.values is None:
         return None
@@ -320,7 +327,8 @@ def relax(problem: Problem, *, solver: str | None = None) -> Relaxation | None:
     # A reduced cost below 0 belongs to a choice at its upper bound, which costs nothing extra.
     least = (answer.objective + np.maximum(answer.reduced_costs, 0.0)) / program.time_scale
     at_least_s = tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice)
-    return Relaxation(bound_s=answer.objective / program.time_scale, at_least_s=at_least_s)
+    is_whole = reduction.most_fractional(program.linear, answer) is None
+    return Relaxation(bound_s=answer.objective / program.time_scale, is_whole=is_whole, at_least_s=at_least_s)
 
 
 def _for_memory(problem: Problem) -> _Program:

@@ -178,6 +178,11 @@ class Solution:
     status: str
     time_s: float
 
+    @property
+    def cut_short(self) -> bool:
+        """Whether time was up before it was proven to be the best."""
+        return self.status == "time-limit"
+
 
 def brute_force(problem: Problem, memory_bytes: float | None) -> tuple[tuple[int, ...], float] | None:
     """Return the best assignment and its step time by trying all of them; None where none fits. For tests."""

@@ -45,6 +45,7 @@ def solve(
     *,
     zero_one: npt.NDArray[np.bool_],
     mip_gap: float,
+    at_most: float = math.inf,
     time_limit_s: float | None = None,
     solver: str | None = None,
 ) -> Answer:
@@ -54,6 +55,7 @@ def solve(
         program: what to solve.
         zero_one: by variable, whether it is 0 or 1 wherever those that have to be whole numbers are.
         mip_gap: relative gap at which the solver may stop.
+        at_most: a constraint of the program: its objective's upper bound.
         time_limit_s: for all of it.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
@@ -67,7 +69,7 @@ def solve(
         relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
     except SolverError:
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
-    if relaxed.values is None or _most_fractional(program, relaxed) is None:
+    if relaxed.values is None or most_fractional(program, relaxed) is None:
         return relaxed
     assert relaxed.reduced_costs is not None
     # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
@@ -76,7 +78,8 @@ def solve(
     best, width = Answer(status="infeasible"), _NARROW
     while True:
         width = width if width <= _WIDEST else math.inf
-        kept = np.flatnonzero(raised <= width * scale)
+        is_last = relaxed.objective + width * scale >= at_most
+        kept = np.flatnonzero(raised <= width * scale).astype(np.int32)
         part = _solve_part(program, kept, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
@@ -85,7 +88,8 @@ def solve(
         bound = max(relaxed.objective, min(part.bound if part.status != "infeasible" else math.inf, limit))
         if part.status == "time-limit":
             return dataclasses.replace(best, status="time-limit", bound=bound)
-        if math.isinf(width) or (best.values is not None and best.objective <= limit):
+        near = best.values is not None and best.objective - bound <= mip_gap * abs(best.objective)
+        if math.isinf(width) or is_last or near or (best.values is not None and best.objective <= limit):
             return best if best.values is None else dataclasses.replace(best, bound=min(bound, best.objective))
         width *= _WIDER
         if best.values is not None:
@@ -111,7 +115,7 @@ def _left_s(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.perf_counter(), 0.0)
 
 
-def _most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
+def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
     """Return which variable that has to be whole is nearest to 1 without being whole; None where all are whole."""
     assert relaxed.values is not None
     off = np.abs(relaxed.values - np.round(relaxed.values)) > _WHOLE
@@ -132,7 +136,7 @@ def _branch(program: LinearProgram, mip_gap: float, deadline: float | None, solv
         if relaxed.status == "time-limit":
             return None
         if relaxed.values is not None:
-            variable = _most_fractional(program, relaxed)
+            variable = most_fractional(program, relaxed)
             if best.values is not None and relaxed.objective >= best.objective - mip_gap * abs(best.objective):
                 lowest = min(lowest, relaxed.objective)
             elif variable is None:

@@ -18,16 +18,19 @@ from planner import baselines, collector
 from planner.assemble import decision_from_plan, entries_of
 from planner.baselines import Restriction
 from planner.candidates import TracedModel, check_mesh, meshes_of, micro_batch_counts, trace_model
+from planner.clock import Clock
 from planner.errors import JobError, MeshError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint, torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import CheckpointingMode, Job
+from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
 from planner.plan import PlanMesh, ShardingPlan
+from planner.refusal import refuse
 from planner.report import SolverReport
 from planner.run import Run
-from planner.search import Candidate, Clock, Progress, Search
+from planner.search import Candidate, Search
 
 _WITHOUT_LOSS = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
@@ -59,10 +62,12 @@ class PlanningSession:
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
+        time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._model = model
         self._tp_plan = tp_plan
+        self._time_limit_s = _checked_limit(time_limit_s)
         self._progress = progress
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         inputs = inputs_for(model, batch=batch, seq=seq) if example_inputs is None else as_inputs(example_inputs)
@@ -89,13 +94,11 @@ class PlanningSession:
             )
         self._counts = [micro_batches] if micro_batches is not None else micro_batch_counts(self._batch)
         self._clock = Clock()
-        started = time.perf_counter()
         if progress is not None:
             progress("tracing")
         alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
-        with collector.put_off():
+        with collector.put_off(), self._clock.stage("trace_s"):
             self._traced: TracedModel = trace_model(model, inputs, given_batch, alone, dtype, flash)
-        self._clock.add("trace_s", started)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
 
     def plan(self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None) -> ShardingPlan:
@@ -110,8 +113,10 @@ class PlanningSession:
             check_mesh(spec, self.cluster)
         modes = _modes(self._traced, self.job.ac)
         with collector.put_off():
-            candidate = self._random(spec, modes, seed) if seed is not None else self._best(spec, modes, name)
-            return self._write(candidate, planner)
+            if seed is not None:
+                return self._write(self._random(spec, modes, seed), SolverReport(name=planner, status="given"))
+            found = self._best(spec, modes, name)
+            return self._write(found.candidate, _report(found, planner))
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
@@ -139,7 +144,7 @@ class PlanningSession:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _best(self, spec: MeshSpec | None, modes: Sequence[str], name: str) -> Candidate:
+    def _best(self, spec: MeshSpec | None, modes: Sequence[str], name: str) -> Found:
         one_axis = name in ("data-parallel", "fully-sharded")
         meshes = [spec] if spec is not None else meshes_of(self.cluster, axes=1 if one_axis else 2)
         styles = self._tp_plan if self._tp_plan is not None else getattr(self._model, "tp_plan", None)
@@ -157,9 +162,11 @@ class PlanningSession:
             return pins.restrict(mesh, baseline(mesh))
 
         counts = self._evenly_split(name) if one_axis else self._counts
-        found = self._search.best(meshes, counts, modes, restrict, self._progress)
+        deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
+        search = OuterSearch(self._search, counts, modes, restrict, self._progress, deadline)
+        found = search.best(meshes)
         if found is None:
-            refusal = self._search.refuse(meshes, counts, modes, restrict)
+            refusal = refuse(self._search, meshes, counts, modes, restrict)
             if refusal.least_bytes is None and pins:
                 raise MeshError(
                     f"no layout on these meshes keeps the pins: {pins}.",
@@ -185,8 +192,7 @@ class PlanningSession:
             )
         return counts
 
-    def _write(self, candidate: Candidate, planner: str) -> ShardingPlan:
-        started = time.perf_counter()
+    def _write(self, candidate: Candidate, report: SolverReport) -> ShardingPlan:
         run, cluster = candidate.run, self.cluster
         entries = entries_of(candidate.structure, candidate.decision, self._model)
         blocks = candidate.structure.blocks.patterns if run.ac != "none" else ()
@@ -207,13 +213,12 @@ class PlanningSession:
             activation_checkpointing=dict.fromkeys(blocks, _checkpointing(run.ac)),
             micro_batches=run.micro_batches,
             estimate=candidate.estimate,
-            solver=_report(candidate, planner),
+            solver=report,
             job=job,
             cluster=cluster.to_dict(),
             fingerprint={"model": model_fingerprint(self._model), "torch": torch_fingerprint()},
             notes=tuple(self._notes(run)),
         )
-        self._clock.add("write_s", started)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
 
@@ -226,19 +231,26 @@ def _checkpointing(ac: str) -> CheckpointingMode:
     return "selective" if ac == "selective" else "full"
 
 
-def _report(candidate: Candidate, planner: str) -> SolverReport:
-    solution = candidate.solution
-    if solution is None:
-        return SolverReport(name=planner, status="given")
-    gap = (solution.objective_s - solution.bound_s) / solution.objective_s if solution.objective_s else 0.0
+def _report(found: Found, planner: str) -> SolverReport:
+    solution = found.candidate.solution
+    assert solution is not None
+    objective_s, bound_s = solution.objective_s, min(found.bound_s, solution.objective_s)
     return SolverReport(
         name=planner,
-        status=solution.status,
-        objective_s=solution.objective_s,
-        bound_s=solution.bound_s,
-        gap=max(gap, 0.0),
+        status="optimal" if found.complete else "time-limit",
+        objective_s=objective_s,
+        bound_s=bound_s,
+        gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
         time_s=solution.time_s,
     )
+
+
+def _checked_limit(time_limit_s: float | None) -> float | None:
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise JobError(
+            f"time_limit_s is {time_limit_s}.", what_to_do="Give seconds above 0, or none.", field="time_limit_s"
+        )
+    return time_limit_s
 
 
 def _memory_bytes(memory_gb: float) -> int:
@@ -274,6 +286,7 @@ def build_plan(
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
+    time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> ShardingPlan:
     """Return the fastest plan for training ``model`` on ``cluster`` within its memory.
@@ -295,10 +308,12 @@ def build_plan(
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
+        time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
         progress: told of each stage.
 
     Raises:
-        PlannerError: the request cannot be planned; `InfeasibleError` where nothing fits.
+        PlannerError: the request cannot be planned; `InfeasibleError` where nothing fits, `SolverError` where the time
+        was up before any plan was found.
     """
     baselines.parse_planner(planner)
     cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
@@ -319,6 +334,7 @@ def build_plan(
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
+        time_limit_s=time_limit_s,
         progress=progress,
     )
     return session.plan(planner=planner, mesh=spec)
@@ -335,10 +351,9 @@ def estimate_plan(
     """
     opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
     formulator, structure = opened.search.formulator(opened.run)
-    started = time.perf_counter()
-    decision = decision_from_plan(structure, formulator, plan, model)
-    priced = estimate(formulator, structure, decision)
-    opened.clock.add("costs_s", started)
+    with opened.clock.stage("costs_s"):
+        decision = decision_from_plan(structure, formulator, plan, model)
+        priced = estimate(formulator, structure, decision)
     timings = dict(opened.clock.spent)
     notes = dict.fromkeys([*plan.notes, *([_WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
     where = opened.run.cluster.to_dict()
@@ -388,10 +403,9 @@ def open_plan(
     )
     batch = plan.job.batch or batch_of(inputs)
     clock = Clock()
-    started = time.perf_counter()
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
-    traced = trace_model(model, inputs, batch_of(inputs), batch // plan.micro_batches, plan.job.dtype, flash)
-    clock.add("trace_s", started)
+    with clock.stage("trace_s"):
+        traced = trace_model(model, inputs, batch_of(inputs), batch // plan.micro_batches, plan.job.dtype, flash)
     modes = set(plan.activation_checkpointing.values())
     search = Search(traced, plan.job, cluster, batch, clock)
     run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))

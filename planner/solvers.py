@@ -33,9 +33,7 @@ def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None,
     return _cbc(program, mip_gap, time_limit_s, mip=True)
 
 
-def solve_relaxation(
-    program: LinearProgram, *, time_limit_s: float | None = None, solver: str | None = None
-) -> Answer:
+def solve_relaxation(program: LinearProgram, *, time_limit_s: float | None = None, solver: str | None = None) -> Answer:
     """Return the solution of the program in which no variable has to be a whole number.
 
     Raises:
@@ -46,8 +44,8 @@ def solve_relaxation(
     return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
-_PRIMAL = 4
-"""HiGHS's number for the primal simplex."""
+_SECOND_TRIES = (("simplex_dual_edge_weight_strategy", 1), ("simplex_strategy", 4), ("solver", "ipm"))
+"""What HiGHS is told where it ends without an answer: Devex pricing, the primal simplex, the interior point method."""
 
 
 def _broke_off(what: object) -> SolverError:
@@ -69,16 +67,19 @@ def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *
     solver.setOptionValue("threads", 1)
     # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
     solver.setOptionValue("presolve", "off")
+    # A few bytes beside a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
+    solver.setOptionValue("small_matrix_value", 1e-12)
     if time_limit_s is not None:
         solver.setOptionValue("time_limit", float(time_limit_s))
     if solver.passModel(_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")
     solver.run()
-    if not mip and solver.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
-        # The dual simplex now and then ends so, by rounding, on programs with a bound on the objective.
-        solver.clearSolver()
-        solver.setOptionValue("simplex_strategy", _PRIMAL)
-        solver.run()
+    for option, value in _SECOND_TRIES if not mip else ():
+        if solver.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
+            # The dual simplex now and then ends so, by rounding, where a bound on the objective leaves nothing.
+            solver.clearSolver()
+            solver.setOptionValue(option, value)
+            solver.run()
     return _highs_answer(solver, mip)
 
 

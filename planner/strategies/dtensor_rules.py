@@ -193,8 +193,9 @@ class DTensorRules:
         results = _tried(lambda: pytree.tree_leaves(run_op(op, ran.tensors, functional=True)))
         if results is None:
             return ran
-        outputs = [result for result in results if isinstance(result, torch.Tensor)]
-        if all(isinstance(output, DTensor) for output in outputs):
+        tensors = [result for result in results if isinstance(result, torch.Tensor)]
+        outputs = [result for result in tensors if isinstance(result, DTensor)]
+        if len(outputs) == len(tensors):
             ran.outputs = outputs
             ran.layouts = tuple(tuple(output.placements) for output in outputs)
         return ran

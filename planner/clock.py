@@ -1,0 +1,29 @@
+"""Seconds spent in each stage of planning."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Clock:
+    """Stage -> seconds spent in it so far."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that this lasts to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
+
+
+def left_s(deadline: float | None) -> float | None:
+    """Return the seconds that are left until ``deadline`` (of `time.perf_counter`), at least 0; None without one."""
+    return None if deadline is None else max(deadline - time.perf_counter(), 0.0)

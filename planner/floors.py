@@ -1,0 +1,92 @@
+"""What no run on a mesh can beat: the relaxation without a memory cap, in one micro-batch and without checkpointing.
+
+Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide them divide the larger ones;
+checkpointing adds work. So the relaxation there bounds every run on the mesh, and its reduced costs every run with a
+certain choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cost_model.layout import Layout, MeshSpec
+from planner import problem as quantity
+from planner.formulate import Formulation
+from planner.ilp import relax
+from planner.parameter_costs import StoredChoice
+from planner.problem import Problem
+from planner.strategies.enumerate import Strategy
+
+
+@dataclass(slots=True, kw_only=True)
+class Floor:
+    """What no run on a mesh can beat, in all and with any one choice.
+
+    Attributes:
+        strategies: by region class, what a run with a strategy takes at least.
+        stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
+    """
+
+    mesh: MeshSpec
+    bound_s: float
+    strategies: tuple[Mapping[Strategy, float], ...]
+    stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
+    _problem: Problem
+    _with_work: dict[float, float] = field(default_factory=dict)
+
+    def below(self, time_s: float) -> Promising:
+        """Return which choices could be part of a run that takes less than ``time_s``."""
+        return Promising(floor=self, time_s=time_s)
+
+    def with_work(self, backward_s: float) -> float:
+        """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
+        if backward_s not in self._with_work:
+            constant = dict(self._problem.constant)
+            constant[quantity.COMPUTE_BACKWARD] = constant.get(quantity.COMPUTE_BACKWARD, 0.0) + backward_s
+            relaxed = relax(dataclasses.replace(self._problem, constant=constant)) if backward_s else None
+            self._with_work[backward_s] = self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
+        return self._with_work[backward_s]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promising:
+    """The choices of a mesh that could be part of a run that takes less than ``time_s``."""
+
+    floor: Floor
+    time_s: float
+
+    def strategy(self, index: int, choice: Strategy) -> bool:
+        return self.floor.strategies[index].get(choice, self.floor.bound_s) < self.time_s
+
+    def stored(self, index: int, choice: StoredChoice) -> bool:
+        key = choice.stored, choice.gathered_over
+        return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
+
+
+def floor_of(mesh: MeshSpec, formulation: Formulation) -> Floor | None:
+    """Return the floor of a mesh from the problem of its largest run; None where that has no solution."""
+    relaxed = relax(formulation.problem)
+    if relaxed is None:
+        return None
+    regions = len(formulation.strategies)
+    strategies = [
+        dict(zip(choices, times, strict=True))
+        for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
+    ]
+    stored: list[dict[tuple[Layout, int | None], float]] = []
+    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:-1], strict=True):
+        least: dict[tuple[Layout, int | None], float] = {}
+        for choice, time_s in zip(choices, times, strict=True):
+            key = choice.stored, choice.gathered_over
+            least[key] = min(least.get(key, math.inf), time_s)
+        stored.append(least)
+    return Floor(
+        mesh=mesh,
+        bound_s=relaxed.bound_s,
+        strategies=tuple(strategies),
+        stored=tuple(stored),
+        _problem=formulation.problem,
+    )

@@ -1,0 +1,234 @@
+"""Over all runs of a job: meshes, modes of checkpointing, numbers of micro-batches.
+
+A *lane* is a mesh with a mode of checkpointing; its runs differ in the number of micro-batches, and more of them never
+make a step faster but where they leave room for faster layouts. So a lane starts with the fewest, and has a bound that
+no later run of it can beat: at first the mesh's floor, then the relaxation without a memory cap of the run last looked
+at. What no plan of a single run can beat is its relaxation within the cap. Of lanes to be followed and runs to be
+solved, what has the lowest bound goes next, until no bound is better than the best plan, or time is up. What is left
+could still reach its lowest bound: that is the bound of the whole search.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cost_model import reserve_bytes
+from cost_model.layout import MeshSpec
+from planner.baselines import Restriction
+from planner.candidates import least_compute_s, least_memory_bytes, least_recompute_s
+from planner.errors import SolverError
+from planner.floors import Floor, floor_of
+from planner.run import Run
+from planner.search import Candidate, Search
+
+Progress = Callable[[str], None]
+
+STATE_BYTES_PER_PARAMETER = 4
+"""A floor for lower bounds: no optimizer and dtype of ours keeps less than one float32 or two bf16 values."""
+
+_FIRST_GAP = 0.1
+"""How far from the best in its run the first plan may be: it is only there to tell what is not worth a look."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best plan of a search.
+
+    Attributes:
+        bound_s: no plan of the search space is faster.
+        complete: whether the search ended by itself; otherwise its time was up.
+    """
+
+    candidate: Candidate
+    bound_s: float
+    complete: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lane:
+    """Runs on one mesh with one mode of checkpointing that were not looked at yet."""
+
+    floor: Floor
+    ac: str
+    restriction: Restriction | None
+    counts: list[int]
+    bound_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Open:
+    """A run of a lane that is still to be solved."""
+
+    run: Run
+    lane: _Lane
+
+
+@dataclass(slots=True)
+class OuterSearch:
+    """One walk over the lanes of a job."""
+
+    search: Search
+    counts: Sequence[int]
+    modes: Sequence[str]
+    restrict: Callable[[MeshSpec], Restriction | None]
+    progress: Progress | None = None
+    deadline: float | None = None
+    _best: Candidate | None = None
+    _heap: list[tuple[float, int, _Lane | _Open]] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _proved_s: float = math.inf
+    _unopened_s: float = math.inf
+
+    def best(self, meshes: Sequence[MeshSpec]) -> Found | None:
+        """Return the fastest plan over all runs, None where none fits.
+
+        Raises:
+            SolverError: time was up before any plan was found.
+        """
+        if len(meshes) == len(self.counts) == len(self.modes) == 1:
+            return self._only(meshes[0])
+        self._dive(min(meshes, key=self._strangeness))
+        for number, mesh in enumerate(meshes, 1):
+            if self._is_over:
+                self._unopened_s = min(
+                    self._unopened_s, self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
+                )
+            else:
+                self._say(f"bounding mesh {mesh} ({number} of {len(meshes)})")
+                self._open(mesh)
+        complete = self._walk() and math.isinf(self._unopened_s)
+        if self._best is None:
+            return None
+        left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
+        assert self._at_most_s is not None
+        # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
+        bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
+        return Found(candidate=self._best, bound_s=bound_s, complete=complete)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is a plan and no time for another."""
+        return self._best is not None and self.deadline is not None and time.perf_counter() >= self.deadline
+
+    def _strangeness(self, mesh: MeshSpec) -> float:
+        """Return how far the inner axis is from the devices of a node, in powers of two: what most people take."""
+        return abs(math.log2(mesh.shape[-1] / self.search.cluster.devices_per_node))
+
+    def _dive(self, mesh: MeshSpec) -> None:
+        """Find a first plan where one is likely: recomputing, in the smallest micro-batches that split the batch."""
+        search, first = self.search, mesh.shape[0]
+        counts = [count for count in self.counts if search.batch // count % first == 0]
+        run = search.run_of(mesh, max(counts, default=self.counts[-1]), self.modes[-1])
+        self._say(f"solving mesh {mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}, for a first plan")
+        try:
+            self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
+        except SolverError:
+            return  # time is up, and the walk will say so
+
+    def _only(self, mesh: MeshSpec) -> Found | None:
+        """One run has nothing to be compared with."""
+        run = self.search.run_of(mesh, self.counts[0], self.modes[0])
+        self._say(f"solving mesh {mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
+        candidate = self.search.solve(run, self.restrict(mesh), deadline=self.deadline)
+        if candidate is None or candidate.solution is None:
+            return None
+        complete = candidate.solution.status == "optimal"
+        return Found(candidate=candidate, bound_s=candidate.solution.bound_s, complete=complete)
+
+    def _say(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what)
+
+    @property
+    def _at_most_s(self) -> float | None:
+        """The step time from which on a plan is not worth finding."""
+        return None if self._best is None else self._best.estimate.step_time_s * (1.0 - self.search.job.mip_gap)
+
+    def _open(self, mesh: MeshSpec) -> None:
+        """Find the floor of a mesh, and open its lanes."""
+        search, restriction = self.search, self.restrict(mesh)
+        largest = search.run_of(mesh, self.counts[0], "none")
+        formulation = search.formulate(largest, restriction)[2]
+        if formulation is None:
+            return
+        with search.clock.stage("solve_s"):
+            floor = floor_of(mesh, formulation)
+        if floor is None:
+            return
+        for ac in self.modes:
+            run = search.run_of(mesh, self.counts[0], ac)
+            more_s = least_recompute_s(search.traced, search.op_times, run, search.micro_batch(run))
+            with search.clock.stage("solve_s"):
+                bound_s = floor.with_work(more_s)
+            lane = _Lane(floor=floor, ac=ac, restriction=restriction, counts=list(self.counts), bound_s=bound_s)
+            self._push(lane, bound_s)
+
+    def _push(self, item: _Lane | _Open, bound_s: float) -> None:
+        heapq.heappush(self._heap, (bound_s, next(self._numbers), item))
+
+    def _walk(self) -> bool:
+        """Go on until nothing is left that could be better; return whether that came before the deadline."""
+        while self._heap:
+            at_most_s = self._at_most_s
+            if at_most_s is not None and self._heap[0][0] >= at_most_s:
+                return True
+            if self._is_over:
+                return False
+            bound_s, _, item = heapq.heappop(self._heap)
+            if isinstance(item, _Lane):
+                self._follow(item)
+            elif not self._solve(item):
+                self._push(item, bound_s)
+                return False
+        return True
+
+    def _follow(self, lane: _Lane) -> None:
+        """Look at the next run of a lane that could be better; put it on the heap, and the lane back."""
+        at_most_s = self._at_most_s
+        while lane.counts:
+            run = self.search.run_of(lane.floor.mesh, lane.counts.pop(0), lane.ac)
+            if not self._could_fit(run):
+                continue
+            lane.bound_s = max(lane.bound_s, self._least_s(run))
+            if at_most_s is not None and lane.bound_s >= at_most_s:
+                return
+            look = self.search.look_at(run, lane.restriction, lane.floor, at_most_s)
+            if look is None:
+                return
+            lane.bound_s = max(lane.bound_s, look.uncapped_s)
+            if look.capped_s is not None:
+                # A relaxation that is a plan is the best there is to be had, and tells of all others what to beat.
+                self._push(_Open(run=run, lane=lane), -math.inf if look.is_whole else look.capped_s)
+            if lane.counts:
+                self._push(lane, lane.bound_s)
+            return
+
+    def _solve(self, item: _Open) -> bool:
+        """Solve a run; return whether that came to its end before the deadline."""
+        run, lane, at_most_s = item.run, item.lane, self._at_most_s
+        self._say(f"solving mesh {run.mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
+        try:
+            candidate = self.search.solve(run, lane.restriction, at_most_s, lane.floor, deadline=self.deadline)
+        except SolverError:
+            if self._best is None:
+                raise
+            return False
+        if candidate is None or candidate.solution is None:
+            return True
+        self._best = candidate
+        self._proved_s = min(self._proved_s, candidate.solution.bound_s)
+        return not candidate.solution.cut_short
+
+    def _least_s(self, run: Run) -> float:
+        search = self.search
+        return least_compute_s(search.traced, search.op_times, run, search.micro_batch(run))
+
+    def _could_fit(self, run: Run) -> bool:
+        search = self.search
+        least = least_memory_bytes(search.traced, run, search.micro_batch(run), STATE_BYTES_PER_PARAMETER)
+        return least + reserve_bytes(run.cluster.device) <= search.memory_bytes
