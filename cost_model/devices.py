@@ -92,6 +92,7 @@ class DeviceSpec:
         kernel_launch_s: time lost between two kernels of a full queue.
         collective_launch_s: fixed cost of the cheapest collective.
         flash_attention: whether a fused attention kernel exists.
+        overlaps: whether communication runs beside compute; on a CPU both take the same cores.
         nvls_min_ranks: least ranks in a node for which reduction in the switch (NVLS) is chosen; 0 where there is none.
         nvls_efficiency: share of ``intra_node``'s rate that it reaches.
         architecture: ``sm80``, ``sm90``, ``gfx942``, ...; chooses the constants of ``efficiency.toml``.
@@ -117,6 +118,7 @@ class DeviceSpec:
     nvls_efficiency: float = 1.0
     architecture: str = ""
     processors: int = 0
+    overlaps: bool = True
     source: str = field(default="given by the user", hash=False)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ clock; no GPU was there to try it on when it was written.
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,9 @@ from executor.timing import of_ranks, time_s
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_S = 0.2
 """Seconds of one measurement of a CPU's kernel: some of the scheduler's time slices."""
+
+_CACHE_BYTES = 2**27
+"""More than a CPU's or a GPU's last cache holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +139,27 @@ def _launch_s(device: torch.device, repeats: int) -> float:
 
 
 def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
+    """Time the three products of a linear of these sizes: its result, and the gradients of its input and its weight.
+
+    In a step none finds its operands in a cache: as many sets of them take turns as no cache holds.
+    """
     m, n, k = shape
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    left = torch.randn(m, k, device=device).to(_DTYPES[dtype])
-    right = torch.randn(n, k, device=device).to(_DTYPES[dtype])
-    seconds = of_ranks(time_s(lambda: F.linear(left, right), device, repeats, _LEAST_S))
+    sets = itertools.cycle(
+        [
+            [torch.randn(sizes, device=device).to(_DTYPES[dtype]) for sizes in ((m, k), (n, k), (m, n))]
+            for _ in range(max(1, _CACHE_BYTES // (4 * (m * k + n * k + m * n))))
+        ]
+    )
+
+    def products() -> None:
+        left, right, gradient = next(sets)
+        F.linear(left, right)
+        torch.mm(gradient, right)
+        torch.mm(gradient.t(), left)
+
+    seconds = of_ranks(time_s(products, device, repeats, _LEAST_S)) / 3
     torch.backends.cuda.matmul.allow_tf32 = allowed
     return GemmPoint(m=m, n=n, k=k, dtype=dtype, time_s=seconds)
 

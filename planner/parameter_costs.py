@@ -62,6 +62,20 @@ class ParameterPricer:
         self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
 
     @property
+    def _overlaps(self) -> bool:
+        return self._run.cluster.device.overlaps
+
+    @property
+    def _hidden_forward(self) -> str:
+        """Where communication is charged that the forward hides, if the device can."""
+        return quantity.PREFETCH_FORWARD if self._overlaps else quantity.BLOCKING_FORWARD
+
+    @property
+    def _hidden_backward(self) -> str:
+        """Where communication is charged that the backward hides, if the device can."""
+        return quantity.PREFETCH_BACKWARD if self._overlaps else quantity.BLOCKING_BACKWARD
+
+    @property
     def stored_dtype(self) -> str:
         """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
         return self._run.job.master_dtype or self._run.job.dtype
@@ -218,9 +232,9 @@ class ParameterPricer:
             target,
             phase="grad_reduce" if once else "backward",
             calls=count if once else count * self._run.micro_batches,
-            prefix=quantity.PREFETCH_BACKWARD,
+            prefix=self._hidden_backward,
         )
-        if price is None or not first:
+        if price is None or not first or not self._overlaps:
             return price
         return add_prices([price, Price(charge={quantity.EXPOSED: sum(price.charge.values())})])
 
@@ -300,8 +314,8 @@ class ParameterPricer:
         calls = block.count * passes
         exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
         charge = {
-            quantity.PREFETCH_FORWARD + link: (calls - exposed_gathers) * gather_s,
-            quantity.PREFETCH_BACKWARD + link: calls * gather_s + (calls - exposed_reductions) * reduce_s,
+            self._hidden_forward + link: (calls - exposed_gathers) * gather_s,
+            self._hidden_backward + link: calls * gather_s + (calls - exposed_reductions) * reduce_s,
             quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
         }
         return Price(charge=charge)
