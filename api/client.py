@@ -2,112 +2,135 @@
 
 from __future__ import annotations
 
-import json
-import time
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
 from torch import nn
 
+from api.connection import Connection, RemotePlanningError, refusal
 from planner.base import ShardingPlanner
-from planner.errors import InfeasibleError, ModelError, PlannerError
+from planner.inputs import GivenInputs
 from planner.plan import ShardingPlan
 
+__all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
 
-class RemotePlanningError(PlannerError):
-    """The server refused, failed, or did not answer; ``problem`` holds its problem details where it sent some."""
-
-    title = "The server gave no plan"
-
-    def __init__(self, detail: str, *, what_to_do: str = "", problem: dict[str, Any] | None = None) -> None:
-        super().__init__(detail, what_to_do=what_to_do)
-        self.problem = problem or {}
+_FIRST_LOOK_S = 0.05
+_LONGEST_LOOK_S = 2.0
 
 
 class RemoteShardingPlanner(ShardingPlanner):
-    """Asks the server at ``url`` and waits.
+    """Traces the module here, sends its graph to the server at ``url``, and waits for the plan.
+
+    Of the module the server gets names, shapes and ops: neither code nor weights. What is lost on the way is asked for
+    again, and is one job however often it arrives.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.
+        token: where the server asks for one.
         cluster: ``2x8xh100-sxm-80gb``, or an object with its figures.
-        model: a preset that the server has; without it the module's own Hugging Face config is sent, as data.
+        model: a preset that the server has; it is planned in place of the module, which is not traced.
+        example_inputs: arguments of one call with the global batch; None: made from the module's Hugging Face config.
+        tp_plan: the expert plan for "tensor-parallel"; None takes the module's own.
         timeout_s: for the whole of it; None waits as long as it takes.
-        options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype, planner.
+        retries: how often in a row a request is sent again, when the server is not reached or is busy.
+        progress: told of each stage.
+        transport: what carries the requests; None: the network.
+        options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype, planner,
+            pins, data_axes.
     """
 
     def __init__(
         self,
         url: str,
+        token: str | None = None,
         *,
         cluster: str | dict[str, Any],
         model: str | None = None,
+        example_inputs: GivenInputs = None,
+        tp_plan: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
+        retries: int = 6,
+        progress: Callable[[str], None] | None = None,
+        transport: httpx.BaseTransport | None = None,
         **options: Any,
     ) -> None:
         self._url = url.rstrip("/")
+        self._token = token
         self._request = {"cluster": cluster, **{name: value for name, value in options.items() if value is not None}}
         self._model = model
+        self._example_inputs = example_inputs
+        self._tp_plan = tp_plan
         self._timeout_s = timeout_s
+        self._retries = retries
+        self._progress = progress
+        self._transport = transport
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return the server's plan for ``module``.
+        """Return the server's plan for ``module``, which stays as it is and may be on the meta device.
 
         Raises:
-            ModelError: no model name was given, and ``module`` has no Hugging Face config.
+            ModelError: the module cannot be traced, or its graph cannot be sent; says what is in the way.
             InfeasibleError: no plan fits.
             RemotePlanningError: the server gave no plan for another reason, which the message says.
         """
-        model = self._model or {"hf_config": _config_of(module)}
-        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
-        with httpx.Client(base_url=self._url, timeout=30.0) as client:
-            job = self._ask(client, "POST", "/v1/plans", json={"model": model, **self._request})
-            pause_s = 0.05
-            while job["status"] in {"queued", "running"}:
-                if deadline is not None and time.monotonic() > deadline:
-                    detail = (
-                        f"{self._url} had no plan after {self._timeout_s:.0f} s (job {job['id']} is {job['status']})."
-                    )
-                    raise RemotePlanningError(detail, what_to_do="Ask again later: the job goes on.")
-                time.sleep(pause_s)
-                pause_s = min(2.0, pause_s * 1.5)
-                job = self._ask(client, "GET", f"/v1/plans/{job['id']}")
+        model = self._model if self._model is not None else {"graph": self._graph(module)}
+        with Connection(
+            self._url,
+            token=self._token,
+            timeout_s=self._timeout_s,
+            retries=self._retries,
+            transport=self._transport,
+        ) as server:
+            self._say("asking the server")
+            key = {"Idempotency-Key": str(uuid.uuid4())}
+            job = server.ask("POST", "/v1/plans", headers=key, json={"model": model, **self._request})
+            job = self._until_ended(server, job)
         if job["status"] != "succeeded":
-            raise _refused(job["error"] or {"title": f"The job was {job['status']}"})
+            raise refusal(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
         return ShardingPlan.from_dict(job["plan"])
 
-    def _ask(self, client: httpx.Client, method: str, path: str, **content: Any) -> dict[str, Any]:
-        try:
-            response = client.request(method, path, **content)
-            answer = response.json()
-        except httpx.HTTPError as error:
-            advice = "Check the address, and that `shardplan serve` runs there."
-            raise RemotePlanningError(f"cannot reach {self._url}: {error}.", what_to_do=advice) from error
-        except ValueError as error:
-            detail = f"{self._url} answered {response.status_code} with something else than JSON."
-            raise RemotePlanningError(detail, what_to_do="Check that a shardplan server is there.") from error
-        if response.is_error:
-            raise _refused(answer if isinstance(answer, dict) else {})
-        if not isinstance(answer, dict) or not {"id", "status", "plan", "error"} <= set(answer):
-            detail = f"{self._url} answered with something else than a job."
-            raise RemotePlanningError(detail, what_to_do="Check that a shardplan server is there.")
-        return answer
+    def _graph(self, module: nn.Module) -> dict[str, str]:
+        from planner.graph_json import write_graph
+        from planner.session import micro_batches_for
+        from planner.traced_module import trace_module
 
-
-def _refused(problem: dict[str, Any]) -> PlannerError:
-    if problem.get("type") == "urn:shardplan:infeasible-error":
-        largest = tuple((str(name), int(nbytes)) for name, nbytes in problem.get("largest_tensors", ()))
-        return InfeasibleError(
-            budget_bytes=problem["budget_bytes"], least_bytes=problem.get("least_bytes"), largest_tensors=largest
+        self._say("tracing")
+        options = self._request
+        micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
+        traced = trace_module(
+            module,
+            example_inputs=self._example_inputs,
+            batch=options.get("batch"),
+            seq=options.get("seq"),
+            micro_batches=micro_batches,
+            dtype=str(options.get("dtype", "bf16")),
         )
-    said = problem.get("detail") or problem.get("title") or "the server gave no reason."
-    return RemotePlanningError(str(said), what_to_do=str(problem.get("what_to_do", "")), problem=problem)
+        if self._tp_plan is not None:
+            traced = dataclasses.replace(traced, tp_plan=self._tp_plan)
+        return write_graph(traced)
+
+    def _until_ended(self, server: Connection, job: dict[str, Any]) -> dict[str, Any]:
+        path = f"/v1/plans/{job['id']}"
+        if self._progress is not None and job["status"] in {"queued", "running"}:
+            for event in server.events(f"{path}/events"):
+                self._say(_told(event))
+            job = server.ask("GET", path)
+        look_s = _FIRST_LOOK_S
+        while job["status"] in {"queued", "running"}:
+            server.pause(look_s, f"it is {job['status']}")
+            look_s = min(_LONGEST_LOOK_S, look_s * 1.5)
+            job = server.ask("GET", path)
+        return job
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None:
+            self._progress(stage)
 
 
-def _config_of(module: nn.Module) -> dict[str, Any]:
-    config = getattr(module, "config", None)
-    if config is None or not hasattr(config, "to_json_string"):
-        advice = "Give model= a preset's name, or a module with a Hugging Face config."
-        raise ModelError(f"a {type(module).__name__} cannot be sent to a server: it has no config.", what_to_do=advice)
-    # The class that the module has, not the one that a checkpoint's config once named.
-    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {**values, "architectures": [type(module).__name__]}
+def _told(event: Mapping[str, Any]) -> str:
+    """Return an event of a job as a line for a person."""
+    rest = [f"{name} {value}" for name, value in event.items() if name != "stage" and value is not None]
+    return ", ".join([str(event.get("stage", "")), *rest])

@@ -9,18 +9,22 @@ import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from api.configs import find_config
+from api.graphs import check_graph, graph_identity, load_graph
 from api.schemas import PlanRequest
 from cost_model.cluster import ClusterError, ClusterSpec
 from planner.errors import JobError, MeshError, PlanMismatchError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from api.models import ModelSource
     from executor.verify import VerifyReport
     from planner.alternatives import Explanation
     from planner.plan import ShardingPlan
+    from planner.traced_module import TracedModule
 
 Progress = Callable[[str], None]
 """Called with the name of each stage of planning as it begins."""
@@ -40,8 +44,13 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
     """
     check_request(request, allow_local=allow_local)
-    from api.models import load_model, quiet_libraries
+    from api.models import load_model
 
+    if request.graph is not None:
+        if progress is not None:
+            progress("reading the graph")
+        model = load_graph(request.graph)
+        return _plan(request, model, allow_local=allow_local, progress=progress, seq=request.seq)
     if progress is not None:
         progress("building the model")
     source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
@@ -49,28 +58,43 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         _require(request, "batch")
         if source.takes_seq:
             _require(request, "seq")
+    plan = _plan(
+        request,
+        source.module,
+        allow_local=allow_local,
+        progress=progress,
+        seq=source.seq,
+        example_inputs=source.example_inputs,
+        tp_plan=source.tp_plan,
+    )
+    return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
+
+
+def _plan(
+    request: PlanRequest, model: nn.Module | TracedModule, *, allow_local: bool, progress: Progress | None, **given: Any
+) -> ShardingPlan:
+    """Return the plan for ``model``; ``given`` is what the model's source says rather than the request."""
+    from api.models import quiet_libraries
     from planner import build_plan
 
     with quiet_libraries():
         plan: ShardingPlan = build_plan(
-            source.module,
+            model,
             cluster=read_cluster(request, allow_local=allow_local),
-            example_inputs=source.example_inputs,
             mesh=request.mesh,
             batch=request.batch,
-            seq=source.seq,
             micro_batches=request.micro_batches,
             ac=request.ac,
             memory_gb=request.memory_gb,
             optimizer=request.optimizer,
             dtype=request.dtype,
             planner=request.planner,
-            tp_plan=source.tp_plan,
             pins=request.pins,
             data_axes=request.data_axes,
             progress=progress,
+            **given,
         )
-    return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
+    return plan
 
 
 def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
@@ -128,7 +152,10 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     from cost_model.memory import OPTIMIZERS
 
     cluster = read_cluster(request, allow_local=allow_local)
-    find_config(request.model_spec, allow_local=allow_local)
+    if request.graph is not None:
+        check_graph(request, request.graph)
+    else:
+        find_config(request.model_spec, allow_local=allow_local)
     if request.mesh is not None:
         mesh = MeshSpec.parse(request.mesh)
         if mesh.size != cluster.size:
@@ -164,14 +191,21 @@ def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
     It covers what the request means rather than how it is written (a file's contents, a cluster's figures), our own
     code and the libraries that decide.
     """
-    config = find_config(request.model_spec, allow_local=allow_local)
-    if config is None:
+    model = _identity(request, allow_local=allow_local)
+    if model is None:
         return None
-    model = {"name": config.name, **config.values}
     rest = request.model_dump(mode="json", exclude={"model", "cluster"})
     cluster = read_cluster(request, allow_local=allow_local).to_dict()
     text = json.dumps({"model": model, "cluster": cluster, "code": _code_digest(), **rest}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | None:
+    """Return what makes the request's model what it is; None for a factory."""
+    if request.graph is not None:
+        return graph_identity(request.graph)
+    config = find_config(request.model_spec, allow_local=allow_local)
+    return None if config is None else {"name": config.name, **config.values}
 
 
 def _require(request: PlanRequest, field: str) -> None:

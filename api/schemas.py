@@ -20,13 +20,28 @@ class HuggingFaceModel(BaseModel):
     hf_config: dict[str, Any]
 
 
+class TracedGraph(BaseModel):
+    """A model that the client traced itself, given as its graph of ops: no code, no weights (``docs/graph-format.md``).
+
+    ``graph`` is what ``planner.graph_json.write_graph`` returns: ``{"format": "shardplan-graph", "zlib": "..."}``, or
+    the document that is compressed there, as it is.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    graph: dict[str, Any]
+
+
 class PlanRequest(BaseModel):
     """A plan to be made. The names are those of the command line's options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel
-    """A preset's name, or a Hugging Face config. The command line also takes paths and ``package.module:factory``."""
+    model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel | TracedGraph
+    """A preset's name, a Hugging Face config, or a graph that the client traced.
+
+    The command line also takes paths and ``package.module:factory``.
+    """
     cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
     """``2x8xh100-sxm-80gb``, or an object with nodes, devices_per_node, device and the links that differ from usual."""
     mesh: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -52,8 +67,15 @@ class PlanRequest(BaseModel):
 
     @property
     def model_spec(self) -> str | dict[str, Any]:
-        """The model in the form that ``load_model`` takes."""
+        """The model in the form that ``load_model`` takes; it takes no graph."""
+        if isinstance(self.model, TracedGraph):
+            raise TypeError("a graph is no model to be loaded")
         return self.model if isinstance(self.model, str) else {"hf_config": self.model.hf_config}
+
+    @property
+    def graph(self) -> dict[str, Any] | None:
+        """The graph that the client traced, None where it names a model."""
+        return self.model.graph if isinstance(self.model, TracedGraph) else None
 
 
 class Problem(BaseModel):

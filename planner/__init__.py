@@ -20,6 +20,7 @@ _HOMES = {
     "build_plan": "planner.session",
     "estimate_plan": "planner.session",
     "explain": "planner.alternatives",
+    "trace_module": "planner.traced_module",
 }
 
 __all__ = sorted(_HOMES)

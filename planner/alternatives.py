@@ -25,6 +25,7 @@ from planner.report import Estimate
 from planner.session import OpenedPlan, open_plan
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure
+from planner.traced_module import ModuleNames
 
 Aspect = Literal["stored", "computed"]
 Progress = Callable[[str], None]
@@ -101,7 +102,7 @@ def explain(
         )
     opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
     formulator, structure = opened.search.formulator(opened.run)
-    decision = decision_from_plan(structure, formulator, plan, model)
+    decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
     subject = _Subject(structure, parameter)
     own = estimate(formulator, structure, decision)
     found = list(_alternatives(opened, subject, decision, own, progress))

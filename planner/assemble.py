@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import nn
-
 from cost_model.layout import Layout, format_layout, replicated
 from planner.blocks import block_of
 from planner.errors import PlanMismatchError
@@ -22,6 +20,7 @@ from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_inp
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure, hook_key
+from planner.traced_module import ModuleNames
 
 T = TypeVar("T")
 
@@ -79,7 +78,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
-def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> PlanEntries:
+def entries_of(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
     """Return the plan's layouts for ``decision``."""
     regions = structure.regions
     stored: dict[str, Layout] = {}
@@ -98,7 +97,7 @@ def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> P
                 stored[name] = choice.stored
                 if choice.accumulated is not None:
                     gradients[name] = choice.accumulated
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = module.parameters
     mesh_axes = len(next(iter(stored.values()))) if stored else 0
     for name in names:
         if name not in stored and mesh_axes:
@@ -118,7 +117,7 @@ def entries_of(structure: Structure, decision: Decision, module: nn.Module) -> P
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (inputs if direction == "input" else outputs)[fqn][path] = port
-    modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    modules = module.modules
     return PlanEntries(
         plan=fold_names(stored, names),
         compute_plan=fold_names(compute, names),
@@ -157,12 +156,11 @@ def _port(structure: Structure, decision: Decision, region: Region, position: in
 class _Reader:
     """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
 
-    def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> None:
+    def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames) -> None:
         self._structure = structure
         self._regions = structure.regions
         self._mesh = plan.mesh.shape
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        modules = [name for name, _ in module.named_modules(remove_duplicate=False)]
+        names, modules = module.parameters, module.modules
         layouts: dict[str, Any] = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
         self._stored: dict[str, Layout] = resolve_keys(layouts, names, field="plan", what="parameter")
         self._compute: dict[str, Layout] = resolve_keys(
@@ -348,7 +346,9 @@ class _Reader:
         return (strategy.forward[slot], strategy.gradient[slot]) if port is None else (None, None)
 
 
-def decision_from_plan(structure: Structure, formulator: Formulator, plan: ShardingPlan, module: nn.Module) -> Decision:
+def decision_from_plan(
+    structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames
+) -> Decision:
     """Return the decision that ``plan`` writes down.
 
     Raises:

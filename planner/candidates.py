@@ -5,30 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
-from planner.capture import ExampleInputs, quiet, to_meta
 from planner.errors import MeshError
 from planner.graph import OpGraph, at_batch
-from planner.inputs import with_batch, with_dtype
 from planner.op_times import OpTimes
 from planner.profile import GraphProfile, profile
 from planner.regions import RegionGraph, build_regions
 from planner.run import Run
 from planner.structure import Structure, at_another_batch, build_structure
-from planner.trace import trace
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-TRACE_BATCH = 99_991
-"""The batch at which a model is traced when the micro-batch is still open: a prime that divides no other size."""
-
-BASE_BATCH = 12
-"""The batch at which strategies are looked up then: even under axes of 2, 3 and 4 ranks."""
+from planner.traced_module import BASE_BATCH, TracedModule
 
 
 @dataclass(slots=True)
@@ -41,6 +28,16 @@ class TracedModel:
     flash_attention: bool
     _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
     _structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: TracedModule, *, flash_attention: bool) -> TracedModel:
+        """Return the model of which ``module`` is the graph."""
+        return cls(
+            graph=module.graph,
+            traced_batch=module.traced_batch,
+            is_open=module.is_open,
+            flash_attention=flash_attention,
+        )
 
     @property
     def base(self) -> RegionGraph:
@@ -82,29 +79,6 @@ class TracedModel:
         return self._at(batch)[0].graph
 
 
-def trace_model(
-    module: nn.Module,
-    inputs: ExampleInputs,
-    given_batch: int,
-    micro_batch: int | None,
-    dtype: str,
-    flash_attention: bool,
-) -> TracedModel:
-    """Return the traced model: at ``micro_batch`` alone, or at any batch where that is None."""
-    torch_dtype = TORCH_DTYPES[dtype]
-    copy = to_meta(module, torch_dtype)
-    inputs = with_dtype(inputs, torch_dtype)
-
-    def at(batch: int) -> OpGraph:
-        with quiet():
-            return trace(copy, with_batch(inputs, given_batch, batch))
-
-    batch = TRACE_BATCH if micro_batch is None else micro_batch
-    return TracedModel(
-        graph=at(batch), traced_batch=batch, is_open=micro_batch is None, flash_attention=flash_attention
-    )
-
-
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
     """Return every mesh of the cluster with up to ``axes`` (1 or 2) axes, the inner one in or across whole nodes."""
     found = [MeshSpec(axes=(("dp", cluster.size),))]
@@ -128,14 +102,6 @@ def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
             f"mesh {mesh} has {mesh.size} devices and the cluster {cluster.name} has {cluster.size}.",
             what_to_do=f"Choose axis sizes whose product is {cluster.size}.",
         )
-
-
-def micro_batch_counts(batch: int) -> list[int]:
-    """Return the numbers of micro-batches to try: the powers of two that divide the batch."""
-    counts = [1]
-    while batch % (counts[-1] * 2) == 0:
-        counts.append(counts[-1] * 2)
-    return counts
 
 
 def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:

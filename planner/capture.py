@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.body import Body, Step
 from planner.eager_masks import unpacked_sequences
-from planner.graph import Call
+from planner.graph import Call, Ref
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -186,6 +188,32 @@ def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
 
     with graph.inserting_before(output):
         output.args = pytree.tree_map_with_path(mark, output.args[:1], is_leaf=lambda x: isinstance(x, torch.fx.Node))
+
+
+def as_target(target: Any) -> Any:
+    """Return the target of an op: of a captured submodule its `Body`, unless it holds another submodule."""
+    if not isinstance(target, torch.fx.GraphModule) or any(node.op == "get_attr" for node in target.graph.nodes):
+        return target
+
+    def refer(template: Any) -> Any:
+        return pytree.tree_map(
+            lambda leaf: Ref(leaf.name) if isinstance(leaf, torch.fx.Node) else leaf,
+            template,
+            is_leaf=lambda leaf: isinstance(leaf, torch.fx.Node),
+        )
+
+    steps = [
+        Step(
+            name=node.name,
+            target=None if node.target is operator.getitem else node.target,
+            args=refer(tuple(node.args)),
+            kwargs=refer({key: value for key, value in node.kwargs.items() if key != "pin_memory"}),
+        )
+        for node in target.graph.nodes
+        if node.op == "call_function" and "_assert" not in str(node.target)  # checks of what is known here
+    ]
+    inputs = tuple(node.name for node in target.graph.nodes if node.op == "placeholder")
+    return Body(inputs=inputs, steps=tuple(steps), outputs=refer(target.graph.output_node().args[0]))
 
 
 @contextmanager

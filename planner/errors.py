@@ -2,6 +2,7 @@
 
 PlannerError                    exit code 2, HTTP 422
 ├── ModelError                  a config or module that cannot be built or traced
+├── GraphFormatError            a document that is no traced graph: truncated, foreign, of another version, impossible
 ├── ClusterInputError           a cluster that the catalogue does not know, or that contradicts itself
 ├── MeshError                   a mesh that does not divide the cluster, or a batch that it does not divide
 ├── JobError                    a job that cannot be: unknown optimizer, dtype, negative batch
@@ -63,6 +64,22 @@ class ModelError(PlannerError):
     def __init__(self, detail: str, *, what_to_do: str = "", module: str | None = None) -> None:
         super().__init__(detail, what_to_do=what_to_do)
         self.module = module
+
+
+class GraphFormatError(PlannerError):
+    """A document that is no traced graph; ``where`` is the place in it that is wrong, "" for the whole."""
+
+    title = "Not a traced graph"
+
+    def __init__(self, detail: str, *, what_to_do: str = "", where: str = "") -> None:
+        super().__init__(detail, what_to_do=what_to_do or "Trace the model again with this version of shardplan.")
+        self.where = where
+
+    @classmethod
+    def at(cls, where: str, what: str, *, what_to_do: str = "") -> GraphFormatError:
+        """Return the error of a document that is a graph's, but for one place."""
+        place = f" at {where}" if where else ""
+        return cls(f"the graph is not valid{place}: {what.rstrip('.')}.", what_to_do=what_to_do, where=where)
 
 
 class ClusterInputError(PlannerError):

@@ -17,7 +17,8 @@ from cost_model.layout import MeshSpec
 from planner import baselines, collector
 from planner.assemble import decision_from_plan, entries_of
 from planner.baselines import Restriction
-from planner.candidates import TracedModel, check_mesh, meshes_of, micro_batch_counts, trace_model
+from planner.candidates import TracedModel, check_mesh, meshes_of
+from planner.capture import ExampleInputs
 from planner.clock import Clock
 from planner.errors import JobError, MeshError, PlanMismatchError
 from planner.estimate import estimate
@@ -31,6 +32,7 @@ from planner.refusal import refuse
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
+from planner.traced_module import ModuleNames, TracedModule, check_traced, micro_batch_counts, traced
 
 _WITHOUT_LOSS = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
@@ -48,7 +50,7 @@ class PlanningSession:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | TracedModule,
         *,
         cluster: str | ClusterSpec | Mapping[str, Any],
         example_inputs: GivenInputs = None,
@@ -65,13 +67,11 @@ class PlanningSession:
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._model = model
-        self._tp_plan = tp_plan
         self._time_limit_s = _checked_limit(time_limit_s)
         self._progress = progress
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
-        inputs = inputs_for(model, batch=batch, seq=seq) if example_inputs is None else as_inputs(example_inputs)
-        given_batch = batch_of(inputs)
+        inputs = _inputs(model, example_inputs, batch, seq)
+        given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
         flash = self.cluster.device.flash_attention
         self.job = Job(
             batch=batch or given_batch,
@@ -86,19 +86,19 @@ class PlanningSession:
             data_axes=tuple(data_axes),
         )
         self._batch = batch or given_batch
-        if micro_batches is not None and self._batch % micro_batches:
-            raise JobError(
-                f"a batch of {self._batch} does not divide into {micro_batches} micro-batches.",
-                what_to_do=f"Choose a number of micro-batches that divides {self._batch}.",
-                field="micro_batches",
-            )
-        self._counts = [micro_batches] if micro_batches is not None else micro_batch_counts(self._batch)
+        self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
-        if progress is not None:
-            progress("tracing")
-        alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
-        with collector.put_off(), self._clock.stage("trace_s"):
-            self._traced: TracedModel = trace_model(model, inputs, given_batch, alone, dtype, flash)
+        if isinstance(model, TracedModule):
+            check_traced(model, self._batch, self._counts, dtype)
+            self._module = model
+        else:
+            if progress is not None:
+                progress("tracing")
+            alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
+            with collector.put_off(), self._clock.stage("trace_s"):
+                self._module = traced(model, inputs, alone, dtype)
+        self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
+        self._traced = TracedModel.of(self._module, flash_attention=flash)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
 
     def plan(self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None) -> ShardingPlan:
@@ -120,8 +120,7 @@ class PlanningSession:
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
-        names = [name for name, _ in self._model.named_parameters(remove_duplicate=False)]
-        pins = Pins.of(self.job.pins, self.job.data_axes, names, meshes)
+        pins = Pins.of(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
         if pins.pins:
             structure = self._traced.structure(self._batch // self._counts[0], "none")
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
@@ -147,8 +146,6 @@ class PlanningSession:
     def _best(self, spec: MeshSpec | None, modes: Sequence[str], name: str) -> Found:
         one_axis = name in ("data-parallel", "fully-sharded")
         meshes = [spec] if spec is not None else meshes_of(self.cluster, axes=1 if one_axis else 2)
-        styles = self._tp_plan if self._tp_plan is not None else getattr(self._model, "tp_plan", None)
-
         pins = self._pins(meshes)
 
         def baseline(mesh: MeshSpec) -> Restriction | None:
@@ -156,7 +153,11 @@ class PlanningSession:
                 return baselines.data_parallel(mesh)
             if name == "fully-sharded":
                 return baselines.fully_sharded(mesh)
-            return baselines.tensor_parallel(mesh, styles, self._traced.graph) if name == "tensor-parallel" else None
+            return (
+                baselines.tensor_parallel(mesh, self._tp_plan, self._traced.graph)
+                if name == "tensor-parallel"
+                else None
+            )
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
             return pins.restrict(mesh, baseline(mesh))
@@ -194,7 +195,7 @@ class PlanningSession:
 
     def _write(self, candidate: Candidate, report: SolverReport) -> ShardingPlan:
         run, cluster = candidate.run, self.cluster
-        entries = entries_of(candidate.structure, candidate.decision, self._model)
+        entries = entries_of(candidate.structure, candidate.decision, self._module.names)
         blocks = candidate.structure.blocks.patterns if run.ac != "none" else ()
         job = dataclasses.replace(
             self.job,
@@ -216,7 +217,7 @@ class PlanningSession:
             solver=report,
             job=job,
             cluster=cluster.to_dict(),
-            fingerprint={"model": model_fingerprint(self._model), "torch": torch_fingerprint()},
+            fingerprint={"model": self._module.fingerprint, "torch": torch_fingerprint()},
             notes=tuple(self._notes(run)),
         )
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
@@ -224,6 +225,20 @@ class PlanningSession:
 
 def _no_loss(traced: TracedModel) -> bool:
     return not any(output.is_loss for output in traced.graph.outputs)
+
+
+def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | None, seq: int | None) -> ExampleInputs:
+    """Return the arguments to trace ``model`` with; none where it is traced already.
+
+    Raises:
+        JobError: it is traced already, and arguments are given.
+    """
+    if not isinstance(model, TracedModule):
+        return inputs_for(model, batch=batch, seq=seq) if given is None else as_inputs(given)
+    if given is not None:
+        advice = "Give them to trace_module, or the module itself here."
+        raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
+    return ExampleInputs(args=(), kwargs={})
 
 
 def _checkpointing(ac: str) -> CheckpointingMode:
@@ -269,8 +284,13 @@ def _modes(traced: TracedModel, ac: str | None) -> list[str]:
     return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.patterns else ["none"])
 
 
+def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
+    """Return the number of micro-batches that ``planner`` plans for: a random one chooses none itself."""
+    return 1 if micro_batches is None and planner.startswith("random") else micro_batches
+
+
 def build_plan(
-    model: nn.Module,
+    model: nn.Module | TracedModule,
     *,
     cluster: str | ClusterSpec | Mapping[str, Any],
     example_inputs: GivenInputs = None,
@@ -292,7 +312,7 @@ def build_plan(
     """Return the fastest plan for training ``model`` on ``cluster`` within its memory.
 
     Args:
-        model: any module; stays as it is, and may be on the meta device.
+        model: any module; stays as it is, and may be on the meta device. Or what `trace_module` made of one.
         cluster: for example "4x8xh100-sxm-80gb".
         example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
         config.
@@ -326,7 +346,7 @@ def build_plan(
         example_inputs=example_inputs,
         batch=batch,
         seq=seq,
-        micro_batches=1 if micro_batches is None and planner.startswith("random") else micro_batches,
+        micro_batches=micro_batches_for(planner, micro_batches),
         ac=ac,
         memory_gb=memory_gb,
         optimizer=optimizer,
@@ -352,7 +372,7 @@ def estimate_plan(
     opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
     formulator, structure = opened.search.formulator(opened.run)
     with opened.clock.stage("costs_s"):
-        decision = decision_from_plan(structure, formulator, plan, model)
+        decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
         priced = estimate(formulator, structure, decision)
     timings = dict(opened.clock.spent)
     notes = dict.fromkeys([*plan.notes, *([_WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
@@ -405,8 +425,9 @@ def open_plan(
     clock = Clock()
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
     with clock.stage("trace_s"):
-        traced = trace_model(model, inputs, batch_of(inputs), batch // plan.micro_batches, plan.job.dtype, flash)
+        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype)
+    model_traced = TracedModel.of(module, flash_attention=flash)
     modes = set(plan.activation_checkpointing.values())
-    search = Search(traced, plan.job, cluster, batch, clock)
+    search = Search(model_traced, plan.job, cluster, batch, clock)
     run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    return OpenedPlan(search=search, run=run, clock=clock, without_loss=_no_loss(traced))
+    return OpenedPlan(search=search, run=run, clock=clock, without_loss=_no_loss(model_traced))

@@ -10,7 +10,7 @@ import torch.fx
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.capture import Captured, ExampleInputs, export, module_names, path_text, symbolic_trace
+from planner.capture import Captured, ExampleInputs, as_target, export, module_names, path_text, symbolic_trace
 from planner.errors import ModelError
 from planner.fold import repeats_of, without_repeats
 from planner.graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Ref, Value, ValueKind, build_digraph
@@ -266,7 +266,7 @@ class _Reader:
         self._ops.append(
             Op(
                 name=node.name,
-                target=target,
+                target=as_target(target),
                 args=template,
                 kwargs=kwargs,
                 call=self._stack[-1],

@@ -14,6 +14,7 @@ from planner.errors import PlanMismatchError
 from planner.estimate import estimate
 from planner.plan import Estimate, ShardingPlan
 from planner.session import PlanningSession, build_plan, estimate_plan
+from planner.traced_module import ModuleNames
 
 BATCH = 8
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")
@@ -48,7 +49,7 @@ def reprice(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> 
     search = session._search
     mode = next(iter(plan.activation_checkpointing.values()), "none")
     formulator, layer = search.formulator(search.run_of(plan.mesh.spec, plan.micro_batches, mode))
-    return estimate(formulator, layer, decision_from_plan(layer, formulator, plan, module))
+    return estimate(formulator, layer, decision_from_plan(layer, formulator, plan, ModuleNames.of(module)))
 
 
 def check(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from planner.candidates import TRACE_BATCH
 from planner.capture import to_meta
 from planner.errors import ModelError
 from planner.graph import Crossing, OpGraph, at_batch
 from planner.inputs import as_inputs, with_batch
 from planner.trace import trace
+from planner.traced_module import TRACE_BATCH
 
 
 def graph_of(module: nn.Module, inputs: dict[str, Any]) -> OpGraph:
@@ -22,14 +22,9 @@ def graph_of(module: nn.Module, inputs: dict[str, Any]) -> OpGraph:
 
 
 def as_data(graph: OpGraph) -> dict[str, Any]:
-    """Return the graph as values that can be compared: submodules of the graph by their code."""
-
-    def plain(item: Any) -> Any:
-        return item.code if isinstance(item, torch.fx.GraphModule) else item
-
+    """Return the graph as values that can be compared."""
     ops = [
-        (op.name, plain(op.target), op.args, dict(op.kwargs), op.call, op.inputs, op.crossings, op.outputs)
-        for op in graph.ops
+        (op.name, op.target, op.args, dict(op.kwargs), op.call, op.inputs, op.crossings, op.outputs) for op in graph.ops
     ]
     return {
         "ops": ops,

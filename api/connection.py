@@ -1,0 +1,214 @@
+"""Requests to a shardplan server that are tried again where that is safe: when it is not reached, or is busy."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from planner.errors import InfeasibleError, PlannerError
+
+REQUEST_TIMEOUT_S = 60.0
+"""For one request; a server checks a large graph before it answers."""
+LONGEST_WAIT_S = 300.0
+"""Before another try, whatever the server asks for."""
+
+_BUSY = (429, 502, 503, 504)
+_FIRST_WAIT_S = 0.25
+_LONGEST_OWN_WAIT_S = 8.0
+
+
+class RemotePlanningError(PlannerError):
+    """The server refused, failed, or did not answer.
+
+    Attributes:
+        problem: its problem details, where it sent some.
+        job_id: the job that was asked for, where it came to one.
+    """
+
+    title = "The server gave no plan"
+
+    def __init__(
+        self, detail: str, *, what_to_do: str = "", problem: dict[str, Any] | None = None, job_id: str | None = None
+    ) -> None:
+        super().__init__(detail, what_to_do=what_to_do)
+        self.problem = problem or {}
+        self.job_id = job_id
+
+
+class Connection:
+    """A server, asked for one job; each request is one that may arrive twice.
+
+    Args:
+        url: of the server.
+        token: sent with each request as a bearer's.
+        timeout_s: for all requests together; None: as long as it takes.
+        retries: how often in a row a request is tried again.
+        transport: what carries the requests; None: the network.
+        clock, wait: what the time is, and how it passes.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None,
+        timeout_s: float | None,
+        retries: int,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.job_id: str | None = None
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._clock = clock
+        self._wait = wait
+        self._deadline_s = None if timeout_s is None else clock() + timeout_s
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, headers=headers, transport=transport)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def ask(self, method: str, path: str, *, headers: dict[str, str] | None = None, **content: Any) -> dict[str, Any]:
+        """Return the job in the server's answer.
+
+        Raises:
+            RemotePlanningError: there is none: the server is not reached, refuses, or is no server of ours.
+        """
+        for attempt in range(self._retries + 1):
+            last = attempt == self._retries
+            try:
+                response = self._client.request(
+                    method, path, headers=headers, timeout=self._left_s(REQUEST_TIMEOUT_S), **content
+                )
+            except httpx.TransportError as error:
+                if last:
+                    raise self._unreachable(error) from error
+                self.pause(_own_wait_s(attempt), str(error) or type(error).__name__)
+                continue
+            if response.status_code not in _BUSY or last:
+                return self._job(response)
+            self.pause(_wait_s(response, attempt), f"it answers {response.status_code}")
+        raise AssertionError("the last attempt returns or raises")
+
+    def events(self, path: str) -> Iterator[dict[str, Any]]:
+        """Yield a job's events for as long as the server sends some; nothing where it sends none."""
+        timeout = httpx.Timeout(self._left_s(REQUEST_TIMEOUT_S))
+        try:
+            with self._client.stream("GET", path, timeout=timeout) as response:
+                if response.status_code != 200:
+                    return
+                for line in response.iter_lines():
+                    event = _event(line)
+                    if event is not None:
+                        yield event
+                    self._left_s(REQUEST_TIMEOUT_S)
+        except httpx.TransportError:
+            return  # whoever listens looks at the job itself next, and hears there what is wrong
+
+    def pause(self, seconds: float, why: str) -> None:
+        """Let time pass.
+
+        Raises:
+            RemotePlanningError: no time is left; says ``why`` there is no plan yet, and names the job.
+        """
+        if self._deadline_s is not None and self._clock() + seconds > self._deadline_s:
+            raise self._too_late(why)
+        self._wait(seconds)
+
+    def _left_s(self, most_s: float) -> float:
+        if self._deadline_s is None:
+            return most_s
+        left_s = self._deadline_s - self._clock()
+        if left_s <= 0:
+            raise self._too_late("no time is left")
+        return min(most_s, left_s)
+
+    def _too_late(self, why: str) -> RemotePlanningError:
+        job = "no job was made" if self.job_id is None else f"job {self.job_id}"
+        advice = "Ask again." if self.job_id is None else f"The job goes on: GET {self.url}/v1/plans/{self.job_id}."
+        return RemotePlanningError(
+            f"{self.url} had no plan after {self._timeout_s:g} s ({job}; {why}).",
+            what_to_do=advice,
+            job_id=self.job_id,
+        )
+
+    def _unreachable(self, error: httpx.TransportError) -> RemotePlanningError:
+        advice = "Check the address, and that `shardplan serve` runs there."
+        about = "" if self.job_id is None else f" (job {self.job_id})"
+        detail = f"cannot reach {self.url}{about}: {str(error) or type(error).__name__}."
+        return RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
+
+    def _job(self, response: httpx.Response) -> dict[str, Any]:
+        advice = "Check that a shardplan server is there."
+        try:
+            answer = response.json()
+        except ValueError as error:
+            detail = f"{self.url} answered {response.status_code} with something else than JSON."
+            raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id) from error
+        if response.is_error:
+            raise refusal(answer if isinstance(answer, dict) else {}, self.job_id)
+        if not isinstance(answer, dict) or not {"id", "status", "plan", "error"} <= set(answer):
+            detail = f"{self.url} answered with something else than a job."
+            raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
+        self.job_id = str(answer["id"])
+        return answer
+
+
+def refusal(problem: dict[str, Any], job_id: str | None) -> PlannerError:
+    """Return the error that a server's problem details tell of."""
+    if problem.get("type") == "urn:shardplan:infeasible-error":
+        largest = tuple((str(name), int(nbytes)) for name, nbytes in problem.get("largest_tensors", ()))
+        return InfeasibleError(
+            problem.get("detail"),
+            budget_bytes=problem["budget_bytes"],
+            least_bytes=problem.get("least_bytes"),
+            largest_tensors=largest,
+            what_to_do=problem.get("what_to_do"),
+        )
+    said = problem.get("detail") or problem.get("title") or "the server gave no reason."
+    advice = str(problem.get("what_to_do", ""))
+    return RemotePlanningError(str(said), what_to_do=advice, problem=problem, job_id=job_id)
+
+
+def _own_wait_s(attempt: int) -> float:
+    # Not all clients of a server that comes back are to ask it at the same moment.
+    longest_s = min(_LONGEST_OWN_WAIT_S, _FIRST_WAIT_S * 2**attempt)
+    return random.uniform(longest_s / 2, longest_s)
+
+
+def _wait_s(response: httpx.Response, attempt: int) -> float:
+    """Return the seconds that a busy server asks to wait, as a number or a date; our own where it asks for none."""
+    text = response.headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return min(float(text), LONGEST_WAIT_S)
+    try:
+        then = email.utils.parsedate_to_datetime(text)
+    except ValueError:
+        return _own_wait_s(attempt)
+    return min(max(then.timestamp() - time.time(), 0.0), LONGEST_WAIT_S)
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """Return the event in a line of a stream of server-sent events; None where there is none in it."""
+    if not line.startswith("data:"):
+        return None
+    try:
+        event = json.loads(line.removeprefix("data:"))
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -1,0 +1,162 @@
+"""A module as planning knows it, however it came: traced here, or read from a document that was traced elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from planner.capture import ExampleInputs, quiet, to_meta
+from planner.errors import JobError
+from planner.fingerprint import model_fingerprint
+from planner.graph import OpGraph
+from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for, with_batch, with_dtype
+from planner.trace import trace
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+TRACE_BATCH = 99_991
+"""The batch at which a model is traced when the micro-batch is still open: a prime that divides no other size."""
+
+BASE_BATCH = 12
+"""The batch at which strategies are looked up then: even under axes of 2, 3 and 4 ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """The FQNs of a module, in its own order; of what is shared, every one.
+
+    Attributes:
+        parameters: of all parameters, used or not.
+        modules: of all submodules, the root's "" first.
+    """
+
+    parameters: tuple[str, ...]
+    modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleNames:
+        """Return the names in ``module``."""
+        return cls(
+            parameters=tuple(name for name, _ in module.named_parameters(remove_duplicate=False)),
+            modules=tuple(name for name, _ in module.named_modules(remove_duplicate=False)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModule:
+    """A module's graph, and what planning needs to know of the module besides.
+
+    Attributes:
+        name: of its class.
+        fingerprint: its structural hash.
+        tp_plan: FQN pattern of modules -> style, where the module carries an expert's plan.
+        graph: of one call.
+        dtype: of parameters and activations: "bf16", "fp16" or "fp32".
+        samples: first dim of the example inputs.
+        traced_batch: first dim that the graph has.
+        is_open: whether the graph stands for any batch (`planner.graph.at_batch`), or for ``traced_batch`` alone.
+    """
+
+    name: str
+    names: ModuleNames
+    fingerprint: str
+    tp_plan: Mapping[str, str] | None
+    graph: OpGraph
+    dtype: str
+    samples: int
+    traced_batch: int
+    is_open: bool
+
+
+def trace_module(
+    module: nn.Module,
+    *,
+    example_inputs: GivenInputs = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    micro_batches: int | None = None,
+    dtype: str = "bf16",
+) -> TracedModule:
+    """Return ``module`` as planning knows it; it stays as it is, and may be on the meta device.
+
+    Args:
+        module: any module.
+        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
+            config.
+        batch: samples per step in all; None takes the example inputs'.
+        seq: tokens per sample, for models that read tokens.
+        micro_batches: per step; None keeps it open, and the graph good for any batch where the batch is even.
+        dtype: of parameters and activations.
+
+    Raises:
+        PlannerError: it cannot be traced, or no inputs can be made for it.
+    """
+    inputs = inputs_for(module, batch=batch, seq=seq) if example_inputs is None else as_inputs(example_inputs)
+    samples = batch_of(inputs)
+    counts = micro_batch_counts(batch or samples, micro_batches)
+    return traced(module, inputs, (batch or samples) // counts[0] if len(counts) == 1 else None, dtype)
+
+
+def traced(module: nn.Module, inputs: ExampleInputs, micro_batch: int | None, dtype: str) -> TracedModule:
+    """Return ``module`` traced at ``micro_batch`` alone, or at any batch where that is None.
+
+    Raises:
+        ModelError: it cannot be traced.
+    """
+    copy = to_meta(module, TORCH_DTYPES[dtype])
+    samples = batch_of(inputs)
+    batch = TRACE_BATCH if micro_batch is None else micro_batch
+    with quiet():
+        graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
+    tp_plan = getattr(module, "tp_plan", None)
+    return TracedModule(
+        name=type(module).__name__,
+        names=ModuleNames.of(module),
+        fingerprint=model_fingerprint(module),
+        tp_plan=tp_plan if isinstance(tp_plan, Mapping) else None,
+        graph=graph,
+        dtype=dtype,
+        samples=samples,
+        traced_batch=batch,
+        is_open=micro_batch is None,
+    )
+
+
+def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:
+    """Return the numbers of micro-batches to try: the given one, or the powers of two that divide ``batch``.
+
+    Raises:
+        JobError: ``batch`` does not divide into ``micro_batches``.
+    """
+    if micro_batches is None:
+        counts = [1]
+        while batch % (counts[-1] * 2) == 0:
+            counts.append(counts[-1] * 2)
+        return counts
+    if micro_batches < 1 or batch % micro_batches:
+        raise JobError(
+            f"a batch of {batch} does not divide into {micro_batches} micro-batches.",
+            what_to_do=f"Choose a number of micro-batches that divides {batch}.",
+            field="micro_batches",
+        )
+    return [micro_batches]
+
+
+def check_traced(module: TracedModule, batch: int, counts: list[int], dtype: str) -> None:
+    """Refuse a job that ``module`` was not traced for.
+
+    Raises:
+        JobError: it was traced in another dtype, or at the batch of another job.
+    """
+    advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=...)."
+    if module.dtype != dtype:
+        detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {dtype}."
+        raise JobError(detail, what_to_do=advice, field="dtype")
+    wanted = batch // counts[0]
+    if not module.is_open and (len(counts) > 1 or wanted != module.traced_batch):
+        sizes = f"{wanted} samples" if len(counts) == 1 else "micro-batches of any size"
+        detail = f"the graph of {module.name} was traced with {module.traced_batch} samples, and the job needs {sizes}."
+        raise JobError(detail, what_to_do=advice, field="batch")
