@@ -252,17 +252,21 @@ def solve(
     """
     started = time.perf_counter()
     program = _build(problem, memory_bytes, memory=memory_bytes is not None)
-    if at_most_s is not None:
-        program.linear.at_most(program.linear.objective, at_most_s * program.time_scale)
+    at_most = math.inf if at_most_s is None else at_most_s * program.time_scale
     while True:
-        answer = reduction.solve(
-            program.linear,
-            zero_one=program.zero_one(),
-            mip_gap=mip_gap,
-            at_most=math.inf if at_most_s is None else at_most_s * program.time_scale,
-            time_limit_s=time_limit_s,
-            solver=solver,
-        )
+        try:
+            answer = reduction.solve(
+                program.linear,
+                zero_one=program.zero_one(),
+                mip_gap=mip_gap,
+                at_most=at_most,
+                time_limit_s=time_limit_s,
+                solver=solver,
+            )
+        except SolverError:
+            if memory_bytes is None or not _cannot_fit(problem, memory_bytes):
+                raise
+            return None
         if answer.values is None and answer.status == "time-limit":
             raise SolverError(
                 f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
@@ -319,6 +323,8 @@ def relax(problem: Problem, *, memory_bytes: float | None = None, solver: str | 
     Raises:
         SolverError: the solver broke off without an answer.
     """
+    if memory_bytes is not None and _cannot_fit(problem, memory_bytes):
+        return None  # asked first, since it is hard to see from a program that has no solution
     program = _build(problem, memory_bytes, memory=memory_bytes is not None)
     answer = solvers.solve_relaxation(program.linear, solver=solver)
     if answer.values is None:
@@ -344,6 +350,11 @@ def least_memory_bound(problem: Problem) -> float | None:
     program = _for_memory(problem)
     answer = solvers.solve_relaxation(program.linear)
     return None if answer.values is None else answer.objective / program.memory_scale
+
+
+def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
+    least = least_memory_bound(problem)
+    return least is None or least > memory_bytes
 
 
 def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:

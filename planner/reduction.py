@@ -55,7 +55,7 @@ def solve(
         program: what to solve.
         zero_one: by variable, whether it is 0 or 1 wherever those that have to be whole numbers are.
         mip_gap: relative gap at which the solver may stop.
-        at_most: a constraint of the program: its objective's upper bound.
+        at_most: the objective from which on a solution is not wanted.
         time_limit_s: for all of it.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
@@ -64,13 +64,13 @@ def solve(
     """
     deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
     if program.columns < _FEWEST:
+        program = _bounded(program, at_most)
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-    try:
-        relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
-    except SolverError:
-        return solvers.solve(program, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
+    relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
     if relaxed.values is None or most_fractional(program, relaxed) is None:
-        return relaxed
+        return relaxed if relaxed.values is None or relaxed.objective < at_most else Answer(status="infeasible")
+    if relaxed.objective >= at_most:
+        return Answer(status="infeasible")
     assert relaxed.reduced_costs is not None
     # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
     raised = np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)
@@ -80,7 +80,7 @@ def solve(
         width = width if width <= _WIDEST else math.inf
         is_last = relaxed.objective + width * scale >= at_most
         kept = np.flatnonzero(raised <= width * scale).astype(np.int32)
-        part = _solve_part(program, kept, mip_gap, deadline, solver)
+        part = _solve_part(program, kept, at_most, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
@@ -96,13 +96,21 @@ def solve(
             width = min(width, (best.objective - relaxed.objective) / scale * (1 + _WHOLE))
 
 
+def _bounded(program: LinearProgram, at_most: float) -> LinearProgram:
+    """Add the constraint that the objective is at most so large. (Relaxations go without: it makes them hard.)"""
+    if math.isfinite(at_most):
+        program.at_most(program.objective, at_most)
+    return program
+
+
 def _solve_part(
-    program: LinearProgram, kept: Indices, mip_gap: float, deadline: float | None, solver: str | None
+    program: LinearProgram, kept: Indices, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
 ) -> Answer:
     """Return the answer of a program with the ``kept`` variables alone, as one of the whole: the others are 0."""
     part = program.part(kept)
-    answer = _branch(part, mip_gap, deadline, solver)
+    answer = _branch(part, at_most, mip_gap, deadline, solver)
     if answer is None:
+        part = _bounded(part, at_most)
         answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
     if answer.values is None:
         return answer
@@ -123,7 +131,9 @@ def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
     return int(np.argmax(np.where(off, relaxed.values, -1.0))) if off.any() else None
 
 
-def _branch(program: LinearProgram, mip_gap: float, deadline: float | None, solver: str | None) -> Answer | None:
+def _branch(
+    program: LinearProgram, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
+) -> Answer | None:
     """Return the best solution by depth-first branching; None where a few relaxations do not settle it."""
     open_: list[dict[int, float]] = [{}]
     best, lowest = Answer(status="infeasible"), math.inf
@@ -137,7 +147,8 @@ def _branch(program: LinearProgram, mip_gap: float, deadline: float | None, solv
             return None
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
-            if best.values is not None and relaxed.objective >= best.objective - mip_gap * abs(best.objective):
+            wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
+            if relaxed.objective >= wanted:
                 lowest = min(lowest, relaxed.objective)
             elif variable is None:
                 best = relaxed

@@ -47,6 +47,9 @@ def solve_relaxation(program: LinearProgram, *, time_limit_s: float | None = Non
 _SECOND_TRIES = (("simplex_dual_edge_weight_strategy", 1), ("simplex_strategy", 4), ("solver", "ipm"))
 """What HiGHS is told where it ends without an answer: Devex pricing, the primal simplex, the interior point method."""
 
+_SECOND_TRY_S = 2.0
+"""Seconds for each of these."""
+
 
 def _broke_off(what: object) -> SolverError:
     return SolverError(
@@ -76,9 +79,10 @@ def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *
     solver.run()
     for option, value in _SECOND_TRIES if not mip else ():
         if solver.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
-            # The dual simplex now and then ends so, by rounding, where a bound on the objective leaves nothing.
+            # The dual simplex now and then ends so, by rounding, where nothing fits by far.
             solver.clearSolver()
             solver.setOptionValue(option, value)
+            solver.setOptionValue("time_limit", _SECOND_TRY_S)
             solver.run()
     return _highs_answer(solver, mip)
 
