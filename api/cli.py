@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli_requests import names_degrees, plan_of, price_degrees, priced_file, request_of, what_to_price
+from api.cli_service import add_service_commands
 from api.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
 
 app = typer.Typer(
@@ -274,18 +275,7 @@ def calibrate_command(
             typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 
-@app.command("serve")
-def serve_command(
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")] = None,
-    port: Annotated[int | None, typer.Option(help="8000 where left out; 0 takes a free one.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the database lies.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Plans made at once.")] = None,
-) -> None:
-    """Serve plans over HTTP; SHARDPLAN_* in the environment sets what no option does."""
-    with reported(as_json=False):
-        from api.serve import serve
-
-        serve({"host": host, "port": port, "data_dir": data_dir, "workers": workers})
+add_service_commands(app)
 
 
 def main() -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -109,7 +110,10 @@ def price_configuration(
     config = find_config(model, allow_local=allow_local)
     if config is None:
         raise ModelError("a factory has no config to read dimensions from.", what_to_do="Give a preset or config.json.")
-    spec = transformer_of(config)
+    try:
+        spec = transformer_of(config)
+    except (ValueError, ArithmeticError) as error:
+        raise ModelError(f"{config.name} has dimensions that cannot be: {error}.") from error
     try:
         where = ClusterSpec.parse(cluster)
     except ClusterError as error:
@@ -142,8 +146,10 @@ def price_configuration(
         if parallel.ranks != where.size:
             raise MeshError(f"the mesh has {parallel.ranks} ranks and {where.name} {where.size} devices.")
         seconds, nbytes = step_time(spec, parallel, where), step_memory(spec, parallel, where)
-    except ValueError as error:
+    except (ValueError, ArithmeticError) as error:
         raise JobError(str(error)) from error
+    if not math.isfinite(seconds.total_s):
+        raise JobError("a step would take more seconds than there are numbers.", what_to_do="Check the model's sizes.")
     return PricedConfiguration(
         model=config.name, spec=spec, parallel=parallel, cluster=where, time=seconds, memory=nbytes
     )

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
+import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -29,16 +31,22 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 """Called with the name of each stage of planning as it begins."""
 
+MOST_DEVICES = 2**17
+"""The most devices that a client may ask for: more than any cluster has, and meshes are tried for each divisor."""
+
 _PACKAGES = ("api", "cost_model", "planner")
 _DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy")
 
 
-def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> ShardingPlan:
+def plan_request(
+    request: PlanRequest, *, allow_local: bool, progress: Progress | None = None, time_limit_s: float | None = None
+) -> ShardingPlan:
     """Return the plan that ``request`` asks for.
 
     Args:
         allow_local: True lets the request name files and Python functions of this machine; a client's may not.
         progress: told of each stage.
+        time_limit_s: for the search, which then gives the best plan so far.
 
     Raises:
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
@@ -50,7 +58,8 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         if progress is not None:
             progress("reading the graph")
         model = load_graph(request.graph)
-        return _plan(request, model, allow_local=allow_local, progress=progress, seq=request.seq)
+        given = {"progress": progress, "time_limit_s": time_limit_s, "seq": request.seq}
+        return _plan(request, model, allow_local=allow_local, **given)
     if progress is not None:
         progress("building the model")
     source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
@@ -63,6 +72,7 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
         source.module,
         allow_local=allow_local,
         progress=progress,
+        time_limit_s=time_limit_s,
         seq=source.seq,
         example_inputs=source.example_inputs,
         tp_plan=source.tp_plan,
@@ -70,9 +80,7 @@ def plan_request(request: PlanRequest, *, allow_local: bool, progress: Progress 
     return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
 
 
-def _plan(
-    request: PlanRequest, model: nn.Module | TracedModule, *, allow_local: bool, progress: Progress | None, **given: Any
-) -> ShardingPlan:
+def _plan(request: PlanRequest, model: nn.Module | TracedModule, *, allow_local: bool, **given: Any) -> ShardingPlan:
     """Return the plan for ``model``; ``given`` is what the model's source says rather than the request."""
     from api.models import quiet_libraries
     from planner import build_plan
@@ -91,7 +99,6 @@ def _plan(
             planner=request.planner,
             pins=request.pins,
             data_axes=request.data_axes,
-            progress=progress,
             **given,
         )
     return plan
@@ -176,13 +183,30 @@ def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
     Raises:
         ClusterError: it cannot be read.
     """
-    if (
-        not allow_local
-        and isinstance(request.cluster, str)
-        and request.cluster.strip().lower().endswith((".yaml", ".yml"))
-    ):
-        raise ClusterError("a server reads no files of its own for a client; give the cluster's figures as an object")
+    if not allow_local:
+        check_client_cluster(request.cluster)
     return ClusterSpec.parse(request.cluster)
+
+
+def check_client_cluster(cluster: str | dict[str, Any]) -> None:
+    """Refuse a client's cluster that names files: a server reads none of its own for a client.
+
+    Raises:
+        ClusterError: it names some, or is absurdly large.
+    """
+    advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
+    if isinstance(cluster, str):
+        if cluster.strip().lower().endswith((".yaml", ".yml")):
+            raise ClusterError(advice)
+        sizes = [int(size) for size in re.findall(r"\d+", cluster)[:2]]
+    else:
+        sweeps = cluster.get("sweeps", ())
+        for item in sweeps if isinstance(sweeps, (list, tuple)) else (sweeps,):
+            if not isinstance(item, dict) or "file" in item:
+                raise ClusterError(f"cluster.sweeps names a file: {advice}")
+        sizes = [size for name in ("nodes", "devices_per_node") if isinstance(size := cluster.get(name, 1), int)]
+    if math.prod(size for size in sizes if size > 0) > MOST_DEVICES:
+        raise ClusterError(f"a server plans for at most {MOST_DEVICES} devices")
 
 
 def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:

@@ -98,10 +98,137 @@ class PlanJob(BaseModel):
     error: Problem | None = None
 
 
+class JobSummary(BaseModel):
+    """A job in a list. Times are in seconds since 1970; ``label`` is its model and cluster, ``error`` a title."""
+
+    id: str
+    status: JobStatus
+    label: str
+    queued_at: float
+    started_at: float | None
+    finished_at: float | None
+    error: str | None
+
+
+class PlanPage(BaseModel):
+    """Some jobs, the newest first; ``next`` is the ``before`` of the next page, null at the end."""
+
+    jobs: list[JobSummary]
+    next: int | None
+
+
+class EstimateRequest(BaseModel):
+    """A parallel configuration to be priced. The names are those of the command line's options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel
+    cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
+    mesh: Annotated[str, Field(min_length=1, max_length=200)]
+    """``dp=2,fsdp=8,tp=4,pp=2,cp=1,ep=1``; what is left out is 1."""
+    micro_batch: Annotated[int, Field(strict=True, ge=1, le=2**20)] = 1
+    """Samples per rank and micro-batch."""
+    batch: Annotated[int, Field(strict=True, ge=1, le=2**24)] | None = None
+    """Samples in the global batch; without it one micro-batch for each data-parallel rank."""
+    seq: Annotated[int, Field(strict=True, ge=1, le=2**24)] = 4096
+    ac: Annotated[str, Field(max_length=50)] = "none"
+    sequence_parallel: bool = False
+    virtual_stages: Annotated[int, Field(strict=True, ge=1, le=1000)] = 1
+    schedule: Annotated[str, Field(max_length=50)] = "1f1b"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    optimizer: Annotated[str, Field(max_length=50)] = "adamw"
+    compiled: bool = True
+
+    @property
+    def model_spec(self) -> str | dict[str, Any]:
+        """The model in the form that ``price_configuration`` takes."""
+        return self.model if isinstance(self.model, str) else {"hf_config": self.model.hf_config}
+
+
+class PricedEstimate(BaseModel):
+    """What a step of a configuration costs, in seconds and bytes, by part."""
+
+    model: str
+    cluster: str
+    parameters: int
+    step_time_s: float
+    parts_s: dict[str, float]
+    tokens_per_s_per_device: float
+    model_flops_share: float
+    fits: bool
+    memory_bytes: dict[str, float | str]
+    timeline_bytes: dict[str, float]
+
+
+class DiffRequest(BaseModel):
+    """Two plans, each as it is or as the id of the job that made it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    left: Annotated[str, Field(max_length=64)] | dict[str, Any]
+    right: Annotated[str, Field(max_length=64)] | dict[str, Any]
+
+
+class Difference(BaseModel):
+    """One thing that two plans have differently; null where one of them does not have it."""
+
+    field: str
+    key: str
+    left: Any
+    right: Any
+
+
+class Differences(BaseModel):
+    """Where two plans differ."""
+
+    equal: bool
+    settings: list[Difference]
+    seconds: list[Difference]
+    bytes: list[Difference]
+    layouts: list[Difference]
+
+
+class DeviceSummary(BaseModel):
+    """A device that a cluster can be made of, with its usual links."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    peak_flops: dict[str, float]
+    memory_bandwidth_bytes_per_s: float
+    intra_node: str
+    inter_node: str
+
+
+class DeviceList(BaseModel):
+    """The devices that are known."""
+
+    devices: list[DeviceSummary]
+
+
+class ModelSummary(BaseModel):
+    """A model that can be named; ``max_seq`` is the longest sequence that it was made for, where it says so."""
+
+    name: str
+    model_type: str
+    max_seq: int | None
+
+
+class ModelList(BaseModel):
+    """The models that are known."""
+
+    models: list[ModelSummary]
+
+
 class Health(BaseModel):
-    """That the server answers, its version, and how many jobs wait and run."""
+    """That the server answers, and its version."""
 
     status: Literal["ok"] = "ok"
     version: str
-    queued: int
-    running: int
+
+
+class Readiness(BaseModel):
+    """That jobs can be taken, and where they are kept."""
+
+    status: Literal["ready"] = "ready"
+    database: Literal["sqlite", "postgresql"]

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import signal
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import structlog
 import uvicorn
-from pydantic import ValidationError
+from fastapi import FastAPI
 
 from api.app import create_app
+from api.database import Database
 from api.logs import configure_logs
-from api.settings import ServerSettings
-from planner.errors import JobError, PlannerError
+from api.settings import ServerSettings, read_settings
+from api.tokens import TokenStore
+from planner.errors import PlannerError
+
+_GRACE_S = 10
+_KEEP_ALIVE_S = 75
+"""Longer than clients keep idle connections, so that none is closed just as a client, told to wait, uses it again."""
 
 
 class ServeError(PlannerError):
-    """The server cannot start: its address or its data directory is taken."""
+    """The server cannot start: its address or its data directory is taken, or anybody could use it."""
 
     title = "The server cannot start"
 
@@ -30,28 +40,72 @@ def serve(options: dict[str, Any]) -> None:
 
     Raises:
         JobError: an option or an environment variable cannot be.
-        ServeError: the address or the data directory is in use.
+        ServeError: the address or the data directory is in use, or is open to others while there are no tokens.
     """
-    try:
-        settings = ServerSettings(**{name: value for name, value in options.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise JobError(f"{where}: {first['msg']}.", what_to_do="See `shardplan serve --help`.") from error
+    settings = read_settings(options)
     configure_logs()
-    with _only_server(settings.data_dir), _listening(settings.host, settings.port) as listener:
+    alone = nullcontext() if settings.database_url is not None else _only_server(settings.data_dir)
+    with alone, _listening(settings.host, settings.port) as listener:
+        _check_open(settings)
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         structlog.get_logger().info("listening", url=url, docs=f"{url}/docs", data_dir=str(settings.data_dir))
-        config = uvicorn.Config(create_app(settings), log_config=None, access_log=False)
-        uvicorn.Server(config).run(sockets=[listener])
+        # uvicorn stops in good order, then raises the signal that stopped it again: that is no failure.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(0))
+        app = create_app(settings)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        _Server(config, app).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Tells the open event streams that the server stops, so that it need not wait for them."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        service = getattr(self._app.state, "service", None)
+        if service is not None:
+            service.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def _check_open(settings: ServerSettings) -> None:
+    """Refuse an address that others reach while nobody needs a token."""
+    if settings.host == "localhost" or _is_loopback(settings.host):
+        return
+    database = Database(settings.url)
+    try:
+        database.migrate()
+        if TokenStore(database).any():
+            return
+    finally:
+        database.close()
+    detail = f"{settings.host} can be reached by others, and there are no API tokens."
+    advice = "Make one with `shardplan token create NAME --scope plan`, or listen on 127.0.0.1."
+    raise ServeError(detail, what_to_do=advice)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         advice = "Give another --host or --port; --port 0 takes a free one."
         raise ServeError(f"cannot listen on {host}, port {port}: {error.strerror}.", what_to_do=advice) from error

@@ -129,6 +129,7 @@ class OuterSearch:
             self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
         except SolverError:
             return  # time is up, and the walk will say so
+        self._say_best()
 
     def _only(self, mesh: MeshSpec) -> Found | None:
         """One run has nothing to be compared with."""
@@ -143,6 +144,10 @@ class OuterSearch:
     def _say(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what)
+
+    def _say_best(self) -> None:
+        if self._best is not None:
+            self._say(f"best so far {self._best.estimate.step_time_s:.6g} s")
 
     @property
     def _at_most_s(self) -> float | None:
@@ -221,6 +226,7 @@ class OuterSearch:
         if candidate is None or candidate.solution is None:
             return True
         self._best = candidate
+        self._say_best()
         self._proved_s = min(self._proved_s, candidate.solution.bound_s)
         return not candidate.solution.cut_short
 

@@ -68,17 +68,58 @@ class Server:
 
 def start_server(data_dir: Path, **environment: str) -> Server:
     """Return a server on a free port of the loopback address, once it listens."""
-    command = [Path(sys.executable).with_name("shardplan"), "serve", "--port", "0", "--data-dir", data_dir]
     log = data_dir.with_name(f"{data_dir.name}.log")
+    process = _start(["serve", "--port", "0", "--data-dir", str(data_dir)], log, environment)
+    line = _until(process, log, "listening")
+    return Server(line["url"], process, log)
+
+
+@dataclass
+class Worker:
+    """A running ``shardplan worker``; its log is in ``log``."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """End it without a chance to tidy up."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=60)
+
+    def stop(self) -> int:
+        """Ask it to end; return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def jobs(self, event: str) -> list[str]:
+        """Return the jobs of the log lines of an event, such as ``job started``."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line["job"] for line in lines if line["event"] == event]
+
+
+def start_worker(log: Path, **environment: str) -> Worker:
+    """Return a worker, once it answers calls."""
+    process = _start(["worker"], log, environment)
+    _until(process, log, "worker started")
+    return Worker(process, log)
+
+
+def _start(arguments: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    command = [Path(sys.executable).with_name("shardplan"), *arguments]
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, stderr=stream, env={**os.environ, **environment})
+        return subprocess.Popen(command, stderr=stream, env={**os.environ, **environment})
+
+
+def _until(process: subprocess.Popen[bytes], log: Path, event: str) -> dict[str, Any]:
+    """Return the log line of ``event`` once it is there."""
     pause = threading.Event()
-    for _ in range(600):
+    for _ in range(900):
         for line in log.read_text().splitlines():
-            if '"event": "listening"' in line:
-                return Server(json.loads(line)["url"], process, log)
+            if f'"event": "{event}"' in line:
+                found: dict[str, Any] = json.loads(line)
+                return found
         if process.poll() is not None:
             break
         pause.wait(0.1)
     process.kill()
-    raise AssertionError(f"the server did not start:\n{log.read_text()}")
+    raise AssertionError(f"it did not start:\n{log.read_text()}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from postgresql import PostgreSQL, start_postgresql
 from serving import Server, start_server
 from small_models import TINY_LLAMA, TINY_REQUEST
 
+from api.database import Database
 from cost_model.cluster import ClusterSpec
 from cost_model.layout import MeshSpec, parse_layout
 from planner.plan import CollectiveEstimate, Estimate, Job, PlanMesh, ShardingPlan, SolverReport
@@ -98,3 +101,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     yield running
     if running.process.poll() is None:
         running.stop()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgreSQL]:
+    """A real PostgreSQL; a test that needs it is skipped where it is not installed."""
+    server = start_postgresql()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """An empty database of this version, once of each kind."""
+    if request.param == "sqlite":
+        opened = Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+    else:
+        opened = Database(request.getfixturevalue("postgresql").create(uuid.uuid4().hex))
+    opened.migrate()
+    yield opened
+    opened.close()

@@ -47,7 +47,7 @@ def test_health_and_description(server: Server) -> None:
     health = httpx.get(f"{server.url}/healthz").json()
     assert health["status"] == "ok"
     description = httpx.get(f"{server.url}/openapi.json").json()
-    assert set(description["paths"]) == {"/healthz", "/v1/plans", "/v1/plans/{job_id}"}
+    assert {"/healthz", "/readyz", "/metrics", "/v1/plans", "/v1/plans/{job_id}"} < set(description["paths"])
     assert httpx.get(f"{server.url}/docs").status_code == 200
 
 
@@ -63,6 +63,9 @@ def test_health_and_description(server: Server) -> None:
         ({"model": "pyproject.toml"}, "there is no model"),
         ({"cluster": "4x8xh100"}, "did you mean"),
         ({"cluster": "/etc/cluster.yaml"}, "reads no files"),
+        ({"cluster": {"nodes": 1, "devices_per_node": 4, "device": "toy", "sweeps": ["/etc/passwd"]}}, "names a file"),
+        ({"cluster": {"device": "toy", "devices_per_node": 4, "sweeps": [{"file": "../x"}]}}, "names a file"),
+        ({"cluster": "99999x99999xtoy"}, "at most"),
         ({"cluster": {"nodes": 1, "devices_per_node": 4, "device": "toy", "colour": "red"}}, "colour"),
         ({"mesh": "dp=3"}, "3 devices"),
         ({"mesh": "dp"}, "cannot read mesh"),
@@ -153,6 +156,59 @@ def test_remote_planner_gives_the_plan_of_a_module(
     assert without_timings(plan) == without_timings(python_plan)
 
 
+def test_progress_comes_as_events_and_goes_on_from_where_a_client_was(
+    server: Server, tiny_request: dict[str, Any]
+) -> None:
+    job = submit(server, {**tiny_request, "mesh": None, "seq": 16}).json()["id"]
+    seen = events(server, job)
+    stages = [data["stage"] for _, data in seen]
+    assert stages[:2] == ["queued", "running"]
+    assert stages[-2:] == ["planned", "succeeded"]
+    assert {"tracing", "bounding", "solving", "best"} < set(stages)
+    bounds = [data for _, data in seen if data["stage"] == "bounding"]
+    assert [data["mesh_number"] for data in bounds] == list(range(1, len(bounds) + 1))
+    assert {data["meshes"] for data in bounds} == {len(bounds)}
+    planned = seen[-2][1]
+    assert planned["gap"] < 0.01
+    best = [data["step_time_s"] for _, data in seen if data["stage"] == "best"]
+    assert best == sorted(best, reverse=True)
+    assert planned["step_time_s"] == pytest.approx(best[-1], rel=1e-4)
+    assert events(server, job, after=seen[3][0]) == seen[4:]
+
+
+def events(server: Server, job: str, after: int | None = None) -> list[tuple[int, dict[str, Any]]]:
+    """Return a job's events to its end, each with its id."""
+    headers = {} if after is None else {"Last-Event-ID": str(after)}
+    answer = httpx.get(f"{server.url}/v1/plans/{job}/events", headers=headers, timeout=120)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        if "id" in fields:
+            found.append((int(fields["id"]), json.loads(fields["data"])))
+    return found
+
+
+def test_plans_are_compared_by_their_jobs_and_as_they_are(
+    server: Server, tiny_request: dict[str, Any], python_plan: ShardingPlan
+) -> None:
+    job = submit(server, tiny_request).json()["id"]
+    server.until_ended(job)
+    other = python_plan.to_dict() | {"micro_batches": 2}
+    answer = httpx.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": other})
+    assert answer.json()["settings"] == [{"field": "micro_batches", "key": "", "left": 1, "right": 2}]
+    assert httpx.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": job}).json()["equal"]
+
+
+def test_metrics_count_what_was_done(server: Server, tiny_request: dict[str, Any]) -> None:
+    server.until_ended(submit(server, tiny_request).json()["id"])
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'shardplan_jobs{status="succeeded"}' in text
+    assert 'shardplan_solver_status_total{status="optimal"}' in text
+    assert 'shardplan_solve_seconds_count{outcome="succeeded"}' in text
+    assert 'shardplan_request_seconds_count{method="POST",route="/v1/plans",status="200"}' in text
+
+
 def test_impossible_request_fails_with_the_least_that_would_fit(server: Server, tiny_request: dict[str, Any]) -> None:
     answer = submit(server, {**tiny_request, "memory_gb": 1e-6})
     ended = server.until_ended(answer.json()["id"])
@@ -237,12 +293,16 @@ def test_second_server_on_the_same_data_is_refused(run_server: Callable[..., Ser
         run_server(tmp_path / "data")
 
 
-def test_server_turns_away_more_than_it_may_hold(
+def test_server_turns_away_more_than_it_may_hold_and_stops_though_it_is_followed(
     run_server: Callable[..., Server], tmp_path: Path, tiny_request: dict[str, Any]
 ) -> None:
     server = run_server(tmp_path / "data", SHARDPLAN_MAX_QUEUED="1")
     answers = [submit(server, {**tiny_request, "seq": seq}) for seq in (8, 16, 24, 32)]
-    assert answers[-1].status_code == 503
+    assert answers[-1].status_code == 429
+    assert int(answers[-1].headers["retry-after"]) > 0
+    with httpx.stream("GET", f"{server.url}/v1/plans/{answers[0].json()['id']}/events", timeout=60) as following:
+        assert next(following.iter_lines()).startswith("id: ")
+        assert server.stop() == 0
     assert answers[-1].headers["content-type"] == PROBLEM
 
 

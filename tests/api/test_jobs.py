@@ -1,33 +1,52 @@
-"""The queue and its workers: what happens to a job when things go right, wrong, and away."""
+"""The embedded workers: what happens to a job when things go right, wrong, and away."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import fakes_for_jobs
+import psutil
 import pytest
+from sqlalchemy import Engine, event, select
 
+from api.database import Database
+from api.events import read_events
 from api.jobs import JobRunner
+from api.metrics import Metrics
 from api.store import JobRecord, JobStore
+from api.supervisor import SolveLimits
+from api.worker import Solve
+
+PAGES = "PRAGMA max_page_count"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[JobStore]:
-    opened = JobStore(tmp_path / "jobs.sqlite3")
+def database(tmp_path: Path) -> Iterator[Database]:
+    opened = Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+    opened.migrate()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def store(database: Database) -> JobStore:
+    return JobStore(database)
 
 
 @pytest.fixture
 def runner(store: JobStore) -> Iterator[Callable[..., JobRunner]]:
     started: list[JobRunner] = []
 
-    def start(job: Callable[[dict[str, Any]], dict[str, Any]], timeout_s: float = 60.0) -> JobRunner:
-        started.append(JobRunner(store, workers=1, timeout_s=timeout_s, job=job))
+    def start(job: Solve, *, time_s: float = 60.0, memory_bytes: int = 4_000_000_000) -> JobRunner:
+        limits = SolveLimits(time_s=time_s, grace_s=0.0, memory_bytes=memory_bytes)
+        started.append(JobRunner(store, workers=1, limits=limits, metrics=Metrics(), job=job))
         started[-1].start()
         return started[-1]
 
@@ -38,13 +57,25 @@ def runner(store: JobStore) -> Iterator[Callable[..., JobRunner]]:
 
 def until_ended(store: JobStore, job_id: str) -> JobRecord:
     pause = threading.Event()
-    for _ in range(600):
+    for _ in range(1200):
         job = store.get(job_id)
         assert job is not None
-        if job.status not in {"queued", "running"}:
+        if job.ended:
             return job
         pause.wait(0.05)
     raise AssertionError(f"{job} has not ended")
+
+
+def error_of(job: JobRecord) -> dict[str, object]:
+    assert job.status == "failed"
+    assert job.error is not None
+    return job.error
+
+
+def solvers() -> list[psutil.Process]:
+    """Return the solver processes of this one."""
+    children = psutil.Process().children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 @pytest.fixture
@@ -53,39 +84,6 @@ def pipes(tmp_path: Path) -> dict[str, str]:
     for path in names.values():
         os.mkfifo(path)
     return names
-
-
-def test_same_request_is_one_job(store: JobStore) -> None:
-    first, second = store.add("f", {"model": "a"}), store.add("f", {"model": "a"})
-    assert first.id == second.id
-    assert store.counts() == {"queued": 1}
-
-
-def test_longest_waiting_is_claimed_first_and_once(store: JobStore) -> None:
-    ids = [store.add(name, {"model": name}).id for name in "abc"]
-    claimed = [store.claim() for _ in range(4)]
-    assert [job.id for job in claimed if job is not None] == ids
-    assert claimed[3] is None
-
-
-def test_cancelled_job_stays_cancelled_whatever_its_worker_brings(store: JobStore) -> None:
-    job = store.add("f", {})
-    store.claim()
-    assert store.cancel(job.id)
-    store.succeed(job.id, {})
-    after = store.get(job.id)
-    assert after is not None
-    assert (after.status, after.plan) == ("cancelled", None)
-
-
-@pytest.mark.parametrize(
-    ("status", "again"), [(422, "failed"), (500, "queued")], ids=["the request's fault", "the server's fault"]
-)
-def test_failed_job_is_tried_again_only_where_the_server_was_at_fault(store: JobStore, status: int, again: str) -> None:
-    job = store.add("f", {})
-    store.claim()
-    store.fail(job.id, {"status": status})
-    assert store.add("f", {}).status == again
 
 
 def test_jobs_end_as_their_outcomes_say(store: JobStore, runner: Callable[..., JobRunner]) -> None:
@@ -103,38 +101,75 @@ def test_jobs_that_waited_before_the_start_are_run(store: JobStore, runner: Call
     assert until_ended(store, job.id).error == {"title": "no", "status": 422, "detail": "late"}
 
 
-def test_process_that_dies_fails_its_job_and_no_other(
+def test_job_whose_process_dies_runs_again_once(
     store: JobStore, runner: Callable[..., JobRunner], tmp_path: Path
 ) -> None:
-    mark = str(tmp_path / "mark")
-    jobs = [store.add(name, {"model": name, "mark": mark}) for name in "ab"]
+    job = store.add("a", {"model": "a", "mark": str(tmp_path / "mark")})
     runner(fakes_for_jobs.die_once)
-    first, second = (until_ended(store, job.id) for job in jobs)
-    assert first.status == "failed"
-    assert first.error is not None
-    assert first.error["title"] == "The worker process died"
-    assert first.may_be_tried_again
-    assert second.status == "succeeded"
+    ended = until_ended(store, job.id)
+    assert (ended.status, ended.attempt) == ("succeeded", 2)
 
 
-def test_running_job_can_be_cancelled(store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]) -> None:
+def test_job_that_kills_every_process_fails_and_takes_no_other_with_it(
+    store: JobStore, runner: Callable[..., JobRunner]
+) -> None:
+    job = store.add("a", {})
+    runner(fakes_for_jobs.die)
+    ended = until_ended(store, job.id)
+    assert error_of(ended)["title"] == "The worker process died"
+    assert ended.attempt == 2
+    assert ended.may_be_tried_again
+
+
+def test_running_job_that_is_cancelled_stops_within_two_seconds(
+    store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
+) -> None:
     job = store.add("f", {"model": "a", **pipes})
-    running = runner(fakes_for_jobs.block)
+    runner(fakes_for_jobs.block)
     assert Path(pipes["started"]).read_text() == "started"
-    assert running.cancel(job.id)
-    assert not running.cancel(job.id)
+    (process,) = solvers()
+    assert store.cancel(job.id)
+    psutil.wait_procs([process], timeout=2.0)
+    assert not process.is_running()
     assert until_ended(store, job.id).status == "cancelled"
+
+
+def test_progress_is_recorded_while_the_job_runs(
+    database: Database, store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
+) -> None:
+    job = store.add("f", {"model": "a", **pipes})
+    runner(fakes_for_jobs.block)
+    assert Path(pipes["started"]).read_text() == "started"
+    Path(pipes["released"]).write_text("")
+    until_ended(store, job.id)
+    found, _ = read_events(database, job.number, 0)
+    assert [item.data_json for item in found][1:] == [
+        '{"stage": "running"}',
+        '{"stage": "blocking"}',
+        '{"stage": "succeeded"}',
+    ]
 
 
 def test_job_that_takes_too_long_is_ended(
     store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
 ) -> None:
     job = store.add("f", {"model": "a", **pipes})
-    runner(fakes_for_jobs.block, timeout_s=0.5)
-    ended = until_ended(store, job.id)
-    assert ended.status == "failed"
-    assert ended.error is not None
-    assert ended.error["title"] == "Planning took too long"
+    runner(fakes_for_jobs.block, time_s=0.5)
+    assert error_of(until_ended(store, job.id))["title"] == "Planning took too long"
+
+
+def test_search_is_told_how_long_it_may_take(store: JobStore, runner: Callable[..., JobRunner]) -> None:
+    job = store.add("f", {"model": "a"})
+    runner(fakes_for_jobs.answer_in_time, time_s=12.5)
+    assert until_ended(store, job.id).plan == {"time_limit_s": 12.5}
+
+
+def test_job_that_takes_too_much_memory_is_ended_and_says_so(store: JobStore, runner: Callable[..., JobRunner]) -> None:
+    job = store.add("f", {"model": "a"})
+    runner(fakes_for_jobs.swallow_memory, memory_bytes=1_000_000_000)
+    error = error_of(until_ended(store, job.id))
+    assert error["title"] == "Planning took too much memory"
+    assert "at most 1.00 GB" in str(error["detail"])
 
 
 def test_stopping_puts_the_running_job_back(
@@ -143,16 +178,84 @@ def test_stopping_puts_the_running_job_back(
     job = store.add("f", {"model": "a", **pipes})
     running = runner(fakes_for_jobs.block)
     assert Path(pipes["started"]).read_text() == "started"
+    (process,) = solvers()
+    process.terminate()  # as systemd does to the whole group: that is the server's to answer, and no death
+    _, alive = psutil.wait_procs([process], timeout=0.5)
+    assert alive
     running.stop()
     assert store.counts() == {"queued": 1}
     runner(fakes_for_jobs.answer)
     assert until_ended(store, job.id).status == "succeeded"
 
 
-def test_job_that_was_running_when_the_server_died_is_queued_again(store: JobStore) -> None:
-    job = store.add("f", {})
+def test_job_that_was_running_when_the_server_died_runs_again(
+    store: JobStore, runner: Callable[..., JobRunner]
+) -> None:
+    job = store.add("f", {"model": "a"})
     store.claim()
-    assert store.put_back_interrupted() == 1
-    again = store.claim()
-    assert again is not None
-    assert again.id == job.id
+    runner(fakes_for_jobs.answer)
+    assert until_ended(store, job.id).plan == {"for": "a"}
+
+
+def test_result_waits_for_room_on_a_full_disk(
+    database: Database, store: JobStore, runner: Callable[..., JobRunner], pipes: dict[str, str]
+) -> None:
+    job = store.add("f", {"model": "m", "times": 2_000_000, **pipes})
+    runner(fakes_for_jobs.block)
+    assert Path(pipes["started"]).read_text() == "started"
+    full = _Full(database.engine)
+    Path(pipes["released"]).write_text("")
+    assert full.met.wait(30.0), "the result was not written to the full disk"
+    assert store.get(job.id) is not None
+    full.clear()
+    assert until_ended(store, job.id).plan == {"for": "m" * 2_000_000}
+
+
+class _Full:
+    """Lets SQLite find no room on the disk until it is cleared: its own limit on the file gives the same error."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.met = threading.Event()
+        self._pages = 1
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(f"{PAGES} = {self._pages}"))
+        event.listen(engine, "handle_error", lambda context: self._note(str(context.original_exception)))
+
+    def clear(self) -> None:
+        self._pages = 1_000_000
+
+    def _note(self, error: str) -> None:
+        if "disk is full" in error:
+            self.met.set()
+
+
+def test_solver_processes_end_with_their_parent(tmp_path: Path) -> None:
+    script = (
+        "import sys, fakes_for_jobs\n"
+        "from api.solver_process import SolverProcess\n"
+        "if __name__ == '__main__':\n"
+        "    process = SolverProcess(fakes_for_jobs.answer, 4_000_000_000)\n"
+        '    process.start(); process.ask(\'{"model": "a"}\', 60.0)\n'
+        "    assert process.next_message(60.0)\n"
+        "    print(process._process.pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    file = tmp_path / "parent.py"
+    file.write_text(script)
+    parent = subprocess.Popen(
+        [sys.executable, file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert parent.stdout is not None
+    solver = psutil.Process(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    psutil.wait_procs([solver], timeout=10.0)
+    assert not solver.is_running() or solver.status() == psutil.STATUS_ZOMBIE
+
+
+def test_time_is_read_from_the_database(database: Database) -> None:
+    with database.read() as connection:
+        found = connection.scalar(select(database.now()))
+    assert found == pytest.approx(time.time(), abs=5.0)

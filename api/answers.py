@@ -1,0 +1,55 @@
+"""Answers that will not change: plans that were asked for before, by the very bytes of the request, in memory.
+
+A job that has succeeded stays as it is until it is forgotten, so for a minute its answer needs no look at the database.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+_KEPT_S = 60.0
+_MOST_BYTES = 64_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The body of an answer, and the job that it shows."""
+
+    job_id: str
+    body: bytes
+    until: float
+
+
+class Answers:
+    """The most recently used answers, up to so many bytes, by who asked what."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._answers: OrderedDict[tuple[str, bytes], Answer] = OrderedDict()
+        self._nbytes = 0
+
+    def get(self, owner: str, request: bytes) -> Answer | None:
+        """Return the answer to this body, or None."""
+        key = owner, hashlib.sha256(request).digest()
+        with self._lock:
+            answer = self._answers.get(key)
+            if answer is None or answer.until < time.monotonic():
+                return None
+            self._answers.move_to_end(key)
+            return answer
+
+    def put(self, owner: str, request: bytes, job_id: str, body: bytes) -> None:
+        """Keep the answer to this body for a while."""
+        key = owner, hashlib.sha256(request).digest()
+        with self._lock:
+            old = self._answers.pop(key, None)
+            self._nbytes += len(body) - (0 if old is None else len(old.body))
+            self._answers[key] = Answer(job_id=job_id, body=body, until=time.monotonic() + _KEPT_S)
+            while self._nbytes > self._most_bytes:
+                _, dropped = self._answers.popitem(last=False)
+                self._nbytes -= len(dropped.body)

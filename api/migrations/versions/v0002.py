@@ -1,0 +1,99 @@
+"""Owners, leases, events, tokens, idempotency keys; plans shared by equal requests."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "v0002"
+down_revision = "v0001"
+
+_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_SECONDS = sa.Float(53)
+
+
+def upgrade() -> None:
+    """Make the new tables, and bring the jobs of the first version over, all without an owner."""
+    op.rename_table("jobs", "jobs_v0001")
+    op.drop_index("ix_jobs_status", "jobs_v0001")
+    _create_jobs()
+    _create_others()
+    op.execute(
+        "INSERT INTO plans (fingerprint, plan, made_at) "
+        "SELECT fingerprint, plan, finished_at FROM jobs_v0001 WHERE plan IS NOT NULL"
+    )
+    # What was running was interrupted: it waits again.
+    op.execute(
+        "INSERT INTO jobs (id, owner, fingerprint, status, request, label, error, attempt, deaths, queued_at, "
+        "started_at, finished_at) SELECT id, '', fingerprint, "
+        "CASE status WHEN 'running' THEN 'queued' ELSE status END, request, '', error, 0, 0, queued_at, "
+        "started_at, finished_at FROM jobs_v0001 ORDER BY number"
+    )
+    op.drop_table("jobs_v0001")
+
+
+def _create_jobs() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
+        sa.Column("id", sa.String(32), nullable=False),
+        sa.Column("owner", sa.String(32), nullable=False),
+        sa.Column("fingerprint", sa.String(64), nullable=False),
+        sa.Column("status", sa.String(16), nullable=False),
+        sa.Column("request", sa.Text, nullable=False),
+        sa.Column("label", sa.String(400), nullable=False),
+        sa.Column("error", sa.Text),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("deaths", sa.Integer, nullable=False),
+        sa.Column("worker", sa.String(200)),
+        sa.Column("lease_until", _SECONDS),
+        sa.Column("queued_at", _SECONDS, nullable=False),
+        sa.Column("started_at", _SECONDS),
+        sa.Column("finished_at", _SECONDS),
+        sa.UniqueConstraint("id", name="uq_jobs_id"),
+        sa.UniqueConstraint("owner", "fingerprint", name="uq_jobs_owner_fingerprint"),
+    )
+    op.create_index("ix_jobs_fingerprint", "jobs", ["fingerprint"])
+    op.create_index("ix_jobs_status_queued_at", "jobs", ["status", "queued_at"])
+    running = sa.text("status = 'running'")
+    op.create_index(
+        "uq_jobs_running_fingerprint",
+        "jobs",
+        ["fingerprint"],
+        unique=True,
+        sqlite_where=running,
+        postgresql_where=running,
+    )
+
+
+def _create_others() -> None:
+    op.create_table(
+        "plans",
+        sa.Column("fingerprint", sa.String(64), primary_key=True),
+        sa.Column("plan", sa.Text, nullable=False),
+        sa.Column("made_at", _SECONDS, nullable=False),
+    )
+    op.create_table(
+        "events",
+        sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
+        sa.Column("job_number", _NUMBER, sa.ForeignKey("jobs.number", ondelete="CASCADE"), nullable=False),
+        sa.Column("data", sa.Text, nullable=False),
+    )
+    op.create_index("ix_events_job_number", "events", ["job_number"])
+    op.create_table(
+        "idempotency_keys",
+        sa.Column("owner", sa.String(32), primary_key=True),
+        sa.Column("key", sa.String(255), primary_key=True),
+        sa.Column("digest", sa.String(64), nullable=False),
+        sa.Column("job_id", sa.String(32), nullable=False),
+        sa.Column("used_at", _SECONDS, nullable=False),
+    )
+    op.create_table(
+        "tokens",
+        sa.Column("id", sa.String(32), primary_key=True),
+        sa.Column("name", sa.String(200), nullable=False),
+        sa.Column("digest", sa.String(64), nullable=False),
+        sa.Column("scope", sa.String(16), nullable=False),
+        sa.Column("created_at", _SECONDS, nullable=False),
+        sa.Column("revoked_at", _SECONDS),
+    )

@@ -1,0 +1,1 @@
+"""The HTTP routes, a file for each topic."""

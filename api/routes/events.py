@@ -1,0 +1,73 @@
+"""``/v1/plans/{id}/events``: a job's progress as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header, HTTPException, Request
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.events import read_events
+from api.guard import Caller, needs
+from api.problems import problem_responses
+from api.routes.plans import found_job
+from api.service import Service, service_of
+
+router = APIRouter(prefix="/v1/plans", tags=["plans"])
+
+_LOOK_S = 0.3
+_ALIVE_S = 10.0
+
+
+_DESCRIPTION: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Events until the job has ended: `data` is a JSON object with a `stage`, `id` goes into "
+        "`Last-Event-ID` to go on from there.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get(
+    "/{job_id}/events",
+    response_class=StreamingResponse,
+    responses={**_DESCRIPTION, **problem_responses(404, 422)},
+)
+async def follow(
+    job_id: str,
+    request: Request,
+    caller: Annotated[Caller, Depends(needs("read"))],
+    last_event_id: Annotated[str | None, Header(description="The id of the last event that was seen.")] = None,
+) -> StreamingResponse:
+    """Follow a job from its first event, or from the one after ``Last-Event-ID``, to its end."""
+    service = service_of(request)
+    job = await run_in_threadpool(found_job, service, caller, job_id)
+    if not service.streams.take():
+        raise HTTPException(503, "Too many event streams are open.", headers={"Retry-After": "10"})
+    after = int(last_event_id) if last_event_id and last_event_id.isascii() and last_event_id.isdigit() else 0
+    events = _events(request, service, job.number, min(after, 2**63 - 1))
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def _events(request: Request, service: Service, job_number: int, after: int) -> AsyncIterator[str]:
+    said = time.monotonic()
+    try:
+        while not service.stopping.is_set():
+            found, ended = await run_in_threadpool(read_events, service.database, job_number, after)
+            for event in found:
+                after, said = event.number, time.monotonic()
+                yield f"id: {event.number}\ndata: {event.data_json}\n\n"
+            if ended:
+                return
+            if time.monotonic() - said > _ALIVE_S:
+                yield ": still there\n\n"
+                said = time.monotonic()
+            if await request.is_disconnected():
+                return
+            await asyncio.sleep(_LOOK_S)
+    finally:
+        service.streams.give_back()

@@ -1,0 +1,93 @@
+"""The tables of the database, the same in SQLite and in PostgreSQL. Times are seconds since 1970, by its clock."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+_Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up only a column of its own kind of integer
+_Seconds = Float(53)
+
+
+class Base(DeclarativeBase):
+    """What alembic compares a database with."""
+
+
+class JobRow(Base):
+    """A request of one owner, and what became of it; its plan is in `PlanRow`, where equal requests share it."""
+
+    __tablename__ = "jobs"
+
+    number: Mapped[int] = mapped_column(_Number, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(32), unique=True)
+    owner: Mapped[str] = mapped_column(String(32))
+    fingerprint: Mapped[str] = mapped_column(String(64), index=True)
+    status: Mapped[str] = mapped_column(String(16))
+    request: Mapped[str] = mapped_column(Text)
+    label: Mapped[str] = mapped_column(String(400))
+    error: Mapped[str | None] = mapped_column(Text)
+    attempt: Mapped[int]
+    deaths: Mapped[int]
+    worker: Mapped[str | None] = mapped_column(String(200))
+    lease_until: Mapped[float | None] = mapped_column(_Seconds)
+    queued_at: Mapped[float] = mapped_column(_Seconds)
+    started_at: Mapped[float | None] = mapped_column(_Seconds)
+    finished_at: Mapped[float | None] = mapped_column(_Seconds)
+
+    __table_args__ = (
+        UniqueConstraint("owner", "fingerprint", name="uq_jobs_owner_fingerprint"),
+        Index("ix_jobs_status_queued_at", "status", "queued_at"),
+        # Equal requests of two owners are never planned at the same time: the second gets the first one's plan.
+        Index(
+            "uq_jobs_running_fingerprint",
+            "fingerprint",
+            unique=True,
+            sqlite_where=text("status = 'running'"),
+            postgresql_where=text("status = 'running'"),
+        ),
+    )
+
+
+class PlanRow(Base):
+    """The plan that answers all requests of a fingerprint."""
+
+    __tablename__ = "plans"
+
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    plan: Mapped[str] = mapped_column(Text)
+    made_at: Mapped[float] = mapped_column(_Seconds)
+
+
+class EventRow(Base):
+    """Something that happened to a job; ``data`` is a JSON object."""
+
+    __tablename__ = "events"
+
+    number: Mapped[int] = mapped_column(_Number, primary_key=True, autoincrement=True)
+    job_number: Mapped[int] = mapped_column(_Number, ForeignKey("jobs.number", ondelete="CASCADE"), index=True)
+    data: Mapped[str] = mapped_column(Text)
+
+
+class KeyRow(Base):
+    """An ``Idempotency-Key`` that was used: ``digest`` is the request's, ``job_id`` the job that it made."""
+
+    __tablename__ = "idempotency_keys"
+
+    owner: Mapped[str] = mapped_column(String(32), primary_key=True)
+    key: Mapped[str] = mapped_column(String(255), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(64))
+    job_id: Mapped[str] = mapped_column(String(32))
+    used_at: Mapped[float] = mapped_column(_Seconds)
+
+
+class TokenRow(Base):
+    """An API token: ``digest`` is the SHA-256 of its secret, which is not kept."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    name: Mapped[str] = mapped_column(String(200))
+    digest: Mapped[str] = mapped_column(String(64))
+    scope: Mapped[str] = mapped_column(String(16))
+    created_at: Mapped[float] = mapped_column(_Seconds)
+    revoked_at: Mapped[float | None] = mapped_column(_Seconds)

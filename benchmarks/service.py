@@ -1,0 +1,234 @@
+"""How the service holds up: cached plans a second, and a storm of jobs while solves run. Prints JSON; fails on a miss.
+
+``python benchmarks/service.py [--seconds 10] [--jobs 200] [--database-url postgresql://...]``
+
+It starts a ``shardplan serve`` of its own (with a database URL also ``shardplan worker``s) and clients in a process
+beside it, so on a machine of two cores the clients take one of them. A request asks for a plan that was made before; a
+storm is 20 clients that submit 200 jobs at once, and wait for all of them, while ``/healthz`` is asked every 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+CLIENTS = 20
+CONNECTIONS = 8
+HEALTH_EVERY_S = 0.02
+WANTED = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0}
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+}
+
+
+def request_of(number: int, batch: int = 8) -> dict[str, Any]:
+    """Return the request for a small plan of its own; a batch of 6 does not divide over its 4 devices."""
+    settings = {
+        "cluster": "1x4xtoy",
+        "batch": batch,
+        "seq": 64,
+        "mesh": "dp=4",
+        "planner": "data-parallel",
+        "micro_batches": 1,
+        "ac": "none",
+        "dtype": "fp32",
+    }
+    return {"model": {"hf_config": {**TINY, "max_position_embeddings": 4096 + number}}, **settings}
+
+
+@dataclass
+class Seconds:
+    """Times of many requests."""
+
+    values: list[float] = field(default_factory=list)
+
+    def share(self, share: float) -> float:
+        """Return the milliseconds that this share of them stays under."""
+        ordered = sorted(self.values)
+        return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@contextmanager
+def running_server(folder: Path, database_url: str | None, workers: int) -> Iterator[str]:
+    """Give the URL of a server, with its workers, on a free port."""
+    environment = {**os.environ, "SHARDPLAN_MAX_UNFINISHED_PER_TOKEN": "100"}
+    if database_url is not None:
+        environment["SHARDPLAN_DATABASE_URL"] = database_url
+    command = [str(Path(sys.executable).with_name("shardplan"))]
+    log = folder / "serve.log"
+    serve = [*command, "serve", "--port", "0", "--data-dir", str(folder / "data"), "--workers", str(workers)]
+    processes = []
+    with log.open("wb") as stream:
+        processes.append(subprocess.Popen(serve, stderr=stream, env=environment))
+        if database_url is not None:
+            processes.append(subprocess.Popen([*command, "worker", "--workers", str(workers)], env=environment))
+        try:
+            while '"listening"' not in log.read_text():
+                if processes[0].poll() is not None:
+                    raise SystemExit(log.read_text())
+                time.sleep(0.1)
+            first = next(line for line in log.read_text().splitlines() if '"listening"' in line)
+            yield json.loads(first)["url"]
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+                process.wait(timeout=60)
+
+
+def until_ended(url: str, job: str) -> dict[str, Any]:
+    """Return a job once it has ended."""
+    while True:
+        answer: dict[str, Any] = httpx.get(f"{url}/v1/plans/{job}").raise_for_status().json()
+        if answer["status"] not in {"queued", "running"}:
+            return answer
+        time.sleep(0.2)
+
+
+async def ask_raw(url: str, seconds: float, body: bytes, times: Seconds) -> None:
+    """Post ``body`` again and again on one connection; plain sockets, so that the client costs next to nothing."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"POST /v1/plans HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    message = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    end = time.perf_counter() + seconds
+    while (started := time.perf_counter()) < end:
+        writer.write(message)
+        lines = (await reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(lines.split(b"content-length:")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        if not lines.startswith(b"http/1.1 200"):
+            raise SystemExit(f"not answered from the cache: {lines[:200]!r}")
+        times.values.append(time.perf_counter() - started)
+    writer.close()
+
+
+def cached(url: str, seconds: float) -> dict[str, float]:
+    """Return how fast plans come that were made before."""
+    body = json.dumps(request_of(0)).encode()
+    job = httpx.post(f"{url}/v1/plans", json=request_of(0)).json()["id"]
+    assert until_ended(url, job)["status"] == "succeeded"
+    times = Seconds()
+
+    async def ask_all() -> None:
+        await asyncio.gather(*(ask_raw(url, seconds, body, times) for _ in range(CONNECTIONS)))
+
+    asyncio.run(ask_all())
+    return {
+        "requests_per_s": len(times.values) / seconds,
+        "p50_ms": times.share(0.5),
+        "p99_ms": times.share(0.99),
+        "worst_ms": times.share(1.0),
+    }
+
+
+async def submit(client: httpx.AsyncClient, requests: list[dict[str, Any]], counts: dict[str, int]) -> list[str]:
+    """Return the jobs that one client made of its requests, each sent again where it was told to come back."""
+    jobs = []
+    for request in requests:
+        while True:
+            answer = await client.post("/v1/plans", json=request)
+            counts[str(answer.status_code)] = counts.get(str(answer.status_code), 0) + 1
+            if answer.status_code != 429:
+                break
+            await asyncio.sleep(float(answer.headers["retry-after"]))
+        jobs.append(answer.raise_for_status().json()["id"])
+    return jobs
+
+
+async def watch_health(client: httpx.AsyncClient, done: asyncio.Event, times: Seconds) -> None:
+    """Ask whether the server lives, until it is done."""
+    while not done.is_set():
+        started = time.perf_counter()
+        (await client.get("/healthz")).raise_for_status()
+        times.values.append(time.perf_counter() - started)
+        await asyncio.sleep(HEALTH_EVERY_S)
+
+
+async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
+    """Return what became of so many jobs, submitted at once by many clients; so many of them are solved."""
+    counts: dict[str, int] = {}
+    health, done = Seconds(), asyncio.Event()
+    requests = [request_of(number, batch=8 if number <= solves else 6) for number in range(1, jobs + 1)]
+    started = time.perf_counter()
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+        watching = asyncio.create_task(watch_health(client, done, health))
+        shares = [requests[number::CLIENTS] for number in range(CLIENTS)]
+        made = [
+            job for part in await asyncio.gather(*(submit(client, share, counts) for share in shares)) for job in part
+        ]
+        submitted_s = time.perf_counter() - started
+        ended: dict[str, int] = {}
+        runs: dict[int, int] = {}
+        for job in made:
+            while (answer := (await client.get(f"/v1/plans/{job}")).json())["status"] in {"queued", "running"}:
+                await asyncio.sleep(0.5)
+            ended[answer["status"]] = ended.get(answer["status"], 0) + 1
+            stages = (await client.get(f"/v1/plans/{job}/events")).text.count('{"stage": "running"}')
+            runs[stages] = runs.get(stages, 0) + 1
+        done.set()
+        await watching
+    return {
+        "jobs": len(set(made)),
+        "answers": counts,
+        "ended": ended,
+        "runs_per_job": runs,
+        "submitted_s": submitted_s,
+        "ended_s": time.perf_counter() - started,
+        "healthz_p99_ms": health.share(0.99),
+        "healthz_worst_ms": health.share(1.0),
+    }
+
+
+def main() -> int:
+    """Measure, print, and return 0 where all that is wanted is met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--jobs", type=int, default=200)
+    parser.add_argument("--solves", type=int, help="jobs that are solved; the others are refused by a worker (all)")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--database-url")
+    options = parser.parse_args()
+    solves = options.jobs if options.solves is None else options.solves
+    wanted = {"succeeded": solves, "failed": options.jobs - solves}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(Path(folder), options.database_url, options.workers) as url,
+    ):
+        fast = cached(url, options.seconds)
+        stormy = asyncio.run(storm(url, options.jobs, solves))
+    met = {
+        "requests_per_s": fast["requests_per_s"] >= WANTED["requests_per_s"],
+        "p99_ms": fast["p99_ms"] < WANTED["p99_ms"],
+        "healthz_p99_ms": stormy["healthz_p99_ms"] < WANTED["healthz_p99_ms"],
+        "only_429": set(stormy["answers"]) <= {"200", "202", "429"},
+        "every_job_ends": stormy["ended"] == {status: jobs for status, jobs in wanted.items() if jobs},
+        "none_twice": set(stormy["runs_per_job"]) == {1},
+    }
+    print(json.dumps({"cached": fast, "storm": stormy, "met": met, "wanted": WANTED}, indent=2))
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
