@@ -9,7 +9,14 @@ from cost_model.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, 
 from cost_model.collectives import AxisGroup, CollectiveKind, axis_group, collective_time_s, collective_times_s
 from cost_model.compute import dtype_nbytes, elementwise_time_s, op_time_s
 from cost_model.gemm import gemm_flops, gemm_time_s, grouped_gemm_time_s
-from cost_model.memory import OPTIMIZERS, OptimizerSpec, optimizer_step_time_s, parameter_state_bytes, reserve_bytes
+from cost_model.memory import (
+    OPTIMIZERS,
+    OptimizerSpec,
+    optimizer_step_time_s,
+    optimizer_time_per_parameter_s,
+    parameter_state_bytes,
+    reserve_bytes,
+)
 
 __all__ = [
     "OPTIMIZERS",
@@ -34,6 +41,7 @@ __all__ = [
     "grouped_gemm_time_s",
     "op_time_s",
     "optimizer_step_time_s",
+    "optimizer_time_per_parameter_s",
     "parameter_state_bytes",
     "reserve_bytes",
 ]

@@ -111,17 +111,29 @@ def optimizer_step_time_s(
 ) -> float:
     """Return the seconds of one fused optimizer step over ``numel_local`` parameters, bound by memory; 0.0 for none.
 
-    The gradient is read; states and the copy that is updated are read and written; where parameters are not that copy
-    they are written too. Known error: an unfused step (``foreach``) passes over memory several times and takes about
-    three times as long.
+    Known error: an unfused step (``foreach``) passes over memory several times and takes about three times as long.
     """
     if numel_local < 0:
         raise ValueError(f"numel_local is {numel_local}; it cannot be negative")
     if numel_local == 0:
         return 0.0
+    each = optimizer_time_per_parameter_s(
+        device=device, optimizer=optimizer, dtype=dtype, master_dtype=master_dtype, gradient_dtype=gradient_dtype
+    )
+    return numel_local * each + device.kernel_launch_s
+
+
+def optimizer_time_per_parameter_s(
+    *, device: DeviceSpec, optimizer: str, dtype: str, master_dtype: str, gradient_dtype: str
+) -> float:
+    """Return the seconds that a fused optimizer step takes for one more parameter: the kernel is launched anyway.
+
+    The gradient is read; states and the copy that is updated are read and written; where parameters are not that copy
+    they are written too.
+    """
     updated = (find_optimizer(optimizer).states + 1) * dtype_nbytes(master_dtype)
-    per_parameter = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)
-    return numel_local * per_parameter / stream_bytes_per_s(device) + device.kernel_launch_s
+    nbytes = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)
+    return nbytes / stream_bytes_per_s(device)
 
 
 def reserve_bytes(device: DeviceSpec) -> int:

@@ -20,12 +20,17 @@ from planner.traced_module import BASE_BATCH, TracedModule
 
 @dataclass(slots=True)
 class TracedModel:
-    """A model's graph at any micro-batch, with what follows from it; every answer is remembered."""
+    """A model's graph at any micro-batch, with what follows from it; every answer is remembered.
+
+    Attributes:
+        fold: whether equal blocks share their decisions; see `build_regions`.
+    """
 
     graph: OpGraph
     traced_batch: int
     is_open: bool
     flash_attention: bool
+    fold: bool = True
     _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
     _structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
 
@@ -56,7 +61,7 @@ class TracedModel:
     def _at(self, batch: int) -> tuple[RegionGraph, GraphProfile, Blocks]:
         if batch not in self._regions:
             graph = at_batch(self.graph, self.traced_batch, batch) if self.is_open else self.graph
-            regions = build_regions(graph)
+            regions = build_regions(graph, fold=self.fold)
             found = profile(graph, flash_attention=self.flash_attention)
             self._regions[batch] = regions, found, find_blocks(regions)
         return self._regions[batch]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cost_model import optimizer_step_time_s, parameter_state_bytes
+from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.layout import Layout, sharded_dim, split_factor
 from planner import problem as quantity
 from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
@@ -143,8 +143,8 @@ class ParameterPricer:
         state["gradients"] = 0  # they come one by one, or accumulate unreduced, and are charged where that is known
         charge = {quantity.MEMORY + role: float(nbytes) for role, nbytes in state.items()}
         if trainable:
-            charge[quantity.EXPOSED] = optimizer_step_time_s(
-                numel,
+            # One fused kernel updates all parameters: its launch is not theirs, and equal blocks cost what each does.
+            charge[quantity.EXPOSED] = numel * optimizer_time_per_parameter_s(
                 device=self._run.cluster.device,
                 optimizer=job.optimizer,
                 dtype=self.stored_dtype,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,24 @@ class Pin:
         found = layout[names.index(self.axis)] if self.axis in names else Replicate()
         return (found == self.placement) != self.forbidden
 
+    def allows_whole(self) -> bool:
+        """Tell whether a tensor that is whole on the pin's axis keeps it."""
+        return (self.placement == Replicate()) != self.forbidden
+
+    def contradicts(self, other: Pin) -> bool:
+        """Tell whether no placement of one tensor, at rest or in computing alike, keeps both pins."""
+        if self.axis != other.axis or (self.forbidden and other.forbidden):
+            return False
+        return (self.placement == other.placement) == (self.forbidden or other.forbidden)
+
+
+def _contradiction(one: str, other: str, parameter: str) -> JobError:
+    return JobError(
+        f"the pins {one!r} and {other!r} contradict each other: {parameter} cannot keep both.",
+        what_to_do="Leave one of them out.",
+        field="pins",
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
@@ -128,11 +147,12 @@ class Pins:
         return ", ".join([pin.text for pin, _ in self.pins] + [f"{axis} for data alone" for axis in self.data_axes])
 
     def check(self, classes: Sequence[ParameterClass], names_of: dict[str, tuple[str, ...]]) -> None:
-        """Refuse a pin that is for some of the parameters that share their layouts, and not for others.
+        """Refuse pins that contradict each other, and one that is for some only of parameters that share their layouts.
 
         Raises:
-            JobError: naming one of each.
+            JobError: naming both pins, or one parameter of each kind.
         """
+        self._check_contradictions([names_of[value] for parameter in classes for value in parameter.values])
         for parameter in classes:
             for pin, names in self.pins:
                 inside = [any(name in names for name in names_of[value]) for value in parameter.values]
@@ -144,6 +164,19 @@ class Pins:
                         what_to_do="Pin all of them, with * for the block's number.",
                         field="pins",
                     )
+
+    def _check_contradictions(self, tensors: Iterable[tuple[str, ...]]) -> None:
+        """Refuse two pins, or a pin and an axis for data, that no layout of one of ``tensors`` (its FQNs) keeps."""
+        for pin, names in self.pins:
+            if pin.axis in self.data_axes and pin.used and not pin.allows_whole():
+                raise _contradiction(pin.text, f"{pin.axis} for data alone", min(names))
+        for tied in tensors:
+            # A tied parameter rests in one layout under all its names, and is computed in one by each.
+            for used, group in ((False, tied), *((True, (name,)) for name in tied)):
+                own = [pin for pin, names in self.pins if pin.used is used and not names.isdisjoint(group)]
+                for a, b in itertools.combinations(own, 2):
+                    if a.contradicts(b):
+                        raise _contradiction(a.text, b.text, " = ".join(group))
 
     def restrict(self, mesh: MeshSpec, other: Restriction | None) -> Restriction | None:
         """Return ``other`` restricted further to what keeps the pins on ``mesh``."""

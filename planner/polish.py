@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from cost_model.layout import Layout
 from planner.assemble import Decision
 from planner.communication import Port, add_prices
-from planner.formulate import Formulator, stored_layouts
+from planner.formulate import Accepts, AcceptsStored, Formulator, stored_layouts
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.problem import Charge
@@ -18,14 +19,20 @@ RELATIVE_TOLERANCE = 1e-12
 """Charges that differ by no more are the same sum in another order."""
 
 
-def polish(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
-    """Return a decision of the same price in which ties are settled by taste."""
+def polish(
+    formulator: Formulator,
+    structure: Structure,
+    decision: Decision,
+    accepts: Accepts | None = None,
+    accepts_stored: AcceptsStored | None = None,
+) -> Decision:
+    """Return a decision of the same price in which ties are settled by taste, among the choices that are accepted."""
     stored = [
-        _tidier(formulator, parameter, choice, decision)
+        _tidier(formulator, parameter, choice, decision, _accepted(structure, parameter, accepts_stored))
         for parameter, choice in zip(structure.parameters, decision.stored, strict=True)
     ]
     strategies = [
-        _input_strategy(formulator, structure, index, decision)
+        _input_strategy(formulator, structure, index, decision, accepts)
         if _is_input(structure.representative(index))
         else strategy
         for index, strategy in enumerate(decision.strategies)
@@ -33,8 +40,21 @@ def polish(formulator: Formulator, structure: Structure, decision: Decision) -> 
     return Decision(strategies=tuple(strategies), stored=tuple(stored))
 
 
+def _accepted(
+    structure: Structure, parameter: ParameterClass, accepts_stored: AcceptsStored | None
+) -> Callable[[Layout], bool]:
+    """Return whether a class of parameters may rest in a layout."""
+    graph = structure.regions.graph
+    value, names = graph.values[parameter.values[0]], graph.parameters[parameter.values[0]]
+    return lambda layout: accepts_stored is None or accepts_stored(value, names, layout)
+
+
 def _tidier(
-    formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision
+    formulator: Formulator,
+    parameter: ParameterClass,
+    choice: StoredChoice,
+    decision: Decision,
+    is_accepted: Callable[[Layout], bool],
 ) -> StoredChoice:
     """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
     wanted = _parameter_charge(formulator, parameter, choice, decision)
@@ -46,6 +66,8 @@ def _tidier(
         other = StoredChoice(stored=layout, accumulated=accumulated, gathered_over=choice.gathered_over)
         if other == choice:
             return choice
+        if not is_accepted(layout):
+            continue
         charge = _parameter_charge(formulator, parameter, other, decision)
         if charge is not None and wanted is not None and _same(charge, wanted):
             return other
@@ -73,7 +95,9 @@ def _is_input(region: Region) -> bool:
     return not region.ops and all(slot.origin == "entry" and slot.source is None for slot in region.slots)
 
 
-def _input_strategy(formulator: Formulator, structure: Structure, index: int, decision: Decision) -> Strategy:
+def _input_strategy(
+    formulator: Formulator, structure: Structure, index: int, decision: Decision, accepts: Accepts | None
+) -> Strategy:
     """Return the way to take an input in that is split most, over the first dims, without communication."""
     wanted: list[tuple[int, Port]] = []
     for edge in structure.edges:
@@ -95,7 +119,8 @@ def _input_strategy(formulator: Formulator, structure: Structure, index: int, de
     current = decision.strategies[index]
     if not is_free(current):
         return current
-    return min((s for s in formulator.strategies(index) if is_free(s)), key=_taste)
+    strategies = (s for s in formulator.strategies(index) if accepts is None or accepts(region, s))
+    return min((s for s in strategies if is_free(s)), key=_taste)
 
 
 def _taste(strategy: Strategy) -> tuple[int, Sequence[str]]:

@@ -162,8 +162,12 @@ def _slot_key(frames: _Frames, value: str, call: int) -> SlotKey:
     return (value, call) if (value, call) in frames.entries else (value, frames.home.get(value, call))
 
 
-def build_regions(graph: OpGraph) -> RegionGraph:
-    """Return the regions of ``graph``, their classes, and the links between them."""
+def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
+    """Return the regions of ``graph``, their classes, and the links between them.
+
+    Args:
+        fold: whether equal regions are one class; otherwise each decides for itself, which takes long to solve.
+    """
     frames = _Frames(graph)
     union = _Union()
     live_ops = [op for op in graph.ops if any(graph.values[v].kind == "activation" for v in op.outputs)]
@@ -190,7 +194,7 @@ def build_regions(graph: OpGraph) -> RegionGraph:
         ops = [item for item in items if isinstance(item, Op)]
         keys = [item for item in items if not isinstance(item, Op)]
         regions.append(_build_region(graph, frames, len(regions), ops, keys))
-    return _link(graph, regions)
+    return _link(graph, regions, fold)
 
 
 def _build_region(graph: OpGraph, frames: _Frames, index: int, ops: list[Op], keys: list[SlotKey]) -> Region:
@@ -294,7 +298,7 @@ def _op_signature(region_op: RegionOp) -> Hashable:
     return (region_op.op.target_name, constants, region_op.inputs, region_op.outputs)
 
 
-def _link(graph: OpGraph, regions: list[Region]) -> RegionGraph:
+def _link(graph: OpGraph, regions: list[Region], fold: bool) -> RegionGraph:
     where: dict[SlotKey, tuple[int, int]] = {}
     for region in regions:
         for position, slot in enumerate(region.slots):
@@ -310,7 +314,7 @@ def _link(graph: OpGraph, regions: list[Region]) -> RegionGraph:
                     Link(producer=producer, producer_slot=producer_slot, consumer=region.index, consumer_slot=position)
                 )
     finished = tuple(dataclasses.replace(region, exits=tuple(sorted(exits[region.index]))) for region in regions)
-    classes, class_of = _classify(finished)
+    classes, class_of = _classify(finished, fold)
     return RegionGraph(graph=graph, regions=finished, classes=classes, class_of=class_of, links=tuple(links))
 
 
@@ -322,16 +326,19 @@ def _key_of(graph: OpGraph, region: Region, slot: Slot) -> SlotKey:
     return slot.value.name, producer.call
 
 
-def _classify(regions: tuple[Region, ...]) -> tuple[tuple[RegionClass, ...], tuple[int, ...]]:
+def _classify(regions: tuple[Region, ...], fold: bool) -> tuple[tuple[RegionClass, ...], tuple[int, ...]]:
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for region in regions:
-        groups[region.signature, region.exits].append(region.index)
+        # Calls of one module are alike in any case: a plan has one key for them.
+        own = None if fold else region.fqn
+        groups[region.signature, region.exits, own].append(region.index)
     class_of = [0] * len(regions)
     classes: list[RegionClass] = []
     for members in groups.values():
         for member in members:
             class_of[member] = len(classes)
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", regions[members[0]].fqn)
+        fqn = regions[members[0]].fqn
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", fqn) if fold else fqn
         classes.append(RegionClass(index=len(classes), pattern=pattern, members=tuple(members)))
     return tuple(classes), tuple(class_of)
 

@@ -164,7 +164,7 @@ class Search:
             decision = decision_of(formulation, solution.assignment)
             refused = self.refused(run, formulation, decision)
             if not refused:
-                return self._candidate(run, formulator, structure, decision, solution)
+                return self._candidate(run, formulator, structure, decision, solution, restriction)
             formulation = without(formulator, formulation, decision, refused)
         return None
 
@@ -203,10 +203,16 @@ class Search:
 
     @staticmethod
     def _candidate(
-        run: Run, formulator: Formulator, structure: Structure, decision: Decision, solution: Solution | None
+        run: Run,
+        formulator: Formulator,
+        structure: Structure,
+        decision: Decision,
+        solution: Solution | None,
+        restriction: Restriction | None = None,
     ) -> Candidate:
         if solution is not None:
-            decision = polish(formulator, structure, decision)
+            kept = (None, None) if restriction is None else (restriction.accepts, restriction.accepts_stored)
+            decision = polish(formulator, structure, decision, *kept)
         found = estimate(formulator, structure, decision)
         return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
 

@@ -9,11 +9,10 @@ import torch
 from graphs import canonical
 from torch import nn
 
-from api.models import load_model
 from planner import trace as tracing
-from planner.capture import ExampleInputs, quiet, to_meta
+from planner.capture import ExampleInputs, to_meta
 from planner.fold import Repeat, repeats_of, without_repeats
-from planner.inputs import as_inputs, inputs_for, with_dtype
+from planner.inputs import as_inputs
 
 WIDTH = 8
 
@@ -210,22 +209,3 @@ def test_the_module_is_whole_again_afterwards() -> None:
     with without_repeats(module, [Repeat(container="blocks", first=1, length=6)]):
         assert len(module.blocks) == 4
     assert [name for name, _ in module.named_modules()] == names
-
-
-@pytest.mark.parametrize(
-    ("preset", "count"),
-    [
-        ("gpt2", 1),
-        pytest.param("t5-large", 2, marks=pytest.mark.slow),
-        pytest.param("llama-3.1-8b", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_presets(preset: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = to_meta(load_model(preset, seq=64).module, torch.bfloat16)
-    given = with_dtype(inputs_for(module, batch=2, seq=64), torch.bfloat16)
-    with quiet():
-        assert len(repeats_of(module, given)) == count
-        folded = tracing._folded(module, given)
-        assert folded is not None
-        monkeypatch.setattr(tracing, "_folded", lambda module, inputs: None)
-        assert canonical(folded) == canonical(tracing.trace(module, given))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import families
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from cost_model.layout import MeshSpec
+from cost_model.layout import MeshSpec, format_layout
 from planner import PlanningSession, build_plan
 from planner.errors import JobError, MeshError, UnmatchedKeyError
 from planner.patterns import resolve_keys
@@ -99,9 +100,82 @@ def test_meshes_without_the_axis_are_left_out() -> None:
         ({"data_axes": ("data",)}, JobError, "dp, tp"),
         ({"pins": ("model.layers.1.mlp.down_proj.weight=S(0)@dp",)}, JobError, r"model\.layers\.0\.mlp"),
         ({"pins": ("lm_head.weight=S(3)@tp",)}, MeshError, r"lm_head\.weight=S\(3\)@tp"),
-        ({"pins": ("lm_head.weight=S(0)@tp", "lm_head.weight=S(1)@tp")}, MeshError, "keeps the pins"),
+        ({"pins": ("model.norm.weight=S(0)@tp", "model.norm.weight:used=S(0)@dp")}, MeshError, "keeps the pins"),
     ],
 )
 def test_what_cannot_be_kept_is_said(more: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         planned(**more)
+
+
+@pytest.mark.parametrize(
+    ("pins", "data_axes"),
+    [
+        (("lm_head.weight=S(0)@tp", "lm_head.weight=S(1)@tp"), ()),
+        (("lm_head.weight=S(0)@tp", "lm_head.weight!=S(0)@tp"), ()),
+        (("model.layers.*.mlp.up_proj.weight:used=R@tp", "model.layers.*.mlp.*.weight:used=S(0)@tp"), ()),
+        (("lm_head.weight:used=S(1)@dp", "dp for data alone"), ("dp",)),
+        (("lm_head.weight:used!=R@dp", "dp for data alone"), ("dp",)),
+    ],
+)
+def test_contradictory_pins_are_both_named(pins: tuple[str, ...], data_axes: tuple[str, ...]) -> None:
+    """Pins that have nothing to do with it are not."""
+    innocent = "model.norm.weight=R@tp"
+    given = (innocent, *pins[: 1 if data_axes else 2])
+    with pytest.raises(JobError, match="contradict each other") as refused:
+        planned(pins=given, data_axes=data_axes)
+    assert all(repr(pin) in str(refused.value) for pin in pins)
+    assert innocent not in str(refused.value)
+    assert refused.value.what_to_do
+
+
+def test_a_tied_parameter_rests_in_one_layout_under_both_its_names() -> None:
+    module, inputs = families.make("gpt2", 8)
+    pins = ("lm_head.weight=S(0)@tp", "transformer.wte.weight=S(1)@tp")
+    with pytest.raises(JobError, match="contradict each other") as refused:
+        build_plan(module, example_inputs=inputs, pins=pins, **OPTIONS)
+    assert all(repr(pin) in str(refused.value) for pin in pins)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [
+        pytest.param(("lm_head.weight=S(0)@tp", "lm_head.weight=S(0)@dp"), marks=pytest.mark.slow),
+        pytest.param(("lm_head.weight=S(0)@tp", "lm_head.weight!=S(1)@tp"), marks=pytest.mark.slow),
+        ("lm_head.weight=S(0)@tp", "lm_head.weight:used=R@tp"),
+        ("lm_head.weight!=S(0)@tp", "lm_head.weight!=S(1)@tp"),
+    ],
+)
+def test_pins_that_only_look_contradictory_are_kept(pins: tuple[str, ...]) -> None:
+    plan = planned(pins=pins)
+    stored, used = layouts(plan, "plan"), layouts(plan, "compute_plan")
+    for pin in map(Pin.parse, pins):
+        found = used.get(pin.pattern, stored[pin.pattern]) if pin.used else stored[pin.pattern]
+        assert pin.allows(found, MESH), pin.text
+
+
+def every_layout(plan: Any) -> dict[str, tuple[str, ...]]:
+    """Return the pins that say a plan's layouts, at rest and in computing, and nothing else."""
+    stored, used = layouts(plan, "plan"), layouts(plan, "compute_plan")
+    return {
+        sign: tuple(
+            f"{re.sub(r'[.]([0-9]+)[.]', '.*.', name)}{sign}={placement_text}@{axis}"
+            for name in NAMES
+            for axis, placement_text in zip(MESH.names, format_layout(found(name)), strict=True)
+        )
+        for sign, found in (("", stored.__getitem__), (":used", lambda name: used.get(name, stored[name])))
+    }
+
+
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
+def test_a_plan_pinned_down_to_the_last_parameter_is_kept_exactly(seed: int) -> None:
+    """Another plan's layouts, all of them: the search has only the activations left to choose."""
+    free, other = planned(), planned(planner=f"random:{seed}")
+    assert layouts(other, "plan") != layouts(free, "plan")
+    pins = every_layout(other)
+    plan = planned(pins=(*dict.fromkeys(pins[""]), *dict.fromkeys(pins[":used"])))
+    assert layouts(plan, "plan") == layouts(other, "plan")
+    assert layouts(plan, "compute_plan") == layouts(other, "compute_plan")
+    gap = free.job.mip_gap
+    assert free.estimate.step_time_s * (1 - gap) <= plan.estimate.step_time_s
+    assert plan.estimate.step_time_s <= other.estimate.step_time_s * (1 + gap)

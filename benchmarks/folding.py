@@ -1,0 +1,314 @@
+"""What folding equal blocks costs: the folded program against the one in which every block decides for itself.
+
+    python benchmarks/folding.py                    # six models of 8 layers, without and with a binding memory cap
+    python benchmarks/folding.py --model gpt2 --layers 4 --without-cap
+
+Three programs of one model on one mesh: folded; unfolded, with equality of equal blocks as constraints, which has to
+come to the same; and unfolded without them, which folding may lose to. Every answer is written as a plan, read back and
+priced by the estimator. Exit code 1 where two figures that have to be equal are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from api.configs import find_config
+from api.models import load_model, quiet_libraries
+from cost_model.layout import MeshSpec
+from planner.assemble import Decision, decision_from_plan, decision_of, entries_of
+from planner.candidates import TracedModel
+from planner.clock import Clock
+from planner.errors import SolverError
+from planner.estimate import estimate
+from planner.formulate import Formulation, Formulator
+from planner.ilp import least_memory, solve
+from planner.plan import PlanMesh, ShardingPlan
+from planner.problem import Assignment, Edge, Problem, Solution
+from planner.run import Run
+from planner.search import Search
+from planner.session import PlanningSession
+from planner.structure import Structure
+from planner.traced_module import ModuleNames
+
+CLUSTER, MESH, BATCH = "1x8xh100-sxm-80gb", "dp=2,tp=4", 8
+SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512, "vit-large": None}
+DEFAULT_SEQ = 4096
+MODELS = ("llama-3.1-8b", "qwen3-8b", "gpt2", "bert-large", "vit-large", "t5-large")
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+MIP_GAP = 1e-5
+TIME_LIMIT_S = 120.0
+SAME = 1e-9
+"""Two sums of the same amounts in another order differ by no more, relatively."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One way to state the choice: folded, or every block for itself."""
+
+    formulator: Formulator
+    structure: Structure
+    formulation: Formulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """One run of a model, stated both ways."""
+
+    module: nn.Module
+    run: Run
+    folded: Side
+    apart: Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one program comes to.
+
+    Attributes:
+        solution: None where nothing fits, or where no answer was found in time.
+        in_time: whether the solver answered.
+        priced_s: step time of the written plan, priced from its file.
+        peak_bytes: likewise.
+    """
+
+    program: str
+    solution: Solution | None
+    in_time: bool = True
+    priced_s: float = 0.0
+    peak_bytes: int = 0
+
+
+def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
+    """Return the session's only run on a mesh, stated both ways."""
+    traced = session._traced
+    apart = TracedModel(
+        graph=traced.graph,
+        traced_batch=traced.traced_batch,
+        is_open=traced.is_open,
+        flash_attention=traced.flash_attention,
+        fold=False,
+    )
+    job = session.job
+    assert job.batch is not None
+    assert job.micro_batches is not None
+    assert job.ac is not None
+    run = session._search.run_of(MeshSpec.parse(run_on), job.micro_batches, job.ac)
+    search = Search(apart, job, session.cluster, job.batch, Clock())
+    return Both(module=module, run=run, folded=_side(session._search, run), apart=_side(search, run))
+
+
+def _side(search: Search, run: Run) -> Side:
+    formulator, structure, formulation = search.formulate(run, None)
+    assert formulation is not None, "the mesh divides nothing"
+    return Side(formulator=formulator, structure=structure, formulation=formulation)
+
+
+def tied(both: Both) -> Problem:
+    """Return the unfolded problem with constraints that equal blocks, and their parameters, choose alike."""
+    ties = itertools.chain.from_iterable(_ties(both.apart.formulation, group) for group in _groups(both))
+    problem = both.apart.formulation.problem
+    return dataclasses.replace(problem, edges=(*problem.edges, *ties))
+
+
+def _groups(both: Both) -> Iterator[list[int]]:
+    """Yield the unfolded nodes that are one node of the folded problem."""
+    folded, apart = both.folded.structure, both.apart.structure
+    for region_class in folded.regions.classes:
+        yield list(dict.fromkeys(apart.regions.class_of[member] for member in region_class.members))
+    node_of = {
+        value: len(apart.regions.classes) + index
+        for index, parameter in enumerate(apart.parameters)
+        for value in parameter.values
+    }
+    for parameter in folded.parameters:
+        yield [node_of[value] for value in parameter.values]
+
+
+def _ties(formulation: Formulation, nodes: Sequence[int]) -> Iterator[Edge]:
+    options: list[Sequence[Hashable]] = [*formulation.strategies, *formulation.stored]
+    for a, b in itertools.pairwise(nodes):
+        number = {choice: port for port, choice in enumerate(options[a])}
+        assert set(number) == set(options[b]), "equal blocks have equal choices"
+        yield Edge(
+            producer=a,
+            consumer=b,
+            producer_ports=tuple(range(len(number))),
+            consumer_ports=tuple(number[choice] for choice in options[b]),
+            pairs={(port, port): {} for port in number.values()},
+        )
+
+
+def taken_apart(both: Both, decision: Decision) -> Decision:
+    """Return the folded ``decision`` as every block's own."""
+    folded, apart = both.folded.structure, both.apart.structure
+    stored = {
+        value: choice
+        for parameter, choice in zip(folded.parameters, decision.stored, strict=True)
+        for value in parameter.values
+    }
+    return Decision(
+        strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in apart.regions.classes),
+        stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
+    )
+
+
+def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
+    """Return the plan of an assignment, as its file gives it back."""
+    run, entries = (
+        both.run,
+        entries_of(side.structure, decision_of(side.formulation, assignment), ModuleNames.of(both.module)),
+    )
+    plan = ShardingPlan(
+        mesh=PlanMesh.of(run.mesh, "cuda"),
+        plan=dict(entries.plan),
+        compute_plan=dict(entries.compute_plan),
+        gradient_plan=dict(entries.gradient_plan),
+        input_plan=dict(entries.input_plan),
+        output_plan=dict(entries.output_plan),
+        fully_shard=dict(entries.fully_shard),
+        micro_batches=run.micro_batches,
+        job=run.job,
+        cluster=run.cluster.to_dict(),
+    )
+    return ShardingPlan.from_dict(json.loads(plan.to_json()))
+
+
+def answers(both: Both, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Answer]:
+    """Yield what the three programs come to: "folded", "tied" and "free"."""
+    programs = (
+        ("folded", both.folded, both.folded.formulation.problem),
+        ("tied", both.apart, tied(both)),
+        ("free", both.apart, both.apart.formulation.problem),
+    )
+    for name, side, problem in programs:
+        try:
+            found = solve(problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s)
+        except SolverError:
+            yield Answer(program=name, solution=None, in_time=False)
+            continue
+        if found is None:
+            yield Answer(program=name, solution=None)
+            continue
+        plan = written(both, side, found.assignment)
+        priced = estimate(
+            side.formulator,
+            side.structure,
+            decision_from_plan(side.structure, side.formulator, plan, ModuleNames.of(both.module)),
+        )
+        yield Answer(program=name, solution=found, priced_s=priced.step_time_s, peak_bytes=priced.peak_memory_bytes)
+
+
+def faults(found: Sequence[Answer]) -> list[str]:
+    """Return what ought to be equal, or no larger, and is not: of answers out of time, what their bounds refute."""
+    wrong = []
+    for answer in found:
+        s = answer.solution
+        if s is not None and abs(answer.priced_s - s.objective_s) > SAME * s.objective_s:
+            wrong.append(f"{answer.program}: objective {s.objective_s!r} s, priced {answer.priced_s!r} s")
+    if not all(answer.in_time for answer in found):
+        return wrong
+    folded, equal, free = (answer.solution for answer in found)
+    if folded is None or equal is None:
+        return wrong if folded is equal else [*wrong, "only one of folded and tied fits"]
+    tolerance = 1 + 2 * MIP_GAP
+    if folded.bound_s > equal.objective_s * tolerance or equal.bound_s > folded.objective_s * tolerance:
+        wrong.append(f"folded {folded.objective_s!r} s, tied {equal.objective_s!r} s")
+    if free is None or free.bound_s > equal.objective_s * tolerance:
+        wrong.append("what is free does not even come to what is tied")
+    return wrong
+
+
+def proved(found: Sequence[Answer]) -> bool:
+    """Tell whether the folded and the tied program were solved to the end."""
+    return all(answer.solution is not None and answer.solution.status == "optimal" for answer in found[:2])
+
+
+def loss(found: Sequence[Answer]) -> float | None:
+    """Return by how much of the free program's time folding is slower at most; None where one has no answer."""
+    folded, _, free = (answer.solution for answer in found)
+    if folded is None or free is None:
+        return None
+    return folded.objective_s / free.bound_s - 1.0
+
+
+def case_of(preset: str, layers: int) -> Both:
+    """Return a preset's model with so many layers, on `MESH`, both ways."""
+    config = find_config(preset, allow_local=False)
+    assert config is not None
+    values = {name: layers if name in DEPTHS else value for name, value in config.values.items()}
+    seq = SEQ.get(preset, DEFAULT_SEQ)
+    with quiet_libraries():
+        source = load_model({"hf_config": values}, seq=seq)
+    session = PlanningSession(source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none")
+    return both_ways(source.module, MESH, session)
+
+
+def binding_cap(both: Both, free_peak_bytes: float) -> float:
+    """Return a cap halfway between the least peak there is and the fastest plan's."""
+    least = least_memory(both.folded.formulation.problem)
+    assert least is not None
+    return least[1] + 0.5 * (free_peak_bytes - least[1])
+
+
+def rows(preset: str, arguments: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the cells of the table's rows for one model, and what is wrong with them."""
+    both = case_of(preset, arguments.layers)
+    cap: float | None = None
+    for _ in range(1 if arguments.without_cap else 2):
+        found = list(answers(both, cap, arguments.time_limit_s))
+        cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, found)]
+        slower = loss(found)
+        cells.append("-" if slower is None else f"{slower:.2%}")
+        wrong = faults(found)
+        yield [*cells, "; ".join(wrong) or ("equal" if proved(found) else "not proved")], wrong
+        cap = binding_cap(both, found[0].peak_bytes)
+
+
+def _cell(answer: Answer) -> str:
+    s = answer.solution
+    if s is None:
+        return "does not fit" if answer.in_time else "no answer in time"
+    within = "" if s.status == "optimal" else f" (>= {s.bound_s * 1e3:.4f})"
+    return f"{s.objective_s * 1e3:.4f} ms{within} in {s.time_s:.1f} s"
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=MODELS, help="again for more; all where left out")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--without-cap", action="store_true", help="leave out the rows with a memory cap that binds")
+    parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each program")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Print the table; 1 where something is not as it has to be."""
+    arguments = parse_arguments()
+    title = f"{arguments.layers} layers, {CLUSTER}, {MESH}, batch {BATCH}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("model", "cap", "folded", "unfolded, tied", "unfolded, free", "loss", "verdict"):
+        table.add_column(name, no_wrap=True)
+    wrong: list[str] = []
+    console = Console(highlight=False, width=150)
+    for preset in arguments.model or MODELS:
+        for cells, faulty in rows(preset, arguments):
+            table.add_row(*cells)
+            wrong += faulty
+            print("  ".join(cells), file=sys.stderr, flush=True)
+    console.print(table)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""Seconds by stage and peak memory of the planner itself: against layers, devices, axes, and where issue 4 asks.
+
+    python benchmarks/search.py --list
+    python benchmarks/search.py --row check-1-given --row check-1-free
+    python benchmarks/search.py --group layers --group axes --json search.json --plot search.png
+    python benchmarks/search.py --read search.json --plot search.png
+
+Every row runs in a fresh process, without any cache of plans. Seconds count from after the imports and after the
+module is built; memory is the process's peak resident set, imports included. A row past its time limit says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+GPU, PER_NODE = "h100-sxm-80gb", 8
+LAYERS, DEVICES = (2, 8, 32, 80, 126), (1, 8, 64, 512, 4096, 16384)
+STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s")
+TIME_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One request to the planner.
+
+    Attributes:
+        group: "layers", "devices", "axes" or "check-N", a check of issue 4.
+        layers: in place of the preset's; None leaves them.
+        mesh, micro_batches, ac: given, or None to have them found.
+        asked_s: what the issue asks for, None where it does not.
+    """
+
+    name: str
+    group: str
+    preset: str
+    devices: int
+    batch: int
+    seq: int = 8192
+    layers: int | None = None
+    mesh: str | None = None
+    micro_batches: int | None = None
+    ac: str | None = None
+    asked_s: float | None = None
+
+    @property
+    def cluster(self) -> str:
+        """The cluster, whole nodes where there is more than one."""
+        nodes, inside = max(self.devices // PER_NODE, 1), min(self.devices, PER_NODE)
+        return f"{nodes}x{inside}x{GPU}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a row.
+
+    Attributes:
+        seconds: from the module to the plan, or to the refusal.
+        cpu_s: of processor time meanwhile; less than ``seconds`` where others had the processor.
+        stages: seconds by stage, as the plan has them; empty without a plan.
+        peak_mb: peak resident set of the process; ``imports_mb`` of it before planning.
+        answer: the plan in a few words, or why there is none.
+    """
+
+    row: Row
+    seconds: float
+    cpu_s: float
+    model_s: float
+    stages: Mapping[str, float]
+    peak_mb: float
+    imports_mb: float
+    answer: str
+
+
+def rows() -> Iterator[Row]:
+    """Yield every row."""
+    for layers in LAYERS:
+        yield Row(
+            name=f"layers-{layers}", group="layers", preset="llama-3.1-405b", layers=layers, devices=512, batch=128,
+            mesh="dp=64,tp=8", micro_batches=1, ac="full", asked_s=5.0 if layers == 126 else None,
+        )  # fmt: skip
+    for devices in DEVICES:
+        yield Row(name=f"devices-{devices}", group="devices", preset="llama-3.1-8b", devices=devices, batch=2 * devices)
+    for mesh in ("dp=64", "dp=8,tp=8"):
+        axes = mesh.count("=")
+        yield Row(
+            name=f"axes-{axes}", group="axes", preset="llama-3.1-8b", devices=64, batch=128, mesh=mesh,
+            micro_batches=1, ac="full",
+        )  # fmt: skip
+    given = Row(
+        name="check-1-given", group="check-1", preset="llama-3.1-8b", devices=256, batch=64, mesh="dp=32,tp=8",
+        micro_batches=1, ac="full", asked_s=3.0,
+    )  # fmt: skip
+    yield given
+    yield dataclasses.replace(given, name="check-1-free", micro_batches=None, ac=None)
+    yield Row(
+        name="check-3", group="check-3", preset="llama-3.1-405b", devices=16384, batch=2048, asked_s=60.0
+    )  # fmt: skip
+    for preset, sizes in (
+        ("llama-3.1-8b", (1, 8, 64, 512)),
+        ("llama-3.1-70b", (64, 512)),
+        ("llama-3.1-405b", (512, 1024, 2048, 4096, 8192, 16384)),
+    ):
+        for devices in sizes:
+            name = f"check-4-{preset.rpartition('-')[2]}-{devices}"
+            yield Row(
+                name=name, group="check-4", preset=preset, devices=devices, batch=max(128, devices), asked_s=30.0
+            )  # fmt: skip
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def _cpu_s() -> float:
+    """Return the processor time of this process and of those that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def measure(row: Row) -> Outcome:
+    """Return what comes of a row, planned in this process."""
+    from api.configs import find_config
+    from api.models import load_model, quiet_libraries
+    from planner import PlanningSession
+    from planner.errors import InfeasibleError
+
+    config = find_config(row.preset, allow_local=False)
+    assert config is not None
+    values = {**config.values, **({} if row.layers is None else {"num_hidden_layers": row.layers})}
+    started = time.perf_counter()
+    with quiet_libraries():
+        source = load_model({"hf_config": values}, seq=row.seq)
+    model_s, imports_mb = time.perf_counter() - started, _peak_mb()
+    started, cpu_started, stages = time.perf_counter(), _cpu_s(), {}
+    try:
+        with quiet_libraries():
+            session = PlanningSession(
+                source.module, cluster=row.cluster, batch=row.batch, seq=row.seq, micro_batches=row.micro_batches,
+                ac=row.ac,
+            )  # fmt: skip
+            plan = session.plan(mesh=row.mesh)
+        assert plan.estimate is not None
+        stages = dict(plan.timings)
+        answer = f"{plan.mesh}; {plan.micro_batches} micro-batches; {plan.job.ac}; {plan.estimate.step_time_s:.3f} s"
+    except InfeasibleError as error:
+        needs = "no even split" if error.least_bytes is None else f"least {error.least_bytes / 1e9:.1f} GB"
+        answer = f"does not fit: {needs}"
+    return Outcome(
+        row=row, seconds=time.perf_counter() - started, cpu_s=_cpu_s() - cpu_started, model_s=model_s,
+        stages=stages, peak_mb=_peak_mb(),
+        imports_mb=imports_mb, answer=answer,
+    )  # fmt: skip
+
+
+def measure_apart(row: Row, time_limit_s: float) -> Outcome:
+    """Return what comes of a row in a process of its own."""
+    command = [sys.executable, __file__, "--alone", json.dumps(dataclasses.asdict(row))]
+    nothing = Outcome(row=row, seconds=0.0, cpu_s=0.0, model_s=0.0, stages={}, peak_mb=0.0, imports_mb=0.0, answer="")
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=time_limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return dataclasses.replace(nothing, seconds=time_limit_s, answer=f"stopped after {time_limit_s:.0f} s")
+    if done.returncode:
+        return dataclasses.replace(nothing, answer=f"failed with exit code {done.returncode}")
+    return outcome_of(json.loads(done.stdout.splitlines()[-1]))
+
+
+def outcome_of(document: Mapping[str, Any]) -> Outcome:
+    """Return an outcome from what `dataclasses.asdict` made of it."""
+    return Outcome(**{**document, "row": Row(**document["row"])})
+
+
+def table_of(outcomes: Sequence[Outcome]) -> Table:
+    """Return the table of what was measured."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("row", "model", "cluster", "seconds", "CPU s", "asked", *STAGES, "peak MB", "imports MB", "answer"):
+        table.add_column(name, justify="left" if name in ("row", "model", "cluster", "answer") else "right")
+    for item in outcomes:
+        row = item.row
+        depth = "" if row.layers is None else f", {row.layers} layers"
+        stages = [f"{item.stages[stage]:.2f}" if stage in item.stages else "-" for stage in STAGES]
+        asked = "-" if row.asked_s is None else f"{row.asked_s:.0f}"
+        table.add_row(
+            row.name, row.preset + depth, row.cluster, f"{item.seconds:.2f}", f"{item.cpu_s:.2f}", asked, *stages,
+            f"{item.peak_mb:.0f}",
+            f"{item.imports_mb:.0f}", item.answer,
+        )  # fmt: skip
+    return table
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = list(rows())
+    parser.add_argument("--row", action="append", choices=[row.name for row in known], help="again for more")
+    parser.add_argument("--group", action="append", choices=list(dict.fromkeys(row.group for row in known)))
+    parser.add_argument("--list", action="store_true", help="name the rows and stop")
+    parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib, the notebook extra)")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def chosen(arguments: argparse.Namespace) -> list[Row]:
+    """Return the rows that are asked for; all where none is named."""
+    groups, names = arguments.group or [], arguments.row or []
+    return [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
+
+
+def main() -> int:
+    """Measure and print; 1 where a row failed."""
+    arguments = parse_arguments()
+    if arguments.alone:
+        print(json.dumps(dataclasses.asdict(measure(Row(**json.loads(arguments.alone))))))
+        return 0
+    if arguments.list:
+        print("\n".join(f"{row.name:24} {row.preset} on {row.cluster}" for row in rows()))
+        return 0
+    if arguments.read:
+        outcomes = [outcome_of(item) for item in json.loads(arguments.read.read_text())]
+    else:
+        outcomes = []
+        for row in chosen(arguments):
+            outcomes.append(measure_apart(row, arguments.time_limit_s))
+            print(f"{row.name}: {outcomes[-1].seconds:.2f} s, {outcomes[-1].answer}", file=sys.stderr, flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([dataclasses.asdict(item) for item in outcomes], indent=1) + "\n")
+    if arguments.plot:
+        from draw_search import draw
+
+        draw(outcomes, arguments.plot)
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=220)).print(table_of(outcomes))
+    return 1 if any(item.answer.startswith("failed") for item in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Folded or not: every decision costs the same, and so does the best; and what is written costs what was solved for."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import ARCHITECTURES, SEQ
+
+from planner.estimate import itemise
+from planner.problem import Solution, peak_bytes, step_time_s
+from planner.session import PlanningSession
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import folding
+
+BATCH = 8
+SAME = 1e-9
+SLOW = pytest.mark.slow
+
+
+def both_ways(name: str, ac: str, micro_batches: int) -> tuple[PlanningSession, folding.Both]:
+    module = ARCHITECTURES[name].build()
+    session = PlanningSession(
+        module, cluster="1x4xtoy", batch=BATCH, seq=SEQ, micro_batches=micro_batches, ac=ac, dtype="fp32"
+    )
+    return session, folding.both_ways(module, "dp=2,tp=2", session)
+
+
+def by_kind(price: Any) -> Counter[tuple[Any, ...]]:
+    """Return how often each collective runs."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for row in price.collectives:
+        found[row.kind, row.axis, row.phase, row.nbytes] += row.count
+    return found
+
+
+def check_prices(name: str, ac: str, micro_batches: int, seeds: int) -> None:
+    session, both = both_ways(name, ac, micro_batches)
+    steps = set()
+    for seed in range(seeds):
+        candidate = session._search.random(both.run, seed)
+        assert candidate is not None
+        apart = folding.taken_apart(both, candidate.decision)
+        one = itemise(both.folded.formulator, both.folded.structure, candidate.decision)
+        other = itemise(both.apart.formulator, both.apart.structure, apart)
+        assert by_kind(one) == by_kind(other)
+        assert step_time_s(one.charge) == pytest.approx(step_time_s(other.charge), rel=SAME)
+        assert peak_bytes(one.charge) == pytest.approx(peak_bytes(other.charge), rel=SAME)
+        steps.add(step_time_s(one.charge))
+    assert len(both.apart.structure.regions.classes) > 3 * len(both.folded.structure.regions.classes)
+    assert len(steps) == seeds, "the decisions are one and the same"
+
+
+@pytest.mark.parametrize(
+    ("name", "ac", "micro_batches"),
+    [
+        ("qwen3", "none", 2),
+        ("bert", "selective", 2),
+        ("opt", "full", 1),
+        pytest.param("t5", "full", 1, marks=SLOW),
+        *(
+            pytest.param(name, ac, count, marks=SLOW)
+            for name in (
+                "gpt_neo, alternating attention",
+                "bloom",
+                "vit",
+                "mixtral",
+                "gemma2, alternating attention",
+                "stablelm",
+            )
+            for ac, count in (("none", 1), ("selective", 2), ("full", 2))
+        ),
+    ],
+)
+def test_any_decision_costs_the_same(name: str, ac: str, micro_batches: int) -> None:
+    """Seconds, collectives, and the peak: moments at the ends of equal blocks are enough to find it."""
+    check_prices(name, ac, micro_batches, seeds=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("opt", None),
+        pytest.param("vit", 0.5, marks=SLOW),
+        *(pytest.param(name, None, marks=SLOW) for name in ("vit", "qwen3", "bert", "bloom", "t5")),
+    ],
+)
+def test_the_best_is_that_of_the_unfolded_program_with_equal_blocks(name: str, share: float | None) -> None:
+    """Without a memory cap, and with one; what each program's plan says costs what the solver thought."""
+    _, both = both_ways(name, "none", 1)
+    cap = None
+    if share is not None:
+        free = next(folding.answers(both, None))
+        cap = folding.binding_cap(both, free.peak_bytes)
+        assert cap < free.peak_bytes
+    found = list(folding.answers(both, cap))
+    assert folding.proved(found)
+    assert folding.faults(found) == []
+    slower = folding.loss(found)
+    assert slower is not None
+    assert slower >= -2 * folding.MIP_GAP
+
+
+def answer(program: str, objective_s: float, bound_s: float, priced_s: float) -> folding.Answer:
+    solution = Solution(assignment=(), objective_s=objective_s, bound_s=bound_s, status="optimal", time_s=0.0)
+    return folding.Answer(program=program, solution=solution, priced_s=priced_s)
+
+
+def test_a_fault_is_seen() -> None:
+    """The comparison is no formality: another optimum, another price and a missing answer are each said."""
+    folded, equal, free = (answer(name, 1.0, 1.0, 1.0) for name in ("folded", "tied", "free"))
+    assert folding.faults([folded, equal, free]) == []
+    wrong = folding.faults([answer("folded", 1.01, 1.01, 1.0), equal, free])
+    assert [text.partition(" ")[0] for text in wrong] == ["folded:", "folded"]
+    assert folding.faults([folding.Answer(program="folded", solution=None), equal, free]) == [
+        "only one of folded and tied fits"
+    ]
+    assert folding.faults([folded, equal, answer("free", 1.01, 1.01, 1.01)]) == [
+        "what is free does not even come to what is tied"
+    ]
