@@ -54,6 +54,9 @@ Pins = Annotated[
 DataAxes = Annotated[
     list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
 ]
+TimeLimit = Annotated[
+    float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
+]
 Planner = Annotated[str, typer.Option(help="ilp, data-parallel, fully-sharded, tensor-parallel or random:SEED.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan again, though the same was planned before.")]
@@ -74,6 +77,7 @@ def plan_command(
     planner: Planner = "ilp",
     pin: Pins = None,
     data_axis: DataAxes = None,
+    time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
     no_cache: NoCache = False,
@@ -97,7 +101,7 @@ def plan_command(
             pins=tuple(pin or ()),
             data_axes=tuple(data_axis or ()),
         )
-        found = plan_of(request, use_cache=not no_cache)
+        found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit)
         if output is not None:
             save_plan(found, output)
         print_plan(found, as_json=as_json)

@@ -39,8 +39,8 @@ def request_of(**options: Any) -> PlanRequest:
         raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
-def plan_of(request: PlanRequest, *, use_cache: bool) -> ShardingPlan:
-    """Return the plan, from the cache where ``use_cache`` and it is there."""
+def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None) -> ShardingPlan:
+    """Return the plan, from the cache where ``use_cache`` and it is there; after ``time_limit_s`` the best so far."""
     from api.cache import PlanCache
     from api.planning import check_request, fingerprint, plan_request
 
@@ -52,8 +52,9 @@ def plan_of(request: PlanRequest, *, use_cache: bool) -> ShardingPlan:
         typer.echo(f"(planned before: taken from {cache.folder}; --no-cache plans again)", err=True)
         return known
     with watched() as progress:
-        found = plan_request(request, allow_local=True, progress=progress)
-    if key is not None:
+        found = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s)
+    ended = found.solver is None or found.solver.status != "time-limit"
+    if key is not None and ended:
         try:
             cache.put(key, found)
         except OSError as error:
