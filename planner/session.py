@@ -114,9 +114,13 @@ class PlanningSession:
         modes = _modes(self._traced, self.job.ac)
         with collector.put_off():
             if seed is not None:
-                return self._write(self._random(spec, modes, seed), SolverReport(name=planner, status="given"))
-            found = self._best(spec, modes, name)
-            return self._write(found.candidate, _report(found, planner))
+                candidate, report = self._random(spec, modes, seed), SolverReport(name=planner, status="given")
+            else:
+                found = self._best(spec, modes, name)
+                candidate, report = found.candidate, _report(found, planner)
+            with self._clock.stage("write_s"):
+                plan = self._write(candidate, report)
+            return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
@@ -203,7 +207,7 @@ class PlanningSession:
             ac=run.ac,  # type: ignore[arg-type]
             memory_bytes=self._search.memory_bytes,
         )
-        plan = ShardingPlan(
+        return ShardingPlan(
             mesh=PlanMesh.of(run.mesh, "cpu" if cluster.device.kind == "cpu" else "cuda"),
             plan=dict(entries.plan),
             compute_plan=dict(entries.compute_plan),
@@ -220,7 +224,6 @@ class PlanningSession:
             fingerprint={"model": self._module.fingerprint, "torch": torch_fingerprint()},
             notes=tuple(self._notes(run)),
         )
-        return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
 
 def _no_loss(traced: TracedModel) -> bool:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import families
 import pytest
 
-from planner.candidates import meshes_of, micro_batch_counts
+from planner.candidates import meshes_of
 from planner.errors import InfeasibleError
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
+from planner.traced_module import micro_batch_counts
 
 BATCH = 8
 GAP = 1e-3
