@@ -108,7 +108,9 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
         if wider:
             yield key, stored, plan.compute_plan[wider[0]]
         else:
-            yield key, stored, None if key in plan.gradient_plan and tied_uses else stored
+            # A gradient that is reduced to the stored layout in every micro-batch says nothing of ties.
+            waits = plan.gradient_plan.get(key, stored) != stored
+            yield key, stored, None if waits and tied_uses else stored
 
 
 def _weights(plan: ShardingPlan, index: int) -> _Weights:

@@ -24,6 +24,9 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
 _LEAST_S = 0.2
 """Seconds of one measurement of a CPU's kernel: some of the scheduler's time slices."""
 
+_WORKING_OPS = 4
+"""Ops of a round of `_launch_s` that are no views."""
+
 _CACHE_BYTES = 2**27
 """More than a CPU's or a GPU's last cache holds."""
 
@@ -115,7 +118,8 @@ def measure(device: torch.device, what: Plan | None = None) -> Measurements:
 
 def _launch_s(device: torch.device, repeats: int) -> float:
     """Return the seconds of one op too small to count: a kernel of a full queue, or, on a CPU, an op of a DTensor in
-    forward and backward, which wait for the host."""
+    forward and backward, which wait for the host. Views cost nothing else, and go with the ops around them: two for
+    each linear with its activation, product and sum."""
     ops = 100
     tensor = torch.ones(16, device=device)
     if device.type != "cpu":
@@ -126,16 +130,19 @@ def _launch_s(device: torch.device, repeats: int) -> float:
                 value = value + tensor
 
         return time_s(queue, device, repeats) / ops
-    factor = distribute_tensor(tensor, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
-    start = factor.clone().requires_grad_()
+    mesh, rounds = init_device_mesh("cpu", (dist.get_world_size(),)), 25
+    start, weight = (
+        distribute_tensor(torch.ones(shape), mesh, [Replicate()]).requires_grad_() for shape in ((8, 16), (16, 16))
+    )
 
     def forward_and_backward() -> None:
-        value = start
-        for _ in range(ops):
-            value = value * factor
+        value = start.clone()
+        for _ in range(rounds):
+            projected = F.linear(value, weight).t().t()
+            value = value + F.silu(projected) * value
         value.sum().backward()
 
-    return time_s(forward_and_backward, device, repeats, _LEAST_S) / (2 * ops)
+    return time_s(forward_and_backward, device, repeats, _LEAST_S) / (2 * rounds * _WORKING_OPS)
 
 
 def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
