@@ -264,9 +264,11 @@ def solve(
                 solver=solver,
             )
         except SolverError:
-            if memory_bytes is None or not _cannot_fit(problem, memory_bytes):
-                raise
-            return None
+            # The relaxation was not to be had. Most often nothing fits; else the solver has to do without it.
+            if memory_bytes is not None and _cannot_fit(problem, memory_bytes):
+                return None
+            whole = reduction.bounded(program.linear, at_most)
+            answer = solvers.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
         if answer.values is None and answer.status == "time-limit":
             raise SolverError(
                 f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."

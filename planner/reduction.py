@@ -64,7 +64,7 @@ def solve(
     """
     deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
     if program.columns < _FEWEST:
-        program = _bounded(program, at_most)
+        program = bounded(program, at_most)
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
     relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
     if relaxed.values is None or most_fractional(program, relaxed) is None:
@@ -96,7 +96,7 @@ def solve(
             width = min(width, (best.objective - relaxed.objective) / scale * (1 + _WHOLE))
 
 
-def _bounded(program: LinearProgram, at_most: float) -> LinearProgram:
+def bounded(program: LinearProgram, at_most: float) -> LinearProgram:
     """Add the constraint that the objective is at most so large. (Relaxations go without: it makes them hard.)"""
     if math.isfinite(at_most):
         program.at_most(program.objective, at_most)
@@ -110,7 +110,7 @@ def _solve_part(
     part = program.part(kept)
     answer = _branch(part, at_most, mip_gap, deadline, solver)
     if answer is None:
-        part = _bounded(part, at_most)
+        part = bounded(part, at_most)
         answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
     if answer.values is None:
         return answer

@@ -77,13 +77,18 @@ def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *
     if solver.passModel(_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")
     solver.run()
+    without_answer = [highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError]
     for option, value in _SECOND_TRIES if not mip else ():
-        if solver.getModelStatus() in (highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError):
-            # The dual simplex now and then ends so, by rounding, where nothing fits by far.
-            solver.clearSolver()
-            solver.setOptionValue(option, value)
-            solver.setOptionValue("time_limit", _SECOND_TRY_S)
-            solver.run()
+        if solver.getModelStatus() not in without_answer:
+            break
+        # The dual simplex now and then ends so, by rounding, where nothing fits by far.
+        solver.clearSolver()
+        solver.setOptionValue(option, value)
+        solver.setOptionValue("time_limit", _SECOND_TRY_S)
+        solver.run()
+        without_answer = [*without_answer, highspy.HighsModelStatus.kTimeLimit]
+    if len(without_answer) > 2 and solver.getModelStatus() in without_answer:
+        raise _broke_off("HiGHS ended without an answer, whatever it was told")
     return _highs_answer(solver, mip)
 
 

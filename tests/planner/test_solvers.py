@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from random_problems import problems
 
-from planner import solvers
+from planner import reduction, solvers
 from planner.errors import SolverError
 from planner.ilp import relax, solve
 from planner.linear_program import Answer, Expression, LinearProgram
@@ -98,3 +98,19 @@ def test_running_out_of_time_is_not_that_there_is_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(solvers, "solve", lambda *args, **kwargs: Answer(status="time-limit"))
     with pytest.raises(SolverError, match="larger time limit"):
         solve(problem, time_limit_s=1.0)
+
+
+@settings(deadline=None, max_examples=10)
+@given(problem=problems())
+def test_the_solver_does_without_a_relaxation_that_is_not_to_be_had(problem: Problem) -> None:
+    def no_answer(*_: object, **__: object) -> Answer:
+        raise SolverError("the solver broke off: Unknown")
+
+    expected = brute_force(problem, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "_FEWEST", 0)
+        patch.setattr(solvers, "solve_relaxation", no_answer)
+        solution = solve(problem, mip_gap=0.0)
+    assert (solution is None) == (expected is None)
+    if solution is not None and expected is not None:
+        assert solution.objective_s == pytest.approx(expected[1], rel=1e-6, abs=1e-15)
