@@ -18,7 +18,7 @@ _HOMES = {
     "ShardingPlanner": "planner.base",
     "PlanningSession": "planner.session",
     "build_plan": "planner.session",
-    "estimate_plan": "planner.session",
+    "estimate_plan": "planner.opened_plan",
     "explain": "planner.alternatives",
     "trace_module": "planner.traced_module",
 }

@@ -15,14 +15,14 @@ from planner.assemble import Decision, decision_from_plan
 from planner.baselines import Restriction
 from planner.errors import UnmatchedKeyError
 from planner.estimate import estimate
-from planner.formulate import stored_layouts
 from planner.graph import Value
 from planner.inputs import GivenInputs
+from planner.opened_plan import OpenedPlan, open_plan
 from planner.parameter_classes import ParameterClass
 from planner.plan import ShardingPlan
 from planner.regions import Region
 from planner.report import Estimate
-from planner.session import OpenedPlan, open_plan
+from planner.stored_choices import stored_layouts
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure
 from planner.traced_module import ModuleNames

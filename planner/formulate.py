@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch.distributed.tensor import Partial, Replicate, Shard
-
 from cost_model import reserve_bytes
-from cost_model.layout import Layout, divides, replicated, split_factor
+from cost_model.layout import Layout, split_factor
 from planner import problem as quantity
+from planner.charges import Charges, meeting
 from planner.communication import Port, Price
 from planner.costs import Pricer
 from planner.graph import Value
 from planner.parameter_classes import BlockGather, ParameterClass
 from planner.parameter_costs import ParameterPricer, StoredChoice
-from planner.problem import Charge, Edge, Node, Problem, Unit
+from planner.problem import Charge, Edge, Node, Problem
 from planner.regions import Region, RegionGraph
+from planner.stored_choices import stored_choices, stored_layouts
 from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
@@ -109,7 +107,7 @@ class Formulator:
         axis_node = len(nodes)
         nodes.append(Node(name="gathering axis", charges=tuple({} for _ in self._mesh)))
         edges = [self._edge(key, strategies) for key in self._structure.edges]
-        charges = _Charges()
+        charges = Charges()
         self._charge_redistributions(edges, charges)
         first = len(edges) + len(self._structure.agreements)
         edges += [self._agreement(edges[a], edges[b]) for a, b in self._structure.agreements]
@@ -159,40 +157,8 @@ class Formulator:
         layouts = [
             layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)
         ]
-        if len(parameter.uses) < 2 or not value.requires_grad or not self.pricer.run.job.training:
-            once = [StoredChoice(stored=layout, accumulated=None) for layout in layouts]
-            return (*once, *self._reduced_every_time(value, layouts))
-        natural = {s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]}
-        choices = []
-        for layout in layouts:
-            for accumulated in dict.fromkeys([*sorted((g for g in natural if g is not None), key=str), layout]):
-                choices.append(StoredChoice(stored=layout, accumulated=accumulated))
-        return tuple(choices)
-
-    def _reduced_every_time(self, value: Value, layouts: Sequence[Layout]) -> list[StoredChoice]:
-        """Return the choices that reduce a gradient in every micro-batch: with the block, or by itself."""
-        run = self.pricer.run
-        if not run.job.training or not value.requires_grad:
-            return []
-        with_block = [
-            StoredChoice(stored=layout, accumulated=accumulated, gathered_over=axis)
-            for layout in layouts
-            for axis, placement in enumerate(layout)
-            if isinstance(placement, Shard)
-            for accumulated in self._left_by_block(layout, axis)
-        ]
-        if run.micro_batches == 1:
-            return with_block
-        split = [layout for layout in layouts if split_factor(layout, self._mesh) > 1]
-        return [*(StoredChoice(stored=layout, accumulated=layout) for layout in split), *with_block]
-
-    def _left_by_block(self, stored: Layout, axis: int) -> list[Layout]:
-        """Return the layouts in which a gradient can be once it is split over ``axis``: a sum is left on others."""
-        options = [
-            [placement] if a == axis or placement != Replicate() or self._mesh[a] == 1 else [placement, Partial()]
-            for a, placement in enumerate(stored)
-        ]
-        return [tuple(layout) for layout in itertools.product(*options)]
+        found = [s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]]
+        return stored_choices(value, layouts, self.pricer.run, [g for g in found if g is not None], len(parameter.uses))
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""
@@ -262,29 +228,29 @@ class Formulator:
             pairs={(p, p): {} for p in shared},
         )
 
-    def _charge_redistributions(self, edges: Sequence[Edge], charges: _Charges) -> None:
+    def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, pricer = self._ports, self.pricer
         for tally in self._structure.forward:
             exchanged = pricer.exchange(self._value(tally))
-            for p, q, members in _meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, tally.edges):
                 price = pricer.communication.exchange(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, tally.count)
         for tally in self._structure.recompute:
             value = self._value(tally)
-            for p, q, members in _meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, tally.edges):
                 if ports.port(p)[0] != ports.port(q)[0]:
                     price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count)
                     charges.add(members, price.charge)
         if pricer.run.job.training:
             self._charge_copies(edges, charges)
 
-    def _charge_copies(self, edges: Sequence[Edge], charges: _Charges) -> None:
+    def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, copy = self._ports, self.pricer.copy
         for tally in self._structure.kept:
             value = self._value(tally)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
-            for p, q, members in _meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, tally.edges):
                 source, target = ports.port(p)[0], ports.port(q)[0]
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
@@ -292,14 +258,14 @@ class Formulator:
                 charges.add(tuple(found), copy(value, layout, tally.alive).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
-            for p, q, members in _meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, tally.edges):
                 layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
                 if layout_q is not None and layout_p != layout_q:
                     charges.add(members, copy(value, layout_q, tally.alive).charge)
         for tally in self._structure.passed:
             value = self._value(tally)
             by_layout = defaultdict(list)
-            for p, q, members in _meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, tally.edges):
                 gradient = ports.port(p)[1]
                 if gradient is not None and gradient != ports.port(q)[1]:
                     by_layout[gradient] += members
@@ -343,7 +309,7 @@ class Formulator:
         strategies: Sequence[tuple[Strategy, ...]],
         stored: Sequence[tuple[StoredChoice, ...]],
         first: int,
-        charges: _Charges,
+        charges: Charges,
     ) -> Iterator[Edge]:
         """Yield the edges between parameters and their uses, the first of which is the problem's edge ``first``."""
         gathered: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -424,59 +390,3 @@ def _holders(structure: Structure) -> dict[str, tuple[tuple[BlockGather, int], .
         parameter.values[0]: tuple((block, block.held[i]) for block in structure.gathers if i in block.held)
         for i, parameter in enumerate(structure.parameters)
     }
-
-
-class _Charges:
-    """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
-
-    def __init__(self) -> None:
-        self._by_members: dict[tuple[tuple[int, int, int], ...], dict[str, float]] = {}
-
-    def add(self, members: tuple[tuple[int, int, int], ...], charge: Charge, count: float = 1) -> None:
-        if not charge:
-            return
-        found = self._by_members.setdefault(members, {})
-        for name, amount in charge.items():
-            found[name] = found.get(name, 0.0) + amount * count
-
-    def settle(self, edges: list[Edge]) -> tuple[Unit, ...]:
-        """Put what one pair alone pays for on its edge, and return the rest."""
-        units = []
-        alone: dict[int, dict[tuple[int, int], Charge]] = defaultdict(dict)
-        for members, charge in self._by_members.items():
-            if len(members) == 1:
-                ((edge, p, q),) = members
-                alone[edge][p, q] = charge
-            else:
-                units.append(Unit(charge=charge, members=members))
-        for edge, own in alone.items():
-            pairs = {pair: _sum(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
-            edges[edge] = dataclasses.replace(edges[edge], pairs=pairs)
-        return tuple(units)
-
-
-def _sum(charge: Charge, more: Charge | None) -> Charge:
-    if not more or not charge:
-        return more or charge
-    return {name: charge.get(name, 0.0) + more.get(name, 0.0) for name in {**charge, **more}}
-
-
-def _meeting(
-    edges: Sequence[Edge], chosen: Sequence[int]
-) -> Iterator[tuple[int, int, tuple[tuple[int, int, int], ...]]]:
-    """Yield each pair of ports that can meet on any of the ``chosen`` edges, with the edges on which it can."""
-    members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for edge in chosen:
-        for p, q in edges[edge].pairs:
-            members[p, q].append((edge, p, q))
-    for (p, q), found in members.items():
-        yield p, q, tuple(found)
-
-
-def stored_layouts(value: Value, mesh_shape: Sequence[int]) -> list[Layout]:
-    """Return every layout that a parameter can rest in: replicated or evenly split, per axis."""
-    found: list[Layout] = [()]
-    for size in mesh_shape:
-        options = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))] if size > 1 else [Replicate()]
-        found = [(*layout, option) for layout in found for option in options]
-    return [layout for layout in found if divides(value.shape, layout, mesh_shape)] or [replicated(len(mesh_shape))]

@@ -62,10 +62,11 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A run of a lane that is still to be solved."""
+    """A run of a lane that is still to be solved, and what no plan of it that fits can beat."""
 
     run: Run
     lane: _Lane
+    bound_s: float
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class OuterSearch:
         complete = self._walk() and math.isinf(self._unopened_s)
         if self._best is None:
             return None
-        left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
+        left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
         assert self._at_most_s is not None
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
         bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
@@ -128,7 +129,7 @@ class OuterSearch:
         try:
             self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
         except SolverError:
-            return  # time is up, and the walk will say so
+            return  # the walk does without, or finds out that time is up, and says so
         self._say_best()
 
     def _only(self, mesh: MeshSpec) -> Found | None:
@@ -171,10 +172,10 @@ class OuterSearch:
             with search.clock.stage("solve_s"):
                 bound_s = floor.with_work(more_s)
             lane = _Lane(floor=floor, ac=ac, restriction=restriction, counts=list(self.counts), bound_s=bound_s)
-            self._push(lane, bound_s)
+            self._push(lane)
 
-    def _push(self, item: _Lane | _Open, bound_s: float) -> None:
-        heapq.heappush(self._heap, (bound_s, next(self._numbers), item))
+    def _push(self, item: _Lane | _Open, *, at_once: bool = False) -> None:
+        heapq.heappush(self._heap, (-math.inf if at_once else item.bound_s, next(self._numbers), item))
 
     def _walk(self) -> bool:
         """Go on until nothing is left that could be better; return whether that came before the deadline."""
@@ -184,11 +185,11 @@ class OuterSearch:
                 return True
             if self._is_over:
                 return False
-            bound_s, _, item = heapq.heappop(self._heap)
+            _, _, item = heapq.heappop(self._heap)
             if isinstance(item, _Lane):
                 self._follow(item)
             elif not self._solve(item):
-                self._push(item, bound_s)
+                self._push(item)
                 return False
         return True
 
@@ -207,10 +208,10 @@ class OuterSearch:
                 return
             lane.bound_s = max(lane.bound_s, look.uncapped_s)
             if look.capped_s is not None:
-                # A relaxation that is a plan is the best there is to be had, and tells of all others what to beat.
-                self._push(_Open(run=run, lane=lane), -math.inf if look.is_whole else look.capped_s)
+                # A relaxation that is a plan is solved at no cost, and tells all others what to beat.
+                self._push(_Open(run=run, lane=lane, bound_s=look.capped_s), at_once=look.is_whole)
             if lane.counts:
-                self._push(lane, lane.bound_s)
+                self._push(lane)
             return
 
     def _solve(self, item: _Open) -> bool:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from cost_model.layout import Layout
 from planner.assemble import Decision
 from planner.communication import Port, add_prices
-from planner.formulate import Accepts, AcceptsStored, Formulator, stored_layouts
+from planner.formulate import Accepts, AcceptsStored, Formulator
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.problem import Charge
 from planner.regions import Region
+from planner.stored_choices import stored_layouts
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure
 

@@ -14,6 +14,7 @@ from planner.candidates import TracedModel
 from planner.clock import Clock, left_s
 from planner.communication import Communication
 from planner.costs import Pricer
+from planner.errors import SolverError
 from planner.estimate import estimate
 from planner.floors import Floor
 from planner.formulate import Formulation, Formulator
@@ -57,7 +58,12 @@ class Look:
 
 
 class Search:
-    """One planning request: the model is traced once, and every run of it is formulated and solved from that."""
+    """One planning request: the model is traced once, and every run of it is formulated and solved from that.
+
+    Attributes:
+        batch: samples of the global batch.
+        memory_bytes: the cap on the peak per device.
+    """
 
     def __init__(self, traced: TracedModel, job: Job, cluster: ClusterSpec, batch: int, clock: Clock) -> None:
         self.traced = traced
@@ -66,15 +72,10 @@ class Search:
         self.cluster = cluster
         self.batch = batch
         self._table = StrategyTable()
-        self._memory_bytes = job.memory_bytes or cluster.device.memory_bytes
+        self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
         self._communication: dict[MeshSpec, Communication] = {}
         self.op_times = OpTimes(cluster.device, traced.flash_attention)
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
-
-    @property
-    def memory_bytes(self) -> int:
-        """The cap on the peak per device."""
-        return self._memory_bytes
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str) -> Run:
         """Return the run of the job on ``mesh``."""
@@ -122,7 +123,10 @@ class Search:
             uncapped = relax(formulation.problem)
             if uncapped is None or uncapped.bound_s >= wanted:
                 return None
-            capped = relax(formulation.problem, memory_bytes=self._memory_bytes)
+            try:
+                capped = relax(formulation.problem, memory_bytes=self.memory_bytes)
+            except SolverError:  # ended without an answer: what holds without the cap holds within it
+                return Look(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         if capped is None:
             return Look(uncapped_s=uncapped.bound_s)
         return Look(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s, is_whole=capped.is_whole)
@@ -154,7 +158,7 @@ class Search:
             with self.clock.stage("solve_s"):
                 solution = solve(
                     formulation.problem,
-                    memory_bytes=self._memory_bytes if capped else None,
+                    memory_bytes=self.memory_bytes if capped else None,
                     mip_gap=self.job.mip_gap if mip_gap is None else mip_gap,
                     time_limit_s=left_s(deadline),
                     at_most_s=at_most_s,

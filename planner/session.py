@@ -15,16 +15,16 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import baselines, collector
-from planner.assemble import decision_from_plan, entries_of
+from planner.assemble import entries_of
 from planner.baselines import Restriction
 from planner.candidates import TracedModel, check_mesh, meshes_of
 from planner.capture import ExampleInputs
 from planner.clock import Clock
-from planner.errors import JobError, MeshError, PlanMismatchError
-from planner.estimate import estimate
-from planner.fingerprint import model_fingerprint, torch_fingerprint
+from planner.errors import JobError, MeshError
+from planner.fingerprint import torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import CheckpointingMode, Job
+from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
 from planner.plan import PlanMesh, ShardingPlan
@@ -32,12 +32,7 @@ from planner.refusal import refuse
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
-from planner.traced_module import ModuleNames, TracedModule, check_traced, micro_batch_counts, traced
-
-_WITHOUT_LOSS = (
-    "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
-    "that of the last ops is not priced. Let it return the loss."
-)
+from planner.traced_module import TracedModule, check_traced, micro_batch_counts, traced
 
 
 class PlanningSession:
@@ -132,8 +127,8 @@ class PlanningSession:
 
     def _notes(self, run: Run) -> Iterator[str]:
         """Yield what a person should know of the plan that its figures do not say."""
-        if self.job.training and _no_loss(self._traced):
-            yield _WITHOUT_LOSS
+        if self.job.training and gives_no_loss(self._traced):
+            yield WITHOUT_LOSS
         micro_batch = self._batch // run.micro_batches
         sizes = [size for size in run.mesh.shape if size > 1]
         if sizes and all(micro_batch % size for size in sizes):
@@ -224,10 +219,6 @@ class PlanningSession:
             fingerprint={"model": self._module.fingerprint, "torch": torch_fingerprint()},
             notes=tuple(self._notes(run)),
         )
-
-
-def _no_loss(traced: TracedModel) -> bool:
-    return not any(output.is_loss for output in traced.graph.outputs)
 
 
 def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | None, seq: int | None) -> ExampleInputs:
@@ -361,76 +352,3 @@ def build_plan(
         progress=progress,
     )
     return session.plan(planner=planner, mesh=spec)
-
-
-def estimate_plan(
-    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
-) -> ShardingPlan:
-    """Return ``plan`` priced anew from the plan alone, on its own cluster or another of the same size.
-
-    Raises:
-        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
-        MeshError: its mesh is not the whole cluster.
-    """
-    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
-    formulator, structure = opened.search.formulator(opened.run)
-    with opened.clock.stage("costs_s"):
-        decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
-        priced = estimate(formulator, structure, decision)
-    timings = dict(opened.clock.spent)
-    notes = dict.fromkeys([*plan.notes, *([_WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
-    where = opened.run.cluster.to_dict()
-    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedPlan:
-    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours.
-
-    Attributes:
-        without_loss: whether the model's forward returns none.
-    """
-
-    search: Search
-    run: Run
-    clock: Clock
-    without_loss: bool
-
-
-def open_plan(
-    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
-) -> OpenedPlan:
-    """Return the run of ``plan``, on its own cluster or another of the same size.
-
-    Raises:
-        PlanMismatchError: the plan is for another model.
-        MeshError: its mesh is not the whole cluster.
-    """
-    found = plan.fingerprint.get("model")
-    if found is not None and found != model_fingerprint(model):
-        raise PlanMismatchError(
-            "the plan was made for another model.",
-            subject="model",
-            expected=found,
-            found=model_fingerprint(model),
-            what_to_do="Plan this model, or name the one that the plan is for.",
-        )
-    if cluster is None and not plan.cluster:
-        raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
-    cluster = cluster or ClusterSpec.from_dict(plan.cluster)
-    check_mesh(plan.mesh.spec, cluster)
-    inputs = (
-        inputs_for(model, batch=plan.job.batch, seq=plan.job.seq)
-        if example_inputs is None
-        else as_inputs(example_inputs)
-    )
-    batch = plan.job.batch or batch_of(inputs)
-    clock = Clock()
-    flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
-    with clock.stage("trace_s"):
-        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype)
-    model_traced = TracedModel.of(module, flash_attention=flash)
-    modes = set(plan.activation_checkpointing.values())
-    search = Search(model_traced, plan.job, cluster, batch, clock)
-    run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    return OpenedPlan(search=search, run=run, clock=clock, without_loss=_no_loss(model_traced))

@@ -12,8 +12,9 @@ from torch import nn
 from planner.assemble import decision_from_plan
 from planner.errors import PlanMismatchError
 from planner.estimate import estimate
+from planner.opened_plan import estimate_plan
 from planner.plan import Estimate, ShardingPlan
-from planner.session import PlanningSession, build_plan, estimate_plan
+from planner.session import PlanningSession, build_plan
 from planner.traced_module import ModuleNames
 
 BATCH = 8

@@ -1,0 +1,103 @@
+"""A plan that exists, and its model: traced, and priced anew from the plan alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from planner.assemble import decision_from_plan
+from planner.candidates import TracedModel, check_mesh
+from planner.clock import Clock
+from planner.errors import JobError, PlanMismatchError
+from planner.estimate import estimate
+from planner.fingerprint import model_fingerprint
+from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
+from planner.plan import ShardingPlan
+from planner.run import Run
+from planner.search import Search
+from planner.traced_module import ModuleNames, traced
+
+WITHOUT_LOSS = (
+    "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
+    "that of the last ops is not priced. Let it return the loss."
+)
+
+
+def gives_no_loss(traced: TracedModel) -> bool:
+    """Tell whether the forward returns nothing that a backward could begin with."""
+    return not any(output.is_loss for output in traced.graph.outputs)
+
+
+def estimate_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> ShardingPlan:
+    """Return ``plan`` priced anew from the plan alone, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+        MeshError: its mesh is not the whole cluster.
+    """
+    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    formulator, structure = opened.search.formulator(opened.run)
+    with opened.clock.stage("costs_s"):
+        decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
+        priced = estimate(formulator, structure, decision)
+    timings = dict(opened.clock.spent)
+    notes = dict.fromkeys([*plan.notes, *([WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
+    where = opened.run.cluster.to_dict()
+    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlan:
+    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours.
+
+    Attributes:
+        without_loss: whether the model's forward returns none.
+    """
+
+    search: Search
+    run: Run
+    clock: Clock
+    without_loss: bool
+
+
+def open_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> OpenedPlan:
+    """Return the run of ``plan``, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model.
+        MeshError: its mesh is not the whole cluster.
+    """
+    found = plan.fingerprint.get("model")
+    if found is not None and found != model_fingerprint(model):
+        raise PlanMismatchError(
+            "the plan was made for another model.",
+            subject="model",
+            expected=found,
+            found=model_fingerprint(model),
+            what_to_do="Plan this model, or name the one that the plan is for.",
+        )
+    if cluster is None and not plan.cluster:
+        raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
+    cluster = cluster or ClusterSpec.from_dict(plan.cluster)
+    check_mesh(plan.mesh.spec, cluster)
+    inputs = (
+        inputs_for(model, batch=plan.job.batch, seq=plan.job.seq)
+        if example_inputs is None
+        else as_inputs(example_inputs)
+    )
+    batch = plan.job.batch or batch_of(inputs)
+    clock = Clock()
+    flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
+    with clock.stage("trace_s"):
+        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype)
+    model_traced = TracedModel.of(module, flash_attention=flash)
+    modes = set(plan.activation_checkpointing.values())
+    search = Search(model_traced, plan.job, cluster, batch, clock)
+    run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
+    return OpenedPlan(search=search, run=run, clock=clock, without_loss=gives_no_loss(model_traced))
