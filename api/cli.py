@@ -11,8 +11,28 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli_options import (
+    Ac,
+    Batch,
+    Cluster,
+    DataAxes,
+    Dtype,
+    Json,
+    MemoryGb,
+    Mesh,
+    MicroBatches,
+    Model,
+    NoCache,
+    Optimizer,
+    Pins,
+    PlanFile,
+    Planner,
+    Seq,
+    TimeLimit,
+)
 from api.cli_requests import names_degrees, plan_of, price_degrees, priced_file, request_of, what_to_price
 from api.cli_service import add_service_commands
+from api.cli_tradeoffs import add_tradeoff_commands
 from api.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
 
 app = typer.Typer(
@@ -22,44 +42,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory."
-    ),
-]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
-Cluster = Annotated[str, typer.Option(help="NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a .yaml file.")]
-Mesh = Annotated[
-    str | None, typer.Option(help="Such as dp=2,tp=8, outermost axis first; without it, meshes are tried.")
-]
-Batch = Annotated[int | None, typer.Option(help="Samples in the global batch.")]
-Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
-MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per step; without it, several are tried.")]
-Ac = Annotated[
-    str | None, typer.Option(help="Activation checkpointing: none, selective or full; without it, each is tried.")
-]
-MemoryGb = Annotated[float | None, typer.Option(help="Cap on the peak per device, in GB of 1e9 bytes.")]
-Optimizer = Annotated[str, typer.Option(help="Such as adamw or sgd.")]
-Dtype = Annotated[str, typer.Option(help="Of parameters and activations: bf16, fp16 or fp32.")]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        help="A layout decided already, such as 'lm_head.weight=S(0)@tp'; != forbids it, "
-        "'NAME:used=R@dp' is the layout in computing. Again for more.",
-    ),
-]
-DataAxes = Annotated[
-    list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
-]
-TimeLimit = Annotated[
-    float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
-]
-Planner = Annotated[str, typer.Option(help="ilp, data-parallel, fully-sharded, tensor-parallel or random:SEED.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan again, though the same was planned before.")]
 
 
 @app.command("plan")
@@ -279,6 +261,7 @@ def calibrate_command(
             typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 
+add_tradeoff_commands(app)
 add_service_commands(app)
 
 

@@ -178,6 +178,7 @@ def refusal(problem: dict[str, Any], job_id: str | None) -> PlannerError:
             budget_bytes=problem["budget_bytes"],
             least_bytes=problem.get("least_bytes"),
             largest_tensors=largest,
+            enough=problem.get("enough"),
             what_to_do=problem.get("what_to_do"),
         )
     said = problem.get("detail") or problem.get("title") or "the server gave no reason."

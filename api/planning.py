@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from executor.verify import VerifyReport
     from planner.alternatives import Explanation
     from planner.plan import ShardingPlan
+    from planner.session import PlanningSession
     from planner.traced_module import TracedModule
 
 Progress = Callable[[str], None]
@@ -51,57 +52,74 @@ def plan_request(
     Raises:
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
     """
+    from api.models import quiet_libraries
+
+    opened = opened_request(request, allow_local=allow_local, progress=progress)
+    with quiet_libraries():
+        session = opened.session(time_limit_s=time_limit_s)
+        return opened.noted(session.plan(planner=request.planner, mesh=request.mesh))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRequest:
+    """A request whose model is there.
+
+    Attributes:
+        model: the module, or the graph that a client traced.
+        job: what a `PlanningSession` takes besides the model, its cluster and its time limit.
+        notes: what was made of the request that a person might not expect.
+    """
+
+    model: nn.Module | TracedModule
+    cluster: ClusterSpec
+    job: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def session(self, *, time_limit_s: float | None = None) -> PlanningSession:
+        """Return what plans the request."""
+        from planner.session import PlanningSession
+
+        return PlanningSession(self.model, cluster=self.cluster, time_limit_s=time_limit_s, **self.job)
+
+    def noted(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return ``plan`` with the request's notes before its own."""
+        return dataclasses.replace(plan, notes=(*self.notes, *plan.notes))
+
+
+def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> OpenedRequest:
+    """Return ``request`` with its model.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: as `plan_request`.
+    """
     check_request(request, allow_local=allow_local)
     from api.models import load_model
+    from planner.session import micro_batches_for
 
+    say = progress or (lambda stage: None)
+    job: dict[str, Any] = {
+        "batch": request.batch,
+        "micro_batches": micro_batches_for(request.planner, request.micro_batches),
+        "ac": request.ac,
+        "memory_gb": request.memory_gb,
+        "optimizer": request.optimizer,
+        "dtype": request.dtype,
+        "pins": request.pins,
+        "data_axes": request.data_axes,
+        "progress": progress,
+    }
+    cluster = read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
-        if progress is not None:
-            progress("reading the graph")
-        model = load_graph(request.graph)
-        given = {"progress": progress, "time_limit_s": time_limit_s, "seq": request.seq}
-        return _plan(request, model, allow_local=allow_local, **given)
-    if progress is not None:
-        progress("building the model")
+        say("reading the graph")
+        return OpenedRequest(model=load_graph(request.graph), cluster=cluster, job={**job, "seq": request.seq})
+    say("building the model")
     source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
     if source.example_inputs is None:
         _require(request, "batch")
         if source.takes_seq:
             _require(request, "seq")
-    plan = _plan(
-        request,
-        source.module,
-        allow_local=allow_local,
-        progress=progress,
-        time_limit_s=time_limit_s,
-        seq=source.seq,
-        example_inputs=source.example_inputs,
-        tp_plan=source.tp_plan,
-    )
-    return dataclasses.replace(plan, notes=(*source.notes, *plan.notes))
-
-
-def _plan(request: PlanRequest, model: nn.Module | TracedModule, *, allow_local: bool, **given: Any) -> ShardingPlan:
-    """Return the plan for ``model``; ``given`` is what the model's source says rather than the request."""
-    from api.models import quiet_libraries
-    from planner import build_plan
-
-    with quiet_libraries():
-        plan: ShardingPlan = build_plan(
-            model,
-            cluster=read_cluster(request, allow_local=allow_local),
-            mesh=request.mesh,
-            batch=request.batch,
-            micro_batches=request.micro_batches,
-            ac=request.ac,
-            memory_gb=request.memory_gb,
-            optimizer=request.optimizer,
-            dtype=request.dtype,
-            planner=request.planner,
-            pins=request.pins,
-            data_axes=request.data_axes,
-            **given,
-        )
-    return plan
+    job |= {"seq": source.seq, "example_inputs": source.example_inputs, "tp_plan": source.tp_plan}
+    return OpenedRequest(model=source.module, cluster=cluster, job=job, notes=tuple(source.notes))
 
 
 def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:

@@ -13,9 +13,12 @@ from rich.text import Text
 from api.axis_roles import axis_roles, weight_layouts
 from cost_model.layout import Layout, format_layout
 from planner.plan import CollectiveEstimate, Estimate, Job, ShardingPlan, SolverReport
+from planner.report import MeshReport
 
 _COLLECTIVES_SHOWN = 12
 _NAMES_SHOWN = 12
+_MESHES_SHOWN = 6
+_OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit", "no-layout": "has no layout"}
 _ROLES = {
     "activations": "saved for the backward pass",
     "recomputed_block": "one block's, made again in the backward pass",
@@ -37,6 +40,8 @@ def show_plan(plan: ShardingPlan, console: Console) -> None:
         console.print("", _collectives_table(plan.estimate), "", sep="\n")
     if plan.solver is not None:
         console.print(_solver(plan.solver))
+        if plan.solver.meshes:
+            console.print(Text(_other_meshes(plan.solver.meshes)))
     if plan.timings:
         stages = ", ".join(f"{name.removesuffix('_s')} {value:.2f} s" for name, value in plan.timings.items())
         console.print(f"Planned in {sum(plan.timings.values()):.2f} s: {stages}")
@@ -167,6 +172,25 @@ def _solver(solver: SolverReport) -> str:
     if solver.gap is not None:
         text += f", at most {math.ceil(solver.gap * 1e4) / 1e4:.2%} from the best of its search space"
     return f"{text}, solved in {solver.time_s:.2f} s"
+
+
+def _other_meshes(meshes: Sequence[MeshReport]) -> str:
+    """Return why each of the other meshes was not chosen, those with the fastest plans first."""
+    rest = sorted((m for m in meshes if m.outcome != "chosen"), key=lambda m: (m.outcome != "slower", _shown_s(m)))
+    told = [f"{m.mesh} {_OUTCOMES[m.outcome]}{_time_on(m)}" for m in rest[:_MESHES_SHOWN]]
+    if len(rest) > _MESHES_SHOWN:
+        told.append(f"{len(rest) - _MESHES_SHOWN} more (--json lists them)")
+    return "Other meshes: " + ", ".join(told)
+
+
+def _shown_s(mesh: MeshReport) -> float:
+    return mesh.step_time_s or mesh.at_least_s or math.inf
+
+
+def _time_on(mesh: MeshReport) -> str:
+    if mesh.step_time_s is not None:
+        return duration(mesh.step_time_s)
+    return "" if mesh.at_least_s is None else f"at least {duration(mesh.at_least_s)}"
 
 
 def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -58,6 +58,17 @@ def check_writable(output: Path) -> None:
         raise JobError(f"--output {output} {what}.", what_to_do="Give the name of a file in a folder that exists.")
 
 
+def check_folder(output: Path) -> None:
+    """Make a folder for plans, before any work is done for it, or say why that cannot be."""
+    from planner.errors import JobError
+
+    try:
+        output.mkdir(exist_ok=True)
+    except OSError as error:
+        detail = f"--output {output} cannot be made a folder: {error.strerror}."
+        raise JobError(detail, what_to_do="Give the name of a folder, in one that exists.") from error
+
+
 def save_plan(plan: ShardingPlan, output: Path) -> None:
     """Write a plan to a file, or say why that cannot be."""
     from planner.errors import JobError

@@ -155,20 +155,3 @@ def _ops_in_blocks(traced: TracedModel, batch: int) -> set[str]:
     return {
         region_op.op.name for region in regions.regions if region.index in blocks.of_region for region_op in region.ops
     }
-
-
-def least_memory_bytes(traced: TracedModel, run: Run, batch: int, state_bytes_per_parameter: int) -> float:
-    """Return bytes per device that no plan of ``run`` can go below: states and, unless recomputed, activations."""
-    graph = traced.graph_at(batch)
-    states = (
-        sum(graph.values[name].nbytes // graph.values[name].dtype.itemsize for name in graph.parameters)
-        * state_bytes_per_parameter
-    )
-    saved: set[str] = set()
-    extra = 0
-    if run.ac == "none" and run.job.training:
-        for op in traced.profile(batch).ops.values():
-            saved.update(op.saved)
-            extra += op.saved_extra_nbytes
-    activations = sum(graph.values[name].nbytes for name in saved if graph.values[name].kind == "activation") + extra
-    return (states + activations) / run.mesh.size

@@ -212,7 +212,8 @@ class InfeasibleError(PlannerError):
     """No plan fits: ``budget_bytes`` per device were allowed, ``least_bytes`` per device would do.
 
     ``least_bytes`` is None where even unlimited memory gives no plan. ``largest_tensors`` are (name, bytes per device),
-    largest first.
+    largest first. ``enough`` is the smallest cluster of the same nodes, their number doubled again and again, on which
+    a plan was seen to fit; None where none was.
     """
 
     exit_code = 3
@@ -225,15 +226,17 @@ class InfeasibleError(PlannerError):
         budget_bytes: int,
         least_bytes: int | None,
         largest_tensors: tuple[tuple[str, int], ...] = (),
+        enough: str | None = None,
         what_to_do: str | None = None,
     ) -> None:
         super().__init__(
-            _infeasible_detail(budget_bytes, least_bytes, largest_tensors) if detail is None else detail,
-            what_to_do=_infeasible_advice(least_bytes) if what_to_do is None else what_to_do,
+            _infeasible_detail(budget_bytes, least_bytes, largest_tensors, enough) if detail is None else detail,
+            what_to_do=_infeasible_advice(least_bytes, enough) if what_to_do is None else what_to_do,
         )
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
         self.largest_tensors = largest_tensors
+        self.enough = enough
 
 
 def _gigabytes(nbytes: int) -> str:
@@ -241,15 +244,20 @@ def _gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3f} MB"
 
 
-def _infeasible_detail(budget_bytes: int, least_bytes: int | None, largest: tuple[tuple[str, int], ...]) -> str:
+def _infeasible_detail(
+    budget_bytes: int, least_bytes: int | None, largest: tuple[tuple[str, int], ...], enough: str | None
+) -> str:
     detail = f"No plan fits {_gigabytes(budget_bytes)} per device"
     if least_bytes is not None:
         detail += f"; the least that would do is {_gigabytes(least_bytes)} ({least_bytes} bytes) per device"
+    if enough is not None:
+        detail += f"; a cluster of {enough} would hold it as it is"
     if largest:
         detail += "; the largest tensors are " + ", ".join(f"{name} ({_gigabytes(nbytes)})" for name, nbytes in largest)
     return detail + "."
 
 
-def _infeasible_advice(least_bytes: int | None) -> str:
+def _infeasible_advice(least_bytes: int | None, enough: str | None) -> str:
     start = "Use" if least_bytes is None else "Allow that much memory, or use"
-    return f"{start} more devices, more micro-batches (--micro-batches) or activation checkpointing (--ac full)."
+    devices = "more devices" if enough is None else f"a cluster of {enough}"
+    return f"{start} {devices}, more micro-batches (--micro-batches) or activation checkpointing (--ac full)."

@@ -17,19 +17,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cost_model import reserve_bytes
 from cost_model.layout import MeshSpec
 from planner.baselines import Restriction
-from planner.candidates import least_compute_s, least_memory_bytes, least_recompute_s
+from planner.candidates import least_compute_s, least_recompute_s
 from planner.errors import SolverError
 from planner.floors import Floor, floor_of
+from planner.report import MeshOutcome, MeshReport
 from planner.run import Run
 from planner.search import Candidate, Search
 
 Progress = Callable[[str], None]
-
-STATE_BYTES_PER_PARAMETER = 4
-"""A floor for lower bounds: no optimizer and dtype of ours keeps less than one float32 or two bf16 values."""
 
 _FIRST_GAP = 0.1
 """How far from the best in its run the first plan may be: it is only there to tell what is not worth a look."""
@@ -42,11 +39,13 @@ class Found:
     Attributes:
         bound_s: no plan of the search space is faster.
         complete: whether the search ended by itself; otherwise its time was up.
+        meshes: what became of each, where there was more than one.
     """
 
     candidate: Candidate
     bound_s: float
     complete: bool
+    meshes: tuple[MeshReport, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +69,18 @@ class _Open:
 
 
 @dataclass(slots=True)
+class _Mesh:
+    """What is known of a mesh: what no plan on it that fits can beat, once nothing of it is left on the heap."""
+
+    least_s: float = math.inf
+    has_layout: bool = True
+    best: Candidate | None = None
+
+    def bounded(self, time_s: float) -> None:
+        self.least_s = min(self.least_s, time_s)
+
+
+@dataclass(slots=True)
 class OuterSearch:
     """One walk over the lanes of a job."""
 
@@ -84,6 +95,7 @@ class OuterSearch:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _proved_s: float = math.inf
     _unopened_s: float = math.inf
+    _meshes: dict[MeshSpec, _Mesh] = field(default_factory=dict)
 
     def best(self, meshes: Sequence[MeshSpec]) -> Found | None:
         """Return the fastest plan over all runs, None where none fits.
@@ -96,9 +108,9 @@ class OuterSearch:
         self._dive(min(meshes, key=self._strangeness))
         for number, mesh in enumerate(meshes, 1):
             if self._is_over:
-                self._unopened_s = min(
-                    self._unopened_s, self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
-                )
+                least_s = self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
+                self._unopened_s = min(self._unopened_s, least_s)
+                self._of(mesh).bounded(least_s)
             else:
                 self._say(f"bounding mesh {mesh} ({number} of {len(meshes)})")
                 self._open(mesh)
@@ -109,7 +121,34 @@ class OuterSearch:
         assert self._at_most_s is not None
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
         bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
-        return Found(candidate=self._best, bound_s=bound_s, complete=complete)
+        return Found(candidate=self._best, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+
+    def _of(self, mesh: MeshSpec) -> _Mesh:
+        return self._meshes.setdefault(mesh, _Mesh())
+
+    def _reports(self, meshes: Sequence[MeshSpec]) -> tuple[MeshReport, ...]:
+        """Return what became of each mesh, once a plan was found."""
+        if len(meshes) == 1:
+            return ()
+        for _, _, item in self._heap:
+            self._of(item.run.mesh if isinstance(item, _Open) else item.floor.mesh).bounded(item.bound_s)
+        return tuple(self._report(mesh) for mesh in meshes)
+
+    def _report(self, mesh: MeshSpec) -> MeshReport:
+        known = self._of(mesh)
+        assert self._best is not None
+        assert self._at_most_s is not None
+        found_s = None if known.best is None else known.best.estimate.step_time_s
+        least_s = known.least_s if found_s is None else min(known.least_s, found_s)
+        outcome: MeshOutcome = "slower" if least_s >= self._at_most_s else "open"
+        if mesh == self._best.run.mesh:
+            outcome = "chosen"
+        elif not known.has_layout:
+            outcome = "no-layout"
+        elif math.isinf(least_s):
+            outcome = "does-not-fit"
+        at_least_s = None if math.isinf(least_s) else least_s
+        return MeshReport(mesh=str(mesh), outcome=outcome, at_least_s=at_least_s, step_time_s=found_s)
 
     @property
     def _is_over(self) -> bool:
@@ -130,6 +169,7 @@ class OuterSearch:
             self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
         except SolverError:
             return  # the walk does without, or finds out that time is up, and says so
+        self._of(mesh).best = self._best
         self._say_best()
 
     def _only(self, mesh: MeshSpec) -> Found | None:
@@ -160,11 +200,10 @@ class OuterSearch:
         search, restriction = self.search, self.restrict(mesh)
         largest = search.run_of(mesh, self.counts[0], "none")
         formulation = search.formulate(largest, restriction)[2]
-        if formulation is None:
-            return
         with search.clock.stage("solve_s"):
-            floor = floor_of(mesh, formulation)
+            floor = None if formulation is None else floor_of(mesh, formulation)
         if floor is None:
+            self._of(mesh).has_layout = False
             return
         for ac in self.modes:
             run = search.run_of(mesh, self.counts[0], ac)
@@ -195,16 +234,18 @@ class OuterSearch:
 
     def _follow(self, lane: _Lane) -> None:
         """Look at the next run of a lane that could be better; put it on the heap, and the lane back."""
-        at_most_s = self._at_most_s
+        at_most_s, known = self._at_most_s, self._of(lane.floor.mesh)
         while lane.counts:
             run = self.search.run_of(lane.floor.mesh, lane.counts.pop(0), lane.ac)
-            if not self._could_fit(run):
+            if self.search.least_memory_bytes(run) > self.search.memory_bytes:
                 continue
             lane.bound_s = max(lane.bound_s, self._least_s(run))
             if at_most_s is not None and lane.bound_s >= at_most_s:
+                known.bounded(lane.bound_s)
                 return
             look = self.search.look_at(run, lane.restriction, lane.floor, at_most_s)
             if look is None:
+                known.bounded(math.inf if at_most_s is None else at_most_s)
                 return
             lane.bound_s = max(lane.bound_s, look.uncapped_s)
             if look.capped_s is not None:
@@ -224,18 +265,17 @@ class OuterSearch:
             if self._best is None:
                 raise
             return False
+        known = self._of(run.mesh)
         if candidate is None or candidate.solution is None:
+            # Nothing that is wanted; what is not wanted may fit or not.
+            known.bounded(math.inf if at_most_s is None else max(item.bound_s, at_most_s))
             return True
-        self._best = candidate
+        self._best = known.best = candidate
         self._say_best()
         self._proved_s = min(self._proved_s, candidate.solution.bound_s)
+        known.bounded(candidate.solution.bound_s)
         return not candidate.solution.cut_short
 
     def _least_s(self, run: Run) -> float:
         search = self.search
         return least_compute_s(search.traced, search.op_times, run, search.micro_batch(run))
-
-    def _could_fit(self, run: Run) -> bool:
-        search = self.search
-        least = least_memory_bytes(search.traced, run, search.micro_batch(run), STATE_BYTES_PER_PARAMETER)
-        return least + reserve_bytes(run.cluster.device) <= search.memory_bytes

@@ -1,57 +1,46 @@
-"""Why nothing fits: the least memory per device that would do, and the tensors in the way."""
+"""Why nothing fits: the least memory per device that would do, the tensors in the way, the devices that would do."""
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from cost_model.layout import MeshSpec, split_factor
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
+from planner.candidates import meshes_of
 from planner.errors import InfeasibleError
 from planner.ilp import least_memory, least_memory_bound
 from planner.run import Run
 from planner.search import Search, without
 from planner.structure import Structure
 
-_LEAST_MEMORY_RUNS = 24
-"""Up to so many runs are all solved for the least memory that would do, once nothing fits."""
+_MOST_DEVICES = 16384
+"""Larger clusters are not tried."""
+
+Restrict = Callable[[MeshSpec], Restriction | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Least:
+    """The decision of a run that needs the least memory."""
+
+    nbytes: float
+    run: Run
+    structure: Structure
+    decision: Decision
 
 
 def refuse(
-    search: Search,
-    meshes: Sequence[MeshSpec],
-    counts: Sequence[int],
-    modes: Sequence[str],
-    restrict: Callable[[MeshSpec], Restriction | None],
+    search: Search, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Restrict
 ) -> InfeasibleError:
     """Return the error that says what would do: the least memory per device over all runs, and what takes it up."""
-    least: tuple[float, Structure, Decision, Run] | None = None
-    # Where there is much to try, the mode that keeps least stands for the others.
-    tried = modes if len(meshes) * len(counts) * len(modes) <= _LEAST_MEMORY_RUNS else modes[-1:]
-    bounds: list[tuple[float, Run]] = []
-    for mesh in meshes:
-        for count, mode in itertools.product(counts, tried):
-            run = search.run_of(mesh, count, mode)
-            _, _, formulation = search.formulate(run, restrict(mesh))
-            bound = None if formulation is None else least_memory_bound(formulation.problem)
-            if bound is not None:
-                bounds.append((bound, run))
-    for bound, run in sorted(bounds, key=lambda pair: pair[0]):
-        if least is not None and bound >= least[0]:
-            break
-        formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
-        while formulation is not None:
-            found = least_memory(formulation.problem)
-            if found is None:
-                break
-            decision = decision_of(formulation, found[0])
-            refused = search.refused(run, formulation, decision)
-            if not refused:
-                if least is None or found[1] < least[0]:
-                    least = found[1], structure, decision, run
-                break
-            formulation = without(formulator, formulation, decision, refused)
+    runs = [search.run_of(mesh, count, mode) for mesh in meshes for count, mode in itertools.product(counts, modes)]
+    least = _least(search, runs, restrict)
     if least is None:
         return InfeasibleError(
             "no layout of this model divides evenly over these meshes and this batch.",
@@ -59,34 +48,99 @@ def refuse(
             least_bytes=None,
             what_to_do="Choose another mesh, or a batch that the mesh divides.",
         )
-    nbytes, structure, decision, run = least
     return InfeasibleError(
         budget_bytes=search.memory_bytes,
-        least_bytes=int(-(-nbytes // 1)),
-        largest_tensors=_largest(structure, decision, run),
+        least_bytes=math.ceil(least.nbytes),
+        largest_tensors=_largest(least),
+        enough=_enough(search, counts, modes[-1], restrict),
     )
 
 
-def _largest(structure: Structure, decision: Decision, run: Run) -> tuple[tuple[str, int], ...]:
-    values = structure.regions.graph.values
+def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None) -> _Least | None:
+    """Return what needs the least memory of all ``runs``, or the first that is found to need at most ``enough_bytes``.
+
+    What has the lowest bound goes next: at first that of the structure, then the relaxation's, then what was found.
+    """
+    numbers = itertools.count()
+    heap: list[tuple[float, int, Run, _Least | None]] = [
+        (search.least_memory_bytes(run), next(numbers), run, None) for run in runs
+    ]
+    heapq.heapify(heap)
+    relaxed: set[Run] = set()
+    while heap:
+        least_bytes, _, run, found = heapq.heappop(heap)
+        if enough_bytes is not None and least_bytes > enough_bytes:
+            return None
+        if found is not None:
+            return found
+        if run in relaxed:
+            found = _least_of(search, run, restrict)
+            if found is not None:
+                if enough_bytes is not None and found.nbytes <= enough_bytes:
+                    return found
+                heapq.heappush(heap, (found.nbytes, next(numbers), run, found))
+            continue
+        relaxed.add(run)
+        formulation = search.formulate(run, restrict(run.mesh))[2]
+        bound = None if formulation is None else least_memory_bound(formulation.problem)
+        if bound is not None:
+            heapq.heappush(heap, (bound, next(numbers), run, None))
+    return None
+
+
+def _least_of(search: Search, run: Run, restrict: Restrict) -> _Least | None:
+    """Return the decision that needs the least memory of those that DTensor runs; None where there is none."""
+    formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
+    while formulation is not None:
+        found = least_memory(formulation.problem)
+        if found is None:
+            return None
+        decision = decision_of(formulation, found[0])
+        refused = search.refused(run, formulation, decision)
+        if not refused:
+            return _Least(nbytes=found[1], run=run, structure=structure, decision=decision)
+        formulation = without(formulator, formulation, decision, refused)
+    return None
+
+
+def _enough(search: Search, counts: Sequence[int], mode: str, restrict: Restrict) -> str | None:
+    """Return the smallest cluster seen to hold the job, its nodes doubled again and again; None where none was.
+
+    Tried are the smallest micro-batches, the smallest that all devices together divide, and the whole batch at once,
+    which accumulates no gradients.
+
+    Args:
+        counts: numbers of micro-batches, the fewest first.
+        mode: of checkpointing, that which keeps least.
+    """
+    nodes = search.cluster.nodes * 2
+    while nodes * search.cluster.devices_per_node <= _MOST_DEVICES:
+        cluster = dataclasses.replace(search.cluster, nodes=nodes)
+        larger = Search(search.traced, search.job, cluster, search.batch, search.clock)
+        even = [count for count in counts if search.batch // count % cluster.size == 0]
+        runs = [
+            larger.run_of(mesh, count, mode)
+            for mesh in meshes_of(cluster)
+            for count in dict.fromkeys([counts[-1], *even[-1:], counts[0]])
+        ]
+        if _least(larger, runs, restrict, search.memory_bytes) is not None:
+            return cluster.name
+        nodes *= 2
+    return None
+
+
+def _largest(least: _Least) -> tuple[tuple[str, int], ...]:
+    structure, mesh_shape = least.structure, least.run.mesh.shape
+    values, names = structure.regions.graph.values, structure.regions.graph.parameters
     rows: list[tuple[str, int]] = []
-    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
-        value = values[parameter.values[0]]
-        rows.append(
-            (
-                structure.regions.graph.parameters[parameter.values[0]][0],
-                value.nbytes // split_factor(choice.stored, run.mesh.shape),
-            )
-        )
-    for index, strategy in enumerate(decision.strategies):
+    for parameter, choice in zip(structure.parameters, least.decision.stored, strict=True):
+        nbytes = values[parameter.values[0]].nbytes // split_factor(choice.stored, mesh_shape)
+        rows.append((names[parameter.values[0]][0], nbytes))
+    for index, strategy in enumerate(least.decision.strategies):
         region = structure.representative(index)
         for position, slot in enumerate(region.slots):
             layout = strategy.forward[position]
             if slot.origin == "op" and layout is not None:
-                rows.append(
-                    (
-                        f"{region.fqn or '(root)'}:{slot.value.name}",
-                        slot.value.nbytes // split_factor(layout, run.mesh.shape),
-                    )
-                )
+                nbytes = slot.value.nbytes // split_factor(layout, mesh_shape)
+                rows.append((f"{region.fqn or '(root)'}:{slot.value.name}", nbytes))
     return tuple(sorted(rows, key=lambda row: -row[1])[:3])

@@ -62,6 +62,27 @@ class Estimate:
     collectives: tuple[CollectiveEstimate, ...] = ()
 
 
+MeshOutcome = Literal["chosen", "slower", "does-not-fit", "no-layout", "open"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshReport:
+    """What became of a mesh that the search had to choose from.
+
+    Attributes:
+        mesh: such as "dp=2,tp=8".
+        outcome: "chosen"; "slower" (no plan on it that fits is faster by more than the gap); "does-not-fit";
+            "no-layout" (the planner has none on it); "open" (time was up before it was decided).
+        at_least_s: no plan on it that fits takes less; None where none fits.
+        step_time_s: of the fastest plan that was found on it; None where none was, since it was not needed.
+    """
+
+    mesh: str
+    outcome: MeshOutcome
+    at_least_s: float | None = None
+    step_time_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
     """How the plan was found.
@@ -73,6 +94,7 @@ class SolverReport:
         bound_s: no plan of this search space can be faster.
         gap: (objective - bound) / objective; None where nothing was proven.
         time_s: spent solving.
+        meshes: those that were searched, where there was more than one.
     """
 
     name: str
@@ -81,3 +103,4 @@ class SolverReport:
     bound_s: float | None = None
     gap: float | None = None
     time_s: float = 0.0
+    meshes: tuple[MeshReport, ...] = ()

@@ -20,6 +20,7 @@ from planner.floors import Floor
 from planner.formulate import Formulation, Formulator
 from planner.ilp import relax, solve
 from planner.job import Job
+from planner.memory_floor import least_alive_bytes, least_memory_bytes
 from planner.op_times import OpTimes
 from planner.polish import polish
 from planner.problem import Solution
@@ -75,6 +76,7 @@ class Search:
         self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
         self._communication: dict[MeshSpec, Communication] = {}
         self.op_times = OpTimes(cluster.device, traced.flash_attention)
+        self._alive: dict[tuple[int, str], float] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str) -> Run:
@@ -84,6 +86,14 @@ class Search:
     def micro_batch(self, run: Run) -> int:
         """Return the samples of one micro-batch of ``run``."""
         return self.batch // run.micro_batches
+
+    def least_memory_bytes(self, run: Run) -> float:
+        """Return bytes per device that no plan of ``run`` can go below."""
+        key = self.micro_batch(run), run.ac
+        structure = self.traced.structure(*key)
+        if key not in self._alive:
+            self._alive[key] = least_alive_bytes(structure)
+        return least_memory_bytes(structure, run, self._alive[key])
 
     def formulator(self, run: Run) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from planner.baselines import Restriction
 from planner.candidates import TracedModel, check_mesh, meshes_of
 from planner.capture import ExampleInputs
 from planner.clock import Clock
-from planner.errors import JobError, MeshError
+from planner.errors import JobError, MeshError, PlannerError
 from planner.fingerprint import torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.job import CheckpointingMode, Job
@@ -33,6 +33,8 @@ from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
 from planner.traced_module import TracedModule, check_traced, micro_batch_counts, traced
+
+_ON_ONE_AXIS = ("data-parallel", "fully-sharded")
 
 
 class PlanningSession:
@@ -81,6 +83,7 @@ class PlanningSession:
             data_axes=tuple(data_axes),
         )
         self._batch = batch or given_batch
+        self._memory_bytes = self.job.memory_bytes or self.cluster.device.memory_bytes
         self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
@@ -96,26 +99,48 @@ class PlanningSession:
         self._traced = TracedModel.of(self._module, flash_attention=flash)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
 
-    def plan(self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None) -> ShardingPlan:
+    def plan(
+        self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
+    ) -> ShardingPlan:
         """Return the plan of ``planner`` on ``mesh`` (None: the best of all one- and two-axis meshes).
+
+        Args:
+            memory_bytes: cap on the peak per device; None: the job's.
 
         Raises:
             PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
         """
+        plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+        if plan is None:
+            raise self._refusal(self._meshes(mesh, planner), planner)
+        return plan
+
+    def plan_if_any(
+        self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
+    ) -> ShardingPlan | None:
+        """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
         name, seed = baselines.parse_planner(planner)
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        if spec is not None:
-            check_mesh(spec, self.cluster)
+        meshes = self._meshes(mesh, planner)
         modes = _modes(self._traced, self.job.ac)
+        self._search.memory_bytes = memory_bytes or self._memory_bytes
         with collector.put_off():
             if seed is not None:
-                candidate, report = self._random(spec, modes, seed), SolverReport(name=planner, status="given")
+                candidate, report = self._random(meshes[-1], modes, seed), SolverReport(name=planner, status="given")
             else:
-                found = self._best(spec, modes, name)
+                found = self._best(meshes, modes, name)
+                if found is None:
+                    return None
                 candidate, report = found.candidate, _report(found, planner)
             with self._clock.stage("write_s"):
                 plan = self._write(candidate, report)
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
+
+    def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
+        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        if spec is None:
+            return meshes_of(self.cluster, axes=1 if planner in _ON_ONE_AXIS else 2)
+        check_mesh(spec, self.cluster)
+        return [spec]
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
@@ -134,46 +159,50 @@ class PlanningSession:
         if sizes and all(micro_batch % size for size in sizes):
             yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
 
-    def _random(self, spec: MeshSpec | None, modes: Sequence[str], seed: int) -> Candidate:
-        mesh = spec or meshes_of(self.cluster)[-1]
+    def _random(self, mesh: MeshSpec, modes: Sequence[str], seed: int) -> Candidate:
         restriction = self._pins([mesh]).restrict(mesh, None)
         candidate = self._search.random(self._search.run_of(mesh, self._counts[0], modes[0]), seed, restriction)
         if candidate is None:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _best(self, spec: MeshSpec | None, modes: Sequence[str], name: str) -> Found:
-        one_axis = name in ("data-parallel", "fully-sharded")
-        meshes = [spec] if spec is not None else meshes_of(self.cluster, axes=1 if one_axis else 2)
-        pins = self._pins(meshes)
+    def _best(self, meshes: Sequence[MeshSpec], modes: Sequence[str], name: str) -> Found | None:
+        restrict = self._restrict(name, self._pins(meshes))
+        deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
+        search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline)
+        return search.best(meshes)
 
-        def baseline(mesh: MeshSpec) -> Restriction | None:
-            if name == "data-parallel":
-                return baselines.data_parallel(mesh)
-            if name == "fully-sharded":
-                return baselines.fully_sharded(mesh)
-            return (
-                baselines.tensor_parallel(mesh, self._tp_plan, self._traced.graph)
-                if name == "tensor-parallel"
-                else None
-            )
+    def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
+        """Return what a planner and the pins leave to choose on a mesh."""
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
-            return pins.restrict(mesh, baseline(mesh))
+            if name == "data-parallel":
+                baseline: Restriction | None = baselines.data_parallel(mesh)
+            elif name == "fully-sharded":
+                baseline = baselines.fully_sharded(mesh)
+            elif name == "tensor-parallel":
+                baseline = baselines.tensor_parallel(mesh, self._tp_plan, self._traced.graph)
+            else:
+                baseline = None
+            return pins.restrict(mesh, baseline)
 
-        counts = self._evenly_split(name) if one_axis else self._counts
-        deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
-        search = OuterSearch(self._search, counts, modes, restrict, self._progress, deadline)
-        found = search.best(meshes)
-        if found is None:
-            refusal = refuse(self._search, meshes, counts, modes, restrict)
-            if refusal.least_bytes is None and pins:
-                raise MeshError(
-                    f"no layout on these meshes keeps the pins: {pins}.",
-                    what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
-                )
-            raise refusal
-        return found
+        return restrict
+
+    def _refusal(self, meshes: Sequence[MeshSpec], name: str) -> PlannerError:
+        """Return why no plan of a planner fits."""
+        pins = self._pins(meshes)
+        modes = _modes(self._traced, self.job.ac)
+        with collector.put_off():
+            refusal = refuse(self._search, meshes, self._counts_for(name), modes, self._restrict(name, pins))
+        if refusal.least_bytes is None and pins:
+            return MeshError(
+                f"no layout on these meshes keeps the pins: {pins}.",
+                what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
+            )
+        return refusal
+
+    def _counts_for(self, name: str) -> list[int]:
+        return self._evenly_split(name) if name in _ON_ONE_AXIS else self._counts
 
     def _evenly_split(self, name: str) -> list[int]:
         """Return the numbers of micro-batches whose samples divide over all devices, as ``name`` needs them to.
@@ -251,6 +280,7 @@ def _report(found: Found, planner: str) -> SolverReport:
         bound_s=bound_s,
         gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
         time_s=solution.time_s,
+        meshes=found.meshes,
     )
 
 

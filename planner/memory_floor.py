@@ -1,0 +1,59 @@
+"""Bytes that no plan goes below, whatever it splits: counted from the structure alone, without a mesh or a program."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cost_model import reserve_bytes
+from cost_model.memory import parameter_state_bytes
+from planner.graph import OpGraph
+from planner.run import Run
+from planner.structure import Structure
+
+
+def least_alive_bytes(structure: Structure) -> float:
+    """Return the most activations alive at any moment of the backward, of all devices together.
+
+    The tensors of each region are counted once, as if no device held what another has.
+    """
+    profile, most = structure.profile, np.zeros(len(structure.timeline.moments))
+    for index, alive in enumerate(structure.timeline.classes):
+        region = structure.representative(index)
+        slots = [slot.value for slot in region.slots]
+        made = np.array([min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes)) for value in slots])
+        ops = [profile.ops[region_op.op.name] for region_op in region.ops]
+        most += made @ (alive.saved + alive.recomputed + alive.gradients)
+        most += np.array([op.saved_extra_nbytes for op in ops]) @ (alive.saved_extra + alive.recomputed_extra)
+        most += np.array([op.cached_extra_nbytes for op in ops]) @ alive.cached_extra
+    return float(most.max(initial=0.0))
+
+
+def least_state_bytes(graph: OpGraph, run: Run) -> float:
+    """Return the bytes of parameters and optimizer states, of all devices together; gradients are not counted."""
+    job = run.job
+    stored_dtype = job.master_dtype or job.dtype
+    total = 0
+    for name in graph.parameters:
+        value = graph.values[name]
+        state = parameter_state_bytes(
+            value.nbytes // value.dtype.itemsize,
+            optimizer=job.optimizer,
+            dtype=stored_dtype,
+            master_dtype=stored_dtype,
+            gradient_dtype=stored_dtype,
+            training=job.training and value.requires_grad,
+        )
+        total += state["parameters"] + state["optimizer_state"]
+    return float(total)
+
+
+def least_memory_bytes(structure: Structure, run: Run, alive_bytes: float) -> float:
+    """Return bytes per device that no plan of ``run`` can go below.
+
+    Args:
+        structure: of the run's micro-batch and mode of checkpointing.
+        run: what is planned for.
+        alive_bytes: `least_alive_bytes` of the structure.
+    """
+    split = least_state_bytes(structure.regions.graph, run) + (alive_bytes if run.job.training else 0.0)
+    return split / run.mesh.size + reserve_bytes(run.cluster.device)

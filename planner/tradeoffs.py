@@ -1,0 +1,180 @@
+"""What else could be had: the best plans of other meshes, for less memory, and on fewer devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from planner.errors import InfeasibleError, JobError
+from planner.inputs import GivenInputs
+from planner.outer_search import Progress
+from planner.plan import ShardingPlan
+from planner.session import PlanningSession
+from planner.traced_module import TracedModule, trace_module
+
+Objective = Literal["step-time", "cost", "fewest-devices"]
+
+_SHARE = 0.8
+"""Of a plan's memory, how much the next plan of a front may take."""
+
+
+def step_time_s(plan: ShardingPlan) -> float:
+    """Return the estimated step time of a plan that was priced."""
+    assert plan.estimate is not None
+    return plan.estimate.step_time_s
+
+
+def peak_bytes(plan: ShardingPlan) -> int:
+    """Return the estimated peak memory per device of a plan that was priced."""
+    assert plan.estimate is not None
+    return plan.estimate.peak_memory_bytes
+
+
+def runner_ups(session: PlanningSession, best: ShardingPlan, count: int) -> tuple[ShardingPlan, ...]:
+    """Return the best plans of the ``count`` best other meshes, the fastest first; fewer where fewer have any.
+
+    Args:
+        session: what made ``best``.
+        best: the best plan of several meshes.
+        count: how many are wanted.
+    """
+    others = [] if best.solver is None else [m for m in best.solver.meshes if m.outcome != "chosen"]
+    found: list[ShardingPlan] = []
+    for least_s, mesh in sorted((m.at_least_s, m.mesh) for m in others if m.at_least_s is not None):
+        if len(found) >= count and least_s >= step_time_s(found[count - 1]):
+            break
+        plan = session.plan_if_any(mesh=mesh)
+        if plan is not None:
+            found = sorted([*found, plan], key=step_time_s)
+    return tuple(found[:count])
+
+
+def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: float = _SHARE) -> list[ShardingPlan]:
+    """Return plans of which none is both slower and larger than another, the fastest and largest first.
+
+    The first is the best plan, the last one that needs the least memory of all; between them each is the best within
+    ``share`` of the memory of the one before.
+
+    Args:
+        session: of the job.
+        mesh: None: the best of all one- and two-axis meshes, for each plan anew.
+        share: of a plan's memory that the next may take, between 0 and 1.
+
+    Raises:
+        PlannerError: there is no plan; `InfeasibleError` where nothing fits the memory.
+    """
+    if not 0 < share < 1:
+        raise JobError(f"share is {share}.", what_to_do="Give a part of 1, such as 0.8.", field="share")
+    plans = [session.plan(mesh=mesh)]
+    plans += _smaller(session, plans[0], mesh, share)
+    front: list[ShardingPlan] = []
+    for plan in reversed(plans):
+        if not front or step_time_s(plan) < step_time_s(front[-1]):
+            front.append(plan)
+    return front[::-1]
+
+
+def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, share: float) -> Iterator[ShardingPlan]:
+    smaller: ShardingPlan | None = plan
+    while smaller is not None:
+        plan = smaller
+        smaller = session.plan_if_any(mesh=mesh, memory_bytes=int(peak_bytes(plan) * share))
+        if smaller is not None:
+            yield smaller
+    try:
+        session.plan(mesh=mesh, memory_bytes=int(peak_bytes(plan) * share))
+    except InfeasibleError as refusal:
+        if refusal.least_bytes is not None and refusal.least_bytes < peak_bytes(plan):
+            least = session.plan_if_any(mesh=mesh, memory_bytes=refusal.least_bytes)
+            if least is not None:
+                yield least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSize:
+    """A job on a cluster of some size.
+
+    Attributes:
+        cluster: of that size.
+        plan: the best; None where none fits.
+    """
+
+    cluster: ClusterSpec
+    plan: ShardingPlan | None
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of a step, of all devices together."""
+        assert self.plan is not None
+        return step_time_s(self.plan) * self.cluster.size
+
+
+def sizes(
+    model: nn.Module | TracedModule,
+    *,
+    cluster: str | ClusterSpec | Mapping[str, Any],
+    example_inputs: GivenInputs = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> list[ClusterSize]:
+    """Return the best plan on each smaller cluster of the same nodes, the smallest first: 1, 2, 4, ... devices.
+
+    Args:
+        model: as for `build_plan`.
+        cluster: the largest.
+        example_inputs: as for `build_plan`.
+        progress: told of each stage.
+        options: the job and the search, as for `build_plan`; there is no mesh to give.
+
+    Raises:
+        PlannerError: the job cannot be planned at all.
+    """
+    largest = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
+    if not isinstance(model, TracedModule):
+        job = {name: options[name] for name in ("batch", "seq", "micro_batches", "dtype") if name in options}
+        model = trace_module(model, example_inputs=example_inputs, **job)
+    found = []
+    for part in parts_of(largest):
+        session = PlanningSession(model, cluster=part, progress=_on(part, progress), **options)
+        found.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+    return found
+
+
+def _on(cluster: ClusterSpec, progress: Progress | None) -> Progress | None:
+    return None if progress is None else lambda stage: progress(f"{cluster.name}: {stage}")
+
+
+def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
+    """Return clusters of the same nodes, or of a part of one: of 1, 2, 4, ... devices, up to ``cluster`` itself."""
+    per_node = [2**i for i in range(cluster.devices_per_node.bit_length()) if 2**i < cluster.devices_per_node]
+    nodes = [2**i for i in range(cluster.nodes.bit_length()) if 2**i < cluster.nodes]
+    cards = [max(1, cluster.cards_per_node * count // cluster.devices_per_node) for count in per_node]
+    parts = [
+        dataclasses.replace(cluster, nodes=1, devices_per_node=count, cards_per_node=card)
+        for count, card in zip(per_node, cards, strict=True)
+    ]
+    return [*parts, *(dataclasses.replace(cluster, nodes=count) for count in nodes), cluster]
+
+
+def best_size(found: list[ClusterSize], objective: Objective, *, within_s: float | None = None) -> ClusterSize | None:
+    """Return the size that is best for ``objective``, of those whose step takes at most ``within_s``; None: none does.
+
+    Args:
+        found: what `sizes` returned.
+        objective: "step-time"; "cost": the fewest device-seconds for a step, which is also the most tokens per second
+            and device; "fewest-devices".
+        within_s: limit of the step time; None: no limit.
+    """
+    fit = [size for size in found if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
+    if not fit:
+        return None
+    if objective == "step-time":
+        return min(fit, key=lambda size: (0.0 if size.plan is None else step_time_s(size.plan), size.cluster.size))
+    if objective == "cost":
+        return min(fit, key=lambda size: (size.device_s, size.cluster.size))
+    return min(fit, key=lambda size: size.cluster.size)
