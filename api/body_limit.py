@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.errors import MEDIA_TYPE
 
+_MOST_DIGITS = 18
+
 
 class BodyLimit:
     """ASGI middleware that answers 413 to a body of more than ``max_bytes``, without holding more than that of it."""
@@ -22,7 +24,7 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._max_bytes:
+        if announced.isdigit() and (len(announced) > _MOST_DIGITS or int(announced) > self._max_bytes):
             await self._refuse(send)
             return
         received = 0

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -22,6 +23,7 @@ from planner.errors import ClusterInputError, JobError, MeshError, ModelError
 AXES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 PLAIN_MLP = ("gpt2", "gpt_neox", "bert", "roberta", "opt", "falcon")
 UNKNOWN = ("t5", "vit", "bart", "mamba", "mamba2", "jamba")
+_DEGREE = re.compile(r"[0-9]{1,300}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ def parse_degrees(mesh: str | Mapping[str, int]) -> dict[str, int]:
         if key not in AXES:
             raise MeshError(f"unknown axis {key!r}; known: {', '.join(AXES)}.")
         text = str(degree).strip()
-        if not text.isdigit() or int(text) < 1:
+        if _DEGREE.fullmatch(text) is None or int(text) < 1:
             raise MeshError(f"axis {key} has the degree {text!r}; it must be a whole number above 0.")
         given[key] = int(text)
     return {axis: given.get(axis, 1) for axis in AXES}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import structlog
-from sqlalchemy import delete, func, select
+from sqlalchemy import and_, delete, func, select
 
 from api.database import UNREACHABLE, Database
 from api.queue import CallQueue
@@ -74,9 +74,15 @@ def forget(database: Database, *, keep_s: float, most_kept: int) -> int:
         place = func.row_number().over(partition_by=JobRow.owner, order_by=JobRow.finished_at.desc()).label("place")
         ended = select(JobRow.number, JobRow.finished_at, place).where(JobRow.status.in_(_ENDED)).subquery()
         old = select(ended.c.number).where((ended.c.finished_at < since) | (ended.c.place > most_kept))
-        numbers = connection.scalars(old.limit(_MOST_AT_ONCE)).all()
+        # Held before they are deleted, jobs and plans: one may be asked for again at this very moment.
+        found = connection.scalars(old.limit(_MOST_AT_ONCE)).all()
+        still = select(JobRow.number).where(JobRow.number.in_(found), JobRow.status.in_(_ENDED)).with_for_update()
+        numbers = connection.scalars(still).all()
         delete_jobs(connection, numbers)
         shown = select(JobRow.fingerprint)
-        connection.execute(delete(PlanRow).where(PlanRow.made_at < since, PlanRow.fingerprint.not_in(shown)))
+        unseen = and_(PlanRow.made_at < since, PlanRow.fingerprint.not_in(shown))
+        first = select(PlanRow.fingerprint).where(unseen).limit(_MOST_AT_ONCE)
+        held = connection.scalars(first.with_for_update()).all()
+        connection.execute(delete(PlanRow).where(PlanRow.fingerprint.in_(held), PlanRow.fingerprint.not_in(shown)))
         connection.execute(delete(KeyRow).where(KeyRow.used_at < since))
     return len(numbers)

@@ -76,7 +76,8 @@ class _Worker(threading.Thread):
         self._supervisor = Supervisor(store, self._process, limits, stopping, metrics)
 
     def run(self) -> None:
-        self._process.start()
+        with suppress(OSError):  # the first job tries again, and says so
+            self._process.start()
         while not self._stopping.is_set():
             with suppress(*UNREACHABLE):
                 while self._plan_one():

@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
-import re
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -201,30 +199,28 @@ def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
     Raises:
         ClusterError: it cannot be read.
     """
-    if not allow_local:
-        check_client_cluster(request.cluster)
-    return ClusterSpec.parse(request.cluster)
+    return ClusterSpec.parse(request.cluster) if allow_local else read_client_cluster(request.cluster)
 
 
-def check_client_cluster(cluster: str | dict[str, Any]) -> None:
-    """Refuse a client's cluster that names files: a server reads none of its own for a client.
+def read_client_cluster(cluster: str | dict[str, Any]) -> ClusterSpec:
+    """Return a client's cluster, which may name no files: a server reads none of its own for a client.
 
     Raises:
-        ClusterError: it names some, or is absurdly large.
+        ClusterError: it cannot be read, names files, or is absurdly large.
     """
     advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
     if isinstance(cluster, str):
         if cluster.strip().lower().endswith((".yaml", ".yml")):
             raise ClusterError(advice)
-        sizes = [int(size) for size in re.findall(r"\d+", cluster)[:2]]
     else:
         sweeps = cluster.get("sweeps", ())
         for item in sweeps if isinstance(sweeps, (list, tuple)) else (sweeps,):
             if not isinstance(item, dict) or "file" in item:
                 raise ClusterError(f"cluster.sweeps names a file: {advice}")
-        sizes = [size for name in ("nodes", "devices_per_node") if isinstance(size := cluster.get(name, 1), int)]
-    if math.prod(size for size in sizes if size > 0) > MOST_DEVICES:
+    found = ClusterSpec.parse(cluster)
+    if found.size > MOST_DEVICES:
         raise ClusterError(f"a server plans for at most {MOST_DEVICES} devices")
+    return found
 
 
 def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:

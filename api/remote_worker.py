@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,6 +47,9 @@ def work(options: dict[str, Any]) -> None:
     if not settings.url.startswith("postgresql"):
         advice = "Give --database-url postgresql://...; with SQLite, `shardplan serve` plans by itself."
         raise JobError("a worker needs a PostgreSQL database.", what_to_do=advice, field="database_url")
+    if settings.workers == 0:
+        advice = "Give --workers 1 or more; 0 is for `shardplan serve`."
+        raise JobError("this worker would plan nothing.", what_to_do=advice, field="workers")
     configure_logs()
     asyncio.run(RemoteWorker(settings, solve).run(metrics_port=options.get("metrics_port")))
 
@@ -63,6 +67,8 @@ class RemoteWorker:
         self._metrics = Metrics()
         self._processes = [SolverProcess(job, settings.job_memory_bytes) for _ in range(settings.workers)]
         self._free: queue.SimpleQueue[SolverProcess] = queue.SimpleQueue()
+        # One thread for each: asyncio's own executor has a few more than there are cores.
+        self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="shardplan")
 
     async def run(self, *, metrics_port: int | None = None) -> None:
         """Work until SIGTERM or SIGINT; then what is at work is queued again."""
@@ -112,6 +118,8 @@ class RemoteWorker:
             yield
         finally:
             keeper.stop()
+            self._stopping.set()
+            self._threads.shutdown()  # what they are at is queued again first
             for process in self._processes:
                 process.end()
             self._calls.close()
@@ -136,7 +144,7 @@ class RemoteWorker:
             await app.job_manager.finish_job(call, Status.FAILED, delete_job=True)
 
     async def _plan(self) -> None:
-        await asyncio.to_thread(self._plan_waiting)
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._plan_waiting)
 
     def _plan_waiting(self) -> None:
         """Plan one job that waits, if there is one; each job has a call of its own."""

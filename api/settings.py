@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from api.store import Limits
@@ -60,6 +60,14 @@ class ServerSettings(BaseSettings):
     """Days that ended jobs, their plans and idempotency keys are kept."""
     max_kept_per_token: int = Field(default=10_000, ge=1)
     """Ended jobs that are kept for one token; the oldest go first."""
+
+    @field_validator("database_url")
+    @classmethod
+    def _is_shared(cls, url: SecretStr | None) -> SecretStr | None:
+        # The lock that keeps a second server from SQLite's jobs lies in data_dir.
+        if url is not None and url.get_secret_value().startswith("sqlite"):
+            raise ValueError("SQLite's database lies in data_dir; give that instead")
+        return url
 
     @property
     def url(self) -> str:

@@ -26,15 +26,20 @@ class SolverProcess:
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> None:
-        """Start a process where there is none that lives."""
+        """Start a process where there is none that lives.
+
+        Raises:
+            OSError: the machine has none to give.
+        """
         if self._process is not None and self._process.is_alive():
             return
         self.end()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, self._solve, self._memory_bytes)
-        self._process = context.Process(target=serve_requests, args=arguments, daemon=True)
-        self._process.start()
+        process = context.Process(target=serve_requests, args=arguments, daemon=True)
+        process.start()
+        self._process = process
         theirs.close()
 
     def ask(self, request_json: str, time_limit_s: float) -> None:

@@ -16,7 +16,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from sqlalchemy import Connection, Row, Select, and_, delete, exists, func, insert, literal, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import aliased
 
@@ -123,7 +137,9 @@ class JobStore:
             known = _one(connection, _jobs().where(mine))
             if known is not None and not known.may_be_tried_again:
                 return known
-            planned = connection.scalar(select(exists().where(PlanRow.fingerprint == fingerprint)))
+            # The plan is held, so that it is not forgotten while a job that shows it is made.
+            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
+            planned = connection.scalar(held) is not None
             if not planned:
                 self._check_limits(connection, owner)
             now = self._database.now()
@@ -132,14 +148,16 @@ class JobStore:
             if known is None:
                 row = {"id": uuid.uuid4().hex, "owner": owner, "fingerprint": fingerprint, "attempt": 0, **fresh}
                 row |= {"request": json.dumps(request), "label": label[:400]}
-                connection.execute(self._database.insert_new(JobRow, **row))
+                made = self._database.insert_new(JobRow, **row).returning(JobRow.number)
+                changed = connection.scalar(made) is not None
             else:
                 again = update(JobRow).where(JobRow.number == known.number, JobRow.status == known.status)
                 nothing = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
-                connection.execute(again.values({**nothing, **fresh}))
+                changed = connection.execute(again.values({**nothing, **fresh})).rowcount > 0
             job = _one(connection, _jobs().where(mine))
             assert job is not None, "it was inserted just now"
-            self._announce(connection, job.number, job.id, job.status)
+            if changed:  # and not by an equal request at the same moment, which has announced it
+                self._announce(connection, job.number, job.id, job.status)
             return job
 
     def get(self, job_id: str, *, owner: str | None = None) -> JobRecord | None:
@@ -213,18 +231,15 @@ class JobStore:
 
     def lose(self, job: JobRecord) -> bool:
         """Queue a claimed job whose worker died again, the second time fail it; False where it is not the caller's."""
-        with self._database.write() as connection:
-            died = connection.scalar(select(JobRow.deaths).where(_still(job)))
-            if died is not None and died + 1 >= MOST_DEATHS:
-                return self._end(connection, job, "failed", WORKER_DIED)
-            return self._queue_again(connection, job, deaths=literal(1))
+        return self._lose(job, _still(job))
 
     def lose_expired(self) -> int:
         """Lose the jobs whose leases have run out; return how many those were."""
-        over = _jobs(with_plan=False).where(JobRow.status == "running", JobRow.lease_until < self._database.now())
+        over = JobRow.lease_until < self._database.now()
         with self._database.read() as connection:
-            expired = [_record(row) for row in connection.execute(over)]
-        return sum(self.lose(job) for job in expired)
+            rows = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running", over))
+            expired = [_record(row) for row in rows]
+        return sum(self._lose(job, and_(_still(job), over)) for job in expired)
 
     def release_interrupted(self) -> int:
         """Queue again what was running when the only server there is ended; return how many jobs that were."""
@@ -283,11 +298,21 @@ class JobStore:
         self._announce(connection, job.number, job.id, "running")
         return job
 
+    def _lose(self, job: JobRecord, lost: ColumnElement[bool]) -> bool:
+        with self._database.write() as connection:
+            died = connection.scalar(select(JobRow.deaths).where(lost).with_for_update())
+            if died is None:
+                return False
+            if died + 1 >= MOST_DEATHS:
+                return self._end(connection, job, "failed", WORKER_DIED)
+            return self._queue_again(connection, job, deaths=literal(1))
+
     def _end(self, connection: Connection, job: JobRecord, status: JobStatus, error: dict[str, Any] | None) -> bool:
         """End a claimed job; equal requests of other owners that wait end the same way, unless we were at fault."""
         ours = error is not None and error["status"] >= 500
         equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
-        if connection.scalar(select(exists().where(_still(job)))) is not True:
+        # Held: a job that is cancelled meanwhile would not end, but those that wait for its plan would.
+        if connection.scalar(select(JobRow.number).where(_still(job)).with_for_update()) is None:
             return False
         ending = update(JobRow).where(_still(job) if ours else or_(_still(job), equal))
         ending = ending.values(

@@ -14,7 +14,7 @@ from api.database import UNREACHABLE
 from api.metrics import Metrics
 from api.solver_process import ProcessDiedError, SolverProcess
 from api.store import JobRecord, JobStore
-from api.worker import OUT_OF_MEMORY, Outcome
+from api.worker import OUT_OF_MEMORY, SEARCHING, Outcome
 
 _LOOK_S = 0.1
 _ASK_S = 0.5
@@ -35,7 +35,7 @@ class SolveLimits:
     """What one solve may take.
 
     Attributes:
-        time_s: for its search, which then gives the best plan so far.
+        time_s: for its search, which then gives the best plan so far; and for all that comes before it.
         grace_s: after that, until its process is ended.
         memory_bytes: resident, at which its process is ended.
         lease_s: for which its claim holds without a sign of life.
@@ -71,8 +71,14 @@ class Supervisor:
         started = time.monotonic()
         try:
             self._process.start()
+        except OSError as error:  # no memory, no process to be had: no fault of the job's
+            log.warning("no solver process", error=str(error))
+            self._persist(lambda: self._store.release(job))
+            self._stopping.wait(_LONGEST_PAUSE_S)
+            return
+        try:
             self._process.ask(job.request_json, self._limits.time_s)
-            outcome = self._watch(job, started)
+            outcome = self._watch(job)
         except ProcessDiedError:
             self._process.end()
             self._persist(lambda: self._store.lose(job))
@@ -88,14 +94,15 @@ class Supervisor:
         if self._process.resident_bytes > self._limits.memory_bytes // 2:
             self._process.end()  # the next job gets a fresh one, with all of the memory
 
-    def _watch(self, job: JobRecord, started: float) -> Outcome | None:
+    def _watch(self, job: JobRecord) -> Outcome | None:
         """Return the outcome, the process's or that of a limit; None where the job is not ours any more.
 
         Raises:
             ProcessDiedError: it ended without one.
         """
         events: list[dict[str, Any]] = []
-        asked = renewed = time.monotonic()
+        searching = False
+        since = asked = renewed = time.monotonic()
         while True:
             message = self._process.next_message(_LOOK_S)
             if message is not None and "outcome" in message:
@@ -105,7 +112,9 @@ class Supervisor:
                 return outcome
             if message is not None:
                 events.append(message["event"])
-            excess = self._excess(started)
+                if not searching and message["event"]["stage"] in SEARCHING:
+                    searching, since = True, time.monotonic()  # as the search itself counts: it is to end before us
+            excess = self._excess(since)
             if excess is not None:
                 self._process.end()
                 return {"error": excess}
@@ -127,7 +136,7 @@ class Supervisor:
                 self._process.end()
                 return None
 
-    def _excess(self, started: float) -> dict[str, Any] | None:
+    def _excess(self, since: float) -> dict[str, Any] | None:
         """Return the problem details of the limit that the solve is over, or None."""
         used = self._process.resident_bytes
         if used > self._limits.memory_bytes:
@@ -135,8 +144,8 @@ class Supervisor:
             detail = f"It was ended at {used / 1e9:.2f} GB; a solve has at most {most / 1e9:.2f} GB."
             return {**OUT_OF_MEMORY, "detail": detail, "memory_bytes": used, "limit_bytes": most}
         most_s = self._limits.time_s + self._limits.grace_s
-        if time.monotonic() - started > most_s:
-            return {**_TIMEOUT, "detail": f"It was ended after {most_s:.0f} s, without a plan."}
+        if time.monotonic() - since > most_s:
+            return {**_TIMEOUT, "detail": f"It was ended after {most_s:g} s, without a plan."}
         return None
 
     def _write(self, job: JobRecord, outcome: Outcome) -> str:

@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 Layout = tuple[Placement, ...]
 """One placement per mesh axis, outermost axis first."""
 
-_PLACEMENT = re.compile(r"^(?:(R)|S\((\d+)\)|P\((sum|avg)\)|SS\((\d+),(\d+)\))$")
+_PLACEMENT = re.compile(r"^(?:(R)|S\(([0-9]{1,9})\)|P\((sum|avg)\)|SS\(([0-9]{1,9}),([0-9]{1,9})\))$")
+_SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit takes "²", and int() no text of thousands of digits
 
 
 class LayoutError(ValueError):
@@ -48,7 +49,7 @@ class MeshSpec:
         axes = []
         for part in text.split(","):
             name, equals, size = (piece.strip() for piece in part.partition("="))
-            if not equals or not size.isdigit():
+            if not equals or _SIZE.fullmatch(size) is None:
                 raise LayoutError(
                     f"cannot read mesh {text!r} at {part!r}; write axes as name=size, for example dp=2,tp=8"
                 )

@@ -33,10 +33,9 @@ class Child:
 
 
 @dataclass
-class Server:
-    """A running server; its log is in ``log``."""
+class Running:
+    """A process of ``shardplan``; its log is in ``log``."""
 
-    url: str
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -49,6 +48,13 @@ class Server:
         """Ask it to end; return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
+
+
+@dataclass
+class Server(Running):
+    """A running server."""
+
+    url: str
 
     def children(self) -> list[Child]:
         """Return the processes that it has started."""
@@ -71,25 +77,11 @@ def start_server(data_dir: Path, **environment: str) -> Server:
     log = data_dir.with_name(f"{data_dir.name}.log")
     process = _start(["serve", "--port", "0", "--data-dir", str(data_dir)], log, environment)
     line = _until(process, log, "listening")
-    return Server(line["url"], process, log)
+    return Server(process, log, line["url"])
 
 
-@dataclass
-class Worker:
-    """A running ``shardplan worker``; its log is in ``log``."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def kill(self) -> None:
-        """End it without a chance to tidy up."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=60)
-
-    def stop(self) -> int:
-        """Ask it to end; return its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+class Worker(Running):
+    """A running ``shardplan worker``."""
 
     def jobs(self, event: str) -> list[str]:
         """Return the jobs of the log lines of an event, such as ``job started``."""

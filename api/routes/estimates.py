@@ -11,7 +11,7 @@ from api.bodies import body_of, describes
 from api.estimate_configuration import price_configuration
 from api.guard import Caller, needs
 from api.plan_diff import diff_plans
-from api.planning import check_client_cluster
+from api.planning import read_client_cluster
 from api.problems import problem_responses
 from api.routes.plans import found_job
 from api.schemas import Differences, DiffRequest, EstimateRequest, PricedEstimate
@@ -49,7 +49,7 @@ async def diff(request: Request, caller: Reader) -> dict[str, Any]:
 
 
 def _price(asked: EstimateRequest) -> dict[str, Any]:
-    check_client_cluster(asked.cluster)
+    read_client_cluster(asked.cluster)
     options = asked.model_dump(exclude={"model"})
     return price_configuration(asked.model_spec, allow_local=False, **options).to_dict()
 

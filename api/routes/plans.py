@@ -141,7 +141,8 @@ def _label(asked: PlanRequest) -> str:
         kind = (given.get("hf_config") or {}).get("model_type")
         model = f"{next(iter(given))} ({str(kind)[:100]})" if kind else next(iter(given))
     where = cluster if isinstance(cluster, str) else str(cluster.get("device"))
-    return f"{model[:250]} on {where[:100]}"
+    text = f"{model[:250]} on {where[:100]}"
+    return "".join(letter if letter.isprintable() else "?" for letter in text)  # PostgreSQL keeps no NUL
 
 
 def _summary(job: JobRecord) -> JobSummary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import json
@@ -26,6 +27,7 @@ from api.serve import ServeError, serve
 from api.settings import ServerSettings
 from api.store import JobStore
 from api.tokens import TokenStore
+from planner.errors import JobError
 
 PROBLEM = "application/problem+json"
 HERE = "http://127.0.0.1"
@@ -284,6 +286,68 @@ def test_dimensions_that_cannot_be_are_no_fault_of_ours(client: TestClient, chan
     answer = client.post("/v1/estimates", json={"model": model, "cluster": "1x4xtoy", "mesh": "tp=4"})
     assert (answer.status_code, answer.headers["content-type"]) == (422, PROBLEM)
     assert len(answer.text) < 5000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh": "dp=²"},
+        {"mesh": "dp=٤"},
+        {"mesh": None, "cluster": {"nodes": "100000000", "devices_per_node": 4, "device": "toy"}},
+        {"mesh": None, "cluster": {"nodes": 1e9, "devices_per_node": 4, "device": "toy"}},
+        {"mesh": None, "cluster": "100000000x4xtoy"},
+    ],
+    ids=str,
+)
+def test_numbers_that_are_none_or_too_large_are_refused(client: TestClient, change: dict[str, Any]) -> None:
+    answer = submit(client, {}, **change)
+    assert (answer.status_code, answer.headers["content-type"]) == (422, PROBLEM)
+    estimate = {"model": "gpt2", "cluster": "1x4xtoy", "mesh": "dp=4", "seq": 64}
+    changed = {name: value for name, value in change.items() if value is not None}
+    assert client.post("/v1/estimates", json={**estimate, **changed}).status_code == 422
+
+
+def test_numbers_of_thousands_of_digits_are_no_fault_of_ours(client: TestClient) -> None:
+    digits = "9" * 5000
+    plan = {"format_version": 1, "mesh": {"names": ["dp"], "shape": [4], "device": "cuda"}}
+    answer = client.post("/v1/plans/diff", json={"left": {**plan, "plan": {"a": [f"S({digits})"]}}, "right": plan})
+    assert (answer.status_code, answer.headers["content-type"]) == (422, PROBLEM)
+    length = {"Content-Type": "application/json", "Content-Length": digits}
+    assert client.post("/v1/plans", content=b"{}", headers=length).status_code == 413
+    job = submit(client, {}).json()["id"]
+    client.delete(f"/v1/plans/{job}")
+    events = client.get(f"/v1/plans/{job}/events", headers={"Last-Event-ID": digits})
+    assert (events.status_code, events.text.count("data:")) == (200, 2), "as from one that is none: from the first"
+
+
+def test_streams_of_clients_that_left_at_once_are_given_back(start: Callable[..., TestClient]) -> None:
+    client = start(max_streams=1)
+    job = submit(client, {}).json()["id"]
+    path = f"/v1/plans/{job}/events"
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"http_version": "1.1", "headers": [(b"host", b"127.0.0.1")], "asgi": {"spec_version": "2.3"}}
+
+    async def left() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def slowly(message: Any) -> None:
+        await asyncio.sleep(0)  # as a server does whose buffer is full
+
+    for _ in range(3):
+        asyncio.run(client.app(dict(scope), left, slowly))  # type: ignore[arg-type, call-arg, func-returns-value]
+    client.delete(f"/v1/plans/{job}")
+    assert client.get(path).status_code == 200
+
+
+def test_label_is_text_that_every_database_keeps(client: TestClient) -> None:
+    model = {"hf_config": {**TINY_REQUEST["model"]["hf_config"], "model_type": "a\x00b\n"}}
+    assert submit(client, {}, model=model).status_code == 202
+    assert client.get("/v1/plans").json()["jobs"][0]["label"] == "hf_config (a?b?) on 1x4xtoy"
+
+
+def test_sqlite_is_in_the_data_folder_where_no_second_server_finds_it(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="data_dir"):
+        serve({"database_url": f"sqlite:///{tmp_path / 'jobs.sqlite3'}"})
 
 
 def test_page_of_jobs_goes_on_where_it_ended(client: TestClient) -> None:

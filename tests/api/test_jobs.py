@@ -8,20 +8,24 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fakes_for_jobs
 import psutil
 import pytest
 from sqlalchemy import Engine, event, select
 
+from api import supervisor
 from api.database import Database
 from api.events import read_events
 from api.jobs import JobRunner
 from api.metrics import Metrics
+from api.solver_process import SolverProcess
 from api.store import JobRecord, JobStore
-from api.supervisor import SolveLimits
+from api.supervisor import SolveLimits, Supervisor
 from api.worker import Solve
 
 PAGES = "PRAGMA max_page_count"
@@ -162,6 +166,73 @@ def test_search_is_told_how_long_it_may_take(store: JobStore, runner: Callable[.
     job = store.add("f", {"model": "a"})
     runner(fakes_for_jobs.answer_in_time, time_s=12.5)
     assert until_ended(store, job.id).plan == {"time_limit_s": 12.5}
+
+
+def test_time_for_the_search_begins_with_the_search(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes long to build leaves its search the time that it was promised."""
+    stages = [(5.0, "tracing"), (3.0, "bounding"), (4.0, "best"), (4.0, "solving")]
+    assert followed(stages, store, monkeypatch).status == "succeeded"
+    stages = [(5.0, "tracing"), (3.0, "bounding"), (4.0, "solving"), (7.0, "solving")]
+    assert error_of(followed(stages, store, monkeypatch))["title"] == "Planning took too long"
+    stages = [(11.0, "tracing")]
+    assert error_of(followed(stages, store, monkeypatch))["title"] == "Planning took too long"
+
+
+def followed(stages: list[tuple[float, str]], store: JobStore, monkeypatch: pytest.MonkeyPatch) -> JobRecord:
+    """Return a job whose process took so many seconds to each of these stages, of 9 for its search and 1 of grace."""
+    process = _Scripted(stages)
+    monkeypatch.setattr(supervisor, "time", types.SimpleNamespace(monotonic=lambda: process.now_s))
+    limits = SolveLimits(time_s=9.0, grace_s=1.0, memory_bytes=4_000_000_000)
+    job = store.add(str(stages), {})
+    claimed = store.claim()
+    assert claimed is not None
+    Supervisor(store, process, limits, threading.Event(), Metrics()).run(claimed)
+    return until_ended(store, job.id)
+
+
+class _Scripted(SolverProcess):
+    """Stands in for a process; its clock is its own."""
+
+    def __init__(self, stages: list[tuple[float, str]]) -> None:
+        self.now_s = 0.0
+        self._stages = iter(stages)
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, request_json: str, time_limit_s: float) -> None:
+        pass
+
+    def next_message(self, timeout_s: float) -> dict[str, Any]:
+        took_s, stage = next(self._stages, (0.0, None))
+        self.now_s += took_s
+        return {"outcome": {"plan": {}}} if stage is None else {"event": {"stage": stage}}
+
+    @property
+    def resident_bytes(self) -> int:
+        return 0
+
+    def end(self) -> None:
+        pass
+
+
+def test_job_waits_for_a_machine_that_has_no_process_to_give(
+    store: JobStore, runner: Callable[..., JobRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([OSError("Resource temporarily unavailable")] * 4)
+    start = SolverProcess.start
+
+    def start_at_last(self: SolverProcess) -> None:
+        if (refusal := next(refusals, None)) is not None:
+            raise refusal
+        start(self)
+
+    monkeypatch.setattr(SolverProcess, "start", start_at_last)
+    monkeypatch.setattr(supervisor, "_LONGEST_PAUSE_S", 0.01)
+    job = store.add("f", {"model": "a"})
+    runner(fakes_for_jobs.answer)
+    ended = until_ended(store, job.id)
+    assert (ended.status, ended.attempt) == ("succeeded", 4)
 
 
 def test_job_that_takes_too_much_memory_is_ended_and_says_so(store: JobStore, runner: Callable[..., JobRunner]) -> None:

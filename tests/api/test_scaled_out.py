@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakes_for_jobs
 import httpx
 import pytest
 from postgresql import PostgreSQL
+from pydantic import SecretStr
 from serving import Server, Worker, start_server, start_worker
 from small_models import TINY_REQUEST
 
+from api.remote_worker import RemoteWorker, work
 from api.schemas import PlanRequest
+from api.settings import ServerSettings
+from planner.errors import JobError
 from planner.plan import ShardingPlan
 
 SOON = {"SHARDPLAN_LEASE_S": "2"}
@@ -144,6 +150,25 @@ def test_cancelled_job_stops_on_its_worker(cluster: Cluster) -> None:
             break
         pause.wait(0.05)
     assert worker.jobs("job left") == [job]
+
+
+def test_worker_plans_as_many_jobs_at_once_as_it_is_told(postgresql: PostgreSQL, tmp_path: Path) -> None:
+    many = 40  # asyncio's own threads are at most 32
+    settings = ServerSettings(database_url=SecretStr(postgresql.url()), data_dir=tmp_path, workers=many)
+    worker = RemoteWorker(settings, fakes_for_jobs.answer)
+    together = threading.Barrier(many)
+    worker._plan_waiting = lambda: together.wait(10.0)  # type: ignore[assignment, method-assign, return-value]
+
+    async def plan_all() -> None:
+        await asyncio.gather(*(worker._plan() for _ in range(many)))
+
+    asyncio.run(plan_all())
+    assert not together.broken
+
+
+def test_worker_without_workers_is_refused() -> None:
+    with pytest.raises(JobError, match="plan nothing"):
+        work({"database_url": "postgresql://nowhere/shardplan", "workers": 0})
 
 
 def test_worker_needs_a_database_that_is_shared(tmp_path: Path) -> None:

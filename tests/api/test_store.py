@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, event, update
 
 from api.database import Database
 from api.events import read_events
 from api.housekeeping import forget
 from api.idempotency import IdempotencyError, IdempotencyKeys
 from api.store import JobRecord, JobStore, Limits, TooManyJobsError
-from api.tables import JobRow
+from api.tables import EventRow, JobRow, PlanRow
 from api.tokens import TokenStore
 from planner.errors import JobError
 
@@ -114,6 +117,74 @@ def test_failed_job_is_tried_again_only_where_the_server_was_at_fault(store: Job
     store.add("f", {})
     store.fail(claimed(store), {"status": status})
     assert store.add("f", {}).status == again
+
+
+def meanwhile(database: Database, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+    """Return what both return; ``second`` runs into what ``first`` is about to commit."""
+    about_to_commit, go_on = threading.Event(), threading.Event()
+
+    def stay(connection: object) -> None:
+        if threading.current_thread().name.startswith("first"):
+            about_to_commit.set()
+            go_on.wait(30.0)
+
+    event.listen(database.engine, "commit", stay)
+    with ThreadPoolExecutor(1, "first") as one, ThreadPoolExecutor(1, "second") as other:
+        early = one.submit(first)
+        assert about_to_commit.wait(30.0)
+        late = other.submit(second)
+        wait([late], timeout=0.5)
+        go_on.set()
+        found = early.result(30.0), late.result(30.0)
+    event.remove(database.engine, "commit", stay)
+    return found
+
+
+def test_job_cancelled_as_it_ends_takes_no_equal_one_with_it(database: Database, store: JobStore) -> None:
+    store.add("f", {}, owner="a")
+    theirs = store.add("f", {}, owner="b")
+    job = claimed(store)
+    assert meanwhile(database, lambda: store.cancel(job.id), lambda: store.succeed(job, {"mesh": 1})) == (True, False)
+    assert read_again(store, theirs).status == "queued"
+
+
+def test_job_that_is_asked_for_again_as_it_is_forgotten_stays(database: Database, store: JobStore) -> None:
+    job = store.add("f", {})
+    store.fail(claimed(store), {"status": 500})
+    age(database, job, 40 * DAY_S)
+    _, forgotten = meanwhile(
+        database, lambda: store.add("f", {}), lambda: forget(database, keep_s=30 * DAY_S, most_kept=10)
+    )
+    assert forgotten == 0
+    assert read_again(store, job).status == "queued"
+
+
+def test_plan_that_is_asked_for_as_it_is_forgotten_stays(database: Database, store: JobStore) -> None:
+    store.add("f", {}, owner="a")
+    store.succeed(claimed(store), {"mesh": 1})
+    with database.write() as connection:
+        connection.execute(delete(EventRow))
+        connection.execute(delete(JobRow))
+        connection.execute(update(PlanRow).values(made_at=PlanRow.made_at - 40 * DAY_S))
+    job, _ = meanwhile(
+        database, lambda: store.add("f", {}, owner="b"), lambda: forget(database, keep_s=30 * DAY_S, most_kept=10)
+    )
+    assert read_again(store, job).plan == {"mesh": 1}
+
+
+def test_lease_that_is_renewed_at_the_last_moment_holds(database: Database, store: JobStore) -> None:
+    job = store.add("f", {})
+    running = claimed(store)
+    age(database, job, 3600.0)
+    assert meanwhile(database, lambda: store.renew(running, 60.0), store.lose_expired) == (True, 0)
+    assert store.is_claimed(running)
+
+
+def test_equal_requests_at_one_moment_are_one_job_that_is_queued_once(database: Database, store: JobStore) -> None:
+    first, second = meanwhile(database, lambda: store.add("f", {}), lambda: store.add("f", {}))
+    assert first.id == second.id
+    found, _ = read_events(database, first.number, 0)
+    assert [item.data_json for item in found] == ['{"stage": "queued"}']
 
 
 def test_job_of_a_lost_worker_runs_again_once(database: Database, store: JobStore) -> None:

@@ -36,12 +36,12 @@ def _create_jobs() -> None:
     op.create_table(
         "jobs",
         sa.Column("number", _NUMBER, primary_key=True, autoincrement=True),
-        sa.Column("id", sa.String(32), nullable=False),
-        sa.Column("owner", sa.String(32), nullable=False),
-        sa.Column("fingerprint", sa.String(64), nullable=False),
-        sa.Column("status", sa.String(16), nullable=False),
+        _text("id", 32),
+        _text("owner", 32),
+        _text("fingerprint", 64),
+        _text("status", 16),
         sa.Column("request", sa.Text, nullable=False),
-        sa.Column("label", sa.String(400), nullable=False),
+        _text("label", 400),
         sa.Column("error", sa.Text),
         sa.Column("attempt", sa.Integer, nullable=False),
         sa.Column("deaths", sa.Integer, nullable=False),
@@ -69,7 +69,7 @@ def _create_jobs() -> None:
 def _create_others() -> None:
     op.create_table(
         "plans",
-        sa.Column("fingerprint", sa.String(64), primary_key=True),
+        _text("fingerprint", 64, primary_key=True),
         sa.Column("plan", sa.Text, nullable=False),
         sa.Column("made_at", _SECONDS, nullable=False),
     )
@@ -82,18 +82,22 @@ def _create_others() -> None:
     op.create_index("ix_events_job_number", "events", ["job_number"])
     op.create_table(
         "idempotency_keys",
-        sa.Column("owner", sa.String(32), primary_key=True),
-        sa.Column("key", sa.String(255), primary_key=True),
-        sa.Column("digest", sa.String(64), nullable=False),
-        sa.Column("job_id", sa.String(32), nullable=False),
+        _text("owner", 32, primary_key=True),
+        _text("key", 255, primary_key=True),
+        _text("digest", 64),
+        _text("job_id", 32),
         sa.Column("used_at", _SECONDS, nullable=False),
     )
     op.create_table(
         "tokens",
-        sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("name", sa.String(200), nullable=False),
-        sa.Column("digest", sa.String(64), nullable=False),
-        sa.Column("scope", sa.String(16), nullable=False),
+        _text("id", 32, primary_key=True),
+        _text("name", 200),
+        _text("digest", 64),
+        _text("scope", 16),
         sa.Column("created_at", _SECONDS, nullable=False),
         sa.Column("revoked_at", _SECONDS),
     )
+
+
+def _text(name: str, length: int, *, primary_key: bool = False) -> sa.Column[str]:
+    return sa.Column(name, sa.String(length), nullable=False, primary_key=primary_key)
