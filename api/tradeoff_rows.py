@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from api.models import quiet_libraries
 from planner.errors import JobError
 from planner.tradeoffs import Objective, best_size, pareto_front, peak_bytes, runner_ups, sizes, step_time_s
 
@@ -56,6 +57,7 @@ def _row(plan: ShardingPlan, opened: OpenedRequest, *, is_best: bool) -> Tradeof
     return TradeoffRow(cluster=cluster.name, devices=cluster.size, plan=opened.noted(plan), is_best=is_best)
 
 
+@quiet_libraries()
 def runner_up_rows(opened: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
     """Return the best plan and those of the ``count`` meshes that come next."""
     session = opened.session(time_limit_s=time_limit_s)
@@ -64,12 +66,14 @@ def runner_up_rows(opened: OpenedRequest, count: int, time_limit_s: float | None
     return [_row(plan, opened, is_best=plan is best) for plan in (best, *others)]
 
 
+@quiet_libraries()
 def pareto_rows(opened: OpenedRequest, mesh: str | None, time_limit_s: float | None) -> list[TradeoffRow]:
     """Return the front of step time against memory, the fastest plan first."""
     front = pareto_front(opened.session(time_limit_s=time_limit_s), mesh=mesh)
     return [_row(plan, opened, is_best=plan is front[0]) for plan in front]
 
 
+@quiet_libraries()
 def size_rows(
     opened: OpenedRequest,
     objective: Objective,

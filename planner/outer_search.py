@@ -152,8 +152,16 @@ class OuterSearch:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is a plan and no time for another."""
-        return self._best is not None and self.deadline is not None and time.perf_counter() >= self.deadline
+        """Whether there is a plan and no time for another.
+
+        Raises:
+            SolverError: there is no time, and no plan either.
+        """
+        if self.deadline is None or time.perf_counter() < self.deadline:
+            return False
+        if self._best is None:
+            raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
+        return True
 
     def _strangeness(self, mesh: MeshSpec) -> float:
         """Return how far the inner axis is from the devices of a node, in powers of two: what most people take."""
@@ -168,7 +176,7 @@ class OuterSearch:
         try:
             self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
         except SolverError:
-            return  # the walk does without, or finds out that time is up, and says so
+            return  # the walk does without, if there is time
         self._of(mesh).best = self._best
         self._say_best()
 

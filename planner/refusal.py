@@ -19,8 +19,8 @@ from planner.run import Run
 from planner.search import Search, without
 from planner.structure import Structure
 
-_MOST_DEVICES = 16384
-"""Larger clusters are not tried."""
+_DOUBLINGS = 6
+"""Up to 64 times the nodes are tried."""
 
 Restrict = Callable[[MeshSpec], Restriction | None]
 
@@ -113,9 +113,8 @@ def _enough(search: Search, counts: Sequence[int], mode: str, restrict: Restrict
         counts: numbers of micro-batches, the fewest first.
         mode: of checkpointing, that which keeps least.
     """
-    nodes = search.cluster.nodes * 2
-    while nodes * search.cluster.devices_per_node <= _MOST_DEVICES:
-        cluster = dataclasses.replace(search.cluster, nodes=nodes)
+    for doublings in range(1, _DOUBLINGS + 1):
+        cluster = dataclasses.replace(search.cluster, nodes=search.cluster.nodes << doublings)
         larger = Search(search.traced, search.job, cluster, search.batch, search.clock)
         even = [count for count in counts if search.batch // count % cluster.size == 0]
         runs = [
@@ -125,7 +124,6 @@ def _enough(search: Search, counts: Sequence[int], mode: str, restrict: Restrict
         ]
         if _least(larger, runs, restrict, search.memory_bytes) is not None:
             return cluster.name
-        nodes *= 2
     return None
 
 

@@ -64,8 +64,8 @@ def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, looks: int)
     assert cut.gap == pytest.approx(1 - early_bound_s / cut.objective_s)
 
 
-def test_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the solver says of the first plan is not swallowed by the search for it."""
+def test_what_the_solver_says_of_a_lack_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not swallowed by the search for a first plan."""
 
     def out_of_time(*_: Any, **__: Any) -> None:
         raise SolverError("no assignment was found in 0.1 s.", what_to_do="Try again with a larger time limit.")
@@ -73,6 +73,16 @@ def test_no_time_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Search, "solve", out_of_time)
     with pytest.raises(SolverError, match="larger time limit"):
         session().plan(mesh="dp=2,tp=2")
+
+
+@pytest.mark.parametrize("mesh", [None, "dp=2,tp=2"])
+def test_no_time_at_all(monkeypatch: pytest.MonkeyPatch, mesh: str | None) -> None:
+    """Without a first plan nothing goes on after the limit: no mesh is opened, no run looked at."""
+    planned, looked = session(time_limit_s=1e-6), []
+    monkeypatch.setattr(Search, "look_at", lambda *_: looked.append(1))
+    with pytest.raises(SolverError):
+        planned.plan(mesh=mesh)
+    assert not looked
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, -1.0, float("nan")])

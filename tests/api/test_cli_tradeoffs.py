@@ -1,0 +1,97 @@
+"""`shardplan runner-ups`, `pareto` and `sizes`, as a person and as a program call them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from api.cli import app
+from planner.plan import ShardingPlan
+
+CONFIG = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 1,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 256,
+    "n_positions": 32,
+}
+JOB = ["--batch", "8", "--seq", "16", "--dtype", "fp32", "--ac", "none"]
+
+
+def run(tmp_path: Path, command: str, *options: str) -> Result:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    return CliRunner().invoke(app, [command, str(config), *JOB, *options])
+
+
+def rows_of(done: Result) -> list[dict[str, Any]]:
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def test_runner_ups(tmp_path: Path) -> None:
+    options = ["--cluster", "1x4xtoy", "--count", "1"]
+    rows = rows_of(run(tmp_path, "runner-ups", *options, "-o", str(tmp_path / "plans"), "--json"))
+    assert {row["mesh"] for row in rows} == {"dp=4", "dp=2,tp=2"}
+    assert [row["best"] for row in rows] == [True, False]
+    assert rows[0]["step_time_s"] <= rows[1]["step_time_s"] * 1.002
+    for number, row in enumerate(rows, 1):
+        plan = ShardingPlan.load(tmp_path / "plans" / f"{number}.json")
+        assert plan.estimate is not None
+        assert plan.estimate.step_time_s == row["step_time_s"]
+        assert plan.estimate.peak_memory_bytes == row["peak_memory_bytes"]
+
+
+def test_pareto_as_a_table(tmp_path: Path) -> None:
+    options = ["--cluster", "1x2xtoy", "--mesh", "dp=2"]
+    rows = rows_of(run(tmp_path, "pareto", *options, "--json"))
+    shown = run(tmp_path, "pareto", *options)
+    assert shown.exit_code == 0, shown.output
+    header, *lines = shown.stdout.splitlines()
+    assert header.split()[:2] == ["#", "Mesh"]
+    assert len(lines) >= len(rows) >= 2
+    assert all(line.split()[0] == str(number) for number, line in enumerate(lines[: len(rows)], 1))
+    assert "*" in lines[0]
+    peaks = [row["peak_memory_bytes"] for row in rows]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_sizes(tmp_path: Path) -> None:
+    options = ["--cluster", "1x2xtoy", "--price", "3.6"]
+    one, two = rows_of(run(tmp_path, "sizes", *options, "--objective", "step-time", "--json"))
+    assert (one["cluster"], two["cluster"]) == ("1x1xtoy", "1x2xtoy")
+    assert (one["best"], two["best"]) == (False, True)
+    assert two["device_s"] == pytest.approx(2 * two["step_time_s"])
+    assert two["price"] == pytest.approx(two["device_s"] / 1000)
+
+    too_small = (one["peak_memory_bytes"] + two["peak_memory_bytes"]) / 2e9
+    shown = run(tmp_path, "sizes", *options, "--memory-gb", str(too_small), "--micro-batches", "1")
+    assert shown.exit_code == 0, shown.output
+    assert "nothing fits" in shown.stdout.splitlines()[1]
+    none = run(tmp_path, "sizes", *options, "--within", str(two["step_time_s"] / 2))
+    assert none.exit_code == 0, none.output
+    assert "None of these" in none.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("sizes", ["--cluster", "1x2xtoy", "--within", "0"], "--within is 0.0"),
+        ("sizes", ["--cluster", "1x2xtoy", "--price", "-1"], "--price is -1.0"),
+        ("pareto", ["--cluster", "1x2xtoy", "-o", "/no/such/folder"], "--output /no/such/folder"),
+        ("pareto", ["--cluster", "1x2xtoy", "--memory-gb", "0.00001"], "No plan fits"),
+        ("runner-ups", ["--cluster", "1x2xtoi"], "toi"),
+    ],
+)
+def test_bad_input(tmp_path: Path, command: str, options: list[str], said: str) -> None:
+    done = run(tmp_path, command, *options)
+    assert done.exit_code in (2, 3)
+    assert said in done.output
+    assert "Traceback" not in done.output
