@@ -24,6 +24,9 @@ _NARROW = 0.01
 _WIDER = 8.0
 """By how much a limit's distance from the relaxation's objective grows where nothing was found below it."""
 
+_NEARLY = 4.0
+"""By how much further it may go at once, where that proves the best solution so far."""
+
 _WIDEST = 1.0
 """The relative distance above which nothing is left out any more."""
 
@@ -93,7 +96,8 @@ def solve(
             return best if best.values is None else dataclasses.replace(best, bound=min(bound, best.objective))
         width *= _WIDER
         if best.values is not None:
-            width = min(width, (best.objective - relaxed.objective) / scale * (1 + _WHOLE))
+            enough = (best.objective - relaxed.objective) / scale * (1 + _WHOLE)
+            width = enough if enough <= width * _NEARLY else width
 
 
 def bounded(program: LinearProgram, at_most: float) -> LinearProgram:
