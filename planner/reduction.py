@@ -83,7 +83,7 @@ def solve(
         width = width if width <= _WIDEST else math.inf
         is_last = relaxed.objective + width * scale >= at_most
         kept = np.flatnonzero(raised <= width * scale).astype(np.int32)
-        part = _solve_part(program, kept, at_most, mip_gap, deadline, solver)
+        part = _solve_part(program, relaxed, kept, at_most, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
@@ -108,11 +108,23 @@ def bounded(program: LinearProgram, at_most: float) -> LinearProgram:
 
 
 def _solve_part(
-    program: LinearProgram, kept: Indices, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
+    program: LinearProgram,
+    relaxed: Answer,
+    kept: Indices,
+    at_most: float,
+    mip_gap: float,
+    deadline: float | None,
+    solver: str | None,
 ) -> Answer:
-    """Return the answer of a program with the ``kept`` variables alone, as one of the whole: the others are 0."""
+    """Return the answer of a program with the ``kept`` variables alone, as one of the whole: the others are 0.
+
+    Args:
+        relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
+    """
     part = program.part(kept)
-    answer = _branch(part, at_most, mip_gap, deadline, solver)
+    assert relaxed.values is not None
+    root = dataclasses.replace(relaxed, values=relaxed.values[kept])
+    answer = _branch(part, root, at_most, mip_gap, deadline, solver)
     if answer is None:
         part = bounded(part, at_most)
         answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
@@ -136,17 +148,18 @@ def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
 
 
 def _branch(
-    program: LinearProgram, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
+    program: LinearProgram, root: Answer, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
 ) -> Answer | None:
-    """Return the best solution by depth-first branching; None where a few relaxations do not settle it."""
+    """Return the best solution by depth-first branching from ``root``; None where that takes more than a few steps."""
     open_: list[dict[int, float]] = [{}]
     best, lowest = Answer(status="infeasible"), math.inf
     for _ in range(_FEW):
-        fixed = open_.pop()
-        try:
-            relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
-        except SolverError:
-            return None
+        fixed, relaxed = open_.pop(), root
+        if fixed:
+            try:
+                relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
+            except SolverError:
+                return None
         if relaxed.status == "time-limit":
             return None
         if relaxed.values is not None:
