@@ -57,25 +57,31 @@ async def submit(
 
 
 def _submit(service: Service, caller: Caller, body: bytes, key: str | None) -> JobRecord:
-    digest = hashlib.sha256(body).hexdigest()
-    job_id = None if key is None else service.keys.job_of(caller.owner, key, digest)
-    job = None if job_id is None else service.store.get(job_id)
-    if job is not None:
-        service.metrics.submitted("known")
+    if key is None:
+        return _made(service, caller, body)
+    with service.keys.used(caller.owner, key, hashlib.sha256(body).hexdigest()) as used:
+        job = None if used.job_id is None else service.store.get(used.job_id)
+        if job is not None:
+            service.metrics.submitted("known")
+            return job
+        job = _made(service, caller, body)
+        used.job_id = job.id
         return job
+
+
+def _made(service: Service, caller: Caller, body: bytes) -> JobRecord:
+    """Return the job that a request asks for: one that is there already, or a new one."""
     asked = parse(PlanRequest, body)
     check_request(asked, allow_local=False)
     name = fingerprint(asked, allow_local=False)
     assert name is not None, "only factories have no fingerprint, and a client cannot name one"
     job = service.store.find(name, owner=caller.owner)
-    if job is None or job.may_be_tried_again:
-        job = service.store.add(name, asked.model_dump(mode="json"), owner=caller.owner, label=_label(asked))
-        service.metrics.submitted("cached" if job.ended else "new")
-        structlog.get_logger().info("job submitted", job=job.id, owner=caller.owner, status=job.status)
-    else:
+    if job is not None and not job.may_be_tried_again:
         service.metrics.submitted("cached" if job.ended else "known")
-    if key is not None:
-        service.keys.remember(caller.owner, key, digest, job.id)
+        return job
+    job = service.store.add(name, asked.model_dump(mode="json"), owner=caller.owner, label=_label(asked))
+    service.metrics.submitted("cached" if job.ended else "new")
+    structlog.get_logger().info("job submitted", job=job.id, owner=caller.owner, status=job.status)
     return job
 
 

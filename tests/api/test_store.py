@@ -268,15 +268,45 @@ def test_what_is_old_or_beyond_the_quota_is_forgotten(database: Database, store:
 
 def test_idempotency_key_is_for_one_request(database: Database) -> None:
     keys = IdempotencyKeys(database)
-    assert keys.job_of("x", "k", "digest") is None
-    keys.remember("x", "k", "digest", "job")
-    keys.remember("x", "k", "digest", "another")
-    assert keys.job_of("x", "k", "digest") == "job"
-    assert keys.job_of("y", "k", "other") is None
-    with pytest.raises(IdempotencyError, match="another request"):
-        keys.job_of("x", "k", "other")
-    with pytest.raises(IdempotencyError, match="visible ASCII"):
-        keys.job_of("x", "k" * 256, "digest")
+    with keys.used("x", "k", "digest") as used:
+        assert used.job_id is None
+        used.job_id = "job"
+    with keys.used("x", "k", "digest") as used:
+        assert used.job_id == "job"
+        used.job_id = "another"  # the first was forgotten
+    with keys.used("x", "k", "digest") as used:
+        assert used.job_id == "another"
+    with keys.used("y", "k", "other") as used:
+        assert used.job_id is None
+    with pytest.raises(IdempotencyError, match="another request"), keys.used("x", "k", "other"):
+        pass
+    with pytest.raises(IdempotencyError, match="visible ASCII"), keys.used("x", "k" * 256, "digest"):
+        pass
+
+
+def test_idempotency_key_is_taken_before_there_is_a_job(database: Database) -> None:
+    keys = IdempotencyKeys(database)
+    with keys.used("x", "k", "digest") as used:
+        with pytest.raises(IdempotencyError, match="another request"), keys.used("x", "k", "other"):
+            pass
+        with keys.used("x", "k", "digest") as same:
+            same.job_id = "job"
+        used.job_id = "job"
+    with keys.used("x", "k", "digest") as used:
+        assert used.job_id == "job"
+
+
+def test_refused_request_uses_up_no_idempotency_key(database: Database) -> None:
+    keys = IdempotencyKeys(database)
+    with pytest.raises(RuntimeError, match="full"), keys.used("x", "k", "digest"):
+        raise RuntimeError("full")
+    with keys.used("x", "k", "corrected") as used:
+        assert used.job_id is None
+        used.job_id = "job"
+    with pytest.raises(RuntimeError, match="gone"), keys.used("x", "k", "corrected"):
+        raise RuntimeError("gone")
+    with keys.used("x", "k", "corrected") as used:
+        assert used.job_id == "job"
 
 
 def test_tokens_are_kept_as_hashes_and_can_be_revoked(database: Database) -> None:
