@@ -105,15 +105,14 @@ class OuterSearch:
         """
         if len(meshes) == len(self.counts) == len(self.modes) == 1:
             return self._only(meshes[0])
-        self._dive(min(meshes, key=self._strangeness))
-        for number, mesh in enumerate(meshes, 1):
-            if self._is_over:
-                least_s = self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
-                self._unopened_s = min(self._unopened_s, least_s)
-                self._of(mesh).bounded(least_s)
-            else:
-                self._say(f"bounding mesh {mesh} ({number} of {len(meshes)})")
-                self._open(mesh)
+        # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.
+        meshes = sorted(meshes, key=lambda mesh: len(mesh.shape))
+        rows = [mesh for mesh in meshes if len(mesh.shape) == 1]
+        self._open_all(rows, of=meshes)
+        self._walk()
+        if self._best is None:
+            self._dive(min(meshes, key=self._strangeness))
+        self._open_all(meshes[len(rows) :], of=meshes)
         complete = self._walk() and math.isinf(self._unopened_s)
         if self._best is None:
             return None
@@ -122,6 +121,16 @@ class OuterSearch:
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
         bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
         return Found(candidate=self._best, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+
+    def _open_all(self, meshes: Sequence[MeshSpec], *, of: Sequence[MeshSpec]) -> None:
+        for mesh in meshes:
+            if self._is_over:
+                least_s = self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
+                self._unopened_s = min(self._unopened_s, least_s)
+                self._of(mesh).bounded(least_s)
+            else:
+                self._say(f"bounding mesh {mesh} ({of.index(mesh) + 1} of {len(of)})")
+                self._open(mesh)
 
     def _of(self, mesh: MeshSpec) -> _Mesh:
         return self._meshes.setdefault(mesh, _Mesh())
