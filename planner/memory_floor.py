@@ -47,13 +47,13 @@ def least_state_bytes(graph: OpGraph, run: Run) -> float:
     return float(total)
 
 
-def least_memory_bytes(structure: Structure, run: Run, alive_bytes: float) -> float:
+def least_memory_bytes(graph: OpGraph, run: Run, alive_bytes: float) -> float:
     """Return bytes per device that no plan of ``run`` can go below.
 
     Args:
-        structure: of the run's micro-batch and mode of checkpointing.
+        graph: the model's, at any batch.
         run: what is planned for.
-        alive_bytes: `least_alive_bytes` of the structure.
+        alive_bytes: what `least_alive_bytes` says, or less.
     """
-    split = least_state_bytes(structure.regions.graph, run) + (alive_bytes if run.job.training else 0.0)
+    split = least_state_bytes(graph, run) + (alive_bytes if run.job.training else 0.0)
     return split / run.mesh.size + reserve_bytes(run.cluster.device)

@@ -106,13 +106,12 @@ class OuterSearch:
         if len(meshes) == len(self.counts) == len(self.modes) == 1:
             return self._only(meshes[0])
         # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.
-        meshes = sorted(meshes, key=lambda mesh: len(mesh.shape))
-        rows = [mesh for mesh in meshes if len(mesh.shape) == 1]
-        self._open_all(rows, of=meshes)
+        first = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_evenly(mesh)]
+        self._open_all(first, of=meshes)
         self._walk()
         if self._best is None:
             self._dive(min(meshes, key=self._strangeness))
-        self._open_all(meshes[len(rows) :], of=meshes)
+        self._open_all([mesh for mesh in meshes if mesh not in first], of=meshes)
         complete = self._walk() and math.isinf(self._unopened_s)
         if self._best is None:
             return None
@@ -121,6 +120,10 @@ class OuterSearch:
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
         bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
         return Found(candidate=self._best, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+
+    def _splits_evenly(self, mesh: MeshSpec) -> bool:
+        """Tell whether all devices of a mesh divide the batch in some number of micro-batches."""
+        return any(self.search.batch // count % mesh.size == 0 for count in self.counts)
 
     def _open_all(self, meshes: Sequence[MeshSpec], *, of: Sequence[MeshSpec]) -> None:
         for mesh in meshes:

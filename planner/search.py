@@ -76,7 +76,7 @@ class Search:
         self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
         self._communication: dict[MeshSpec, Communication] = {}
         self.op_times = OpTimes(cluster.device, traced.flash_attention)
-        self._alive: dict[tuple[int, str], float] = {}
+        self._alive: dict[tuple[bool, str], tuple[int, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str) -> Run:
@@ -89,11 +89,14 @@ class Search:
 
     def least_memory_bytes(self, run: Run) -> float:
         """Return bytes per device that no plan of ``run`` can go below."""
-        key = self.micro_batch(run), run.ac
-        structure = self.traced.structure(*key)
-        if key not in self._alive:
-            self._alive[key] = least_alive_bytes(structure)
-        return least_memory_bytes(structure, run, self._alive[key])
+        batch = self.micro_batch(run)
+        known, alive_bytes = self._alive.get((batch == 1, run.ac), (0, 0.0))
+        if batch > known:
+            known, alive_bytes = batch, least_alive_bytes(self.traced.structure(batch, run.ac))
+            self._alive[batch == 1, run.ac] = known, alive_bytes
+        # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
+        # single sample autograd may keep other tensors.
+        return least_memory_bytes(self.traced.graph, run, alive_bytes * batch / known)
 
     def formulator(self, run: Run) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``."""
