@@ -25,7 +25,7 @@ def show_tradeoffs(rows: Sequence[TradeoffRow], console: Console) -> None:
     for number, row in enumerate(rows, 1):
         lead = [str(number), "*" if row.is_best else "", *([row.cluster] if clusters else [])]
         if row.plan is None:
-            table.add_row(*lead, "nothing fits")
+            table.add_row(*lead, "nothing fits" if row.in_time else "time was up")
             continue
         plan, step_s = row.plan, step_time_s(row.plan)
         cells = [str(plan.mesh), str(plan.micro_batches), plan.job.ac or "none", duration(step_s)]

@@ -21,7 +21,8 @@ class TradeoffRow:
     Attributes:
         cluster: what it is for.
         devices: of the cluster.
-        plan: None where none fits.
+        plan: None where none fits, or none was found in time.
+        in_time: whether there was time enough to tell.
         is_best: whether it is the one that was asked for.
         price: of a step, in the currency of the price of a device-hour; None without one.
     """
@@ -29,6 +30,7 @@ class TradeoffRow:
     cluster: str
     devices: int
     plan: ShardingPlan | None
+    in_time: bool = True
     is_best: bool = False
     price: float | None = None
 
@@ -48,7 +50,7 @@ class TradeoffRow:
                 "gap": plan.solver.gap,
                 "status": plan.solver.status,
             }
-        head = {"cluster": self.cluster, "devices": self.devices, "fits": plan is not None}
+        head = {"cluster": self.cluster, "devices": self.devices, "fits": plan is not None if self.in_time else None}
         return {**head, **found, "price": self.price, "best": self.is_best}
 
 
@@ -97,6 +99,7 @@ def size_rows(
             cluster=size.cluster.name,
             devices=size.cluster.size,
             plan=None if size.plan is None else opened.noted(size.plan),
+            in_time=size.in_time,
             is_best=size is best,
             price=None if price is None or size.plan is None else size.device_s / 3600 * price,
         )

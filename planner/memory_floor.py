@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cost_model import reserve_bytes
 from cost_model.memory import parameter_state_bytes
-from planner.graph import OpGraph
-from planner.run import Run
+from planner.job import Job
 from planner.structure import Structure
 
 
@@ -28,13 +26,15 @@ def least_alive_bytes(structure: Structure) -> float:
     return float(most.max(initial=0.0))
 
 
-def least_state_bytes(graph: OpGraph, run: Run) -> float:
-    """Return the bytes of parameters and optimizer states, of all devices together; gradients are not counted."""
-    job = run.job
+def least_state_bytes(structure: Structure, job: Job) -> float:
+    """Return the bytes of parameters and optimizer states, of all devices together; gradients are not counted.
+
+    A parameter that nothing uses is in no plan, and is not counted either.
+    """
     stored_dtype = job.master_dtype or job.dtype
     total = 0
-    for name in graph.parameters:
-        value = graph.values[name]
+    for name in (name for parameter in structure.parameters for name in parameter.values):
+        value = structure.regions.graph.values[name]
         state = parameter_state_bytes(
             value.nbytes // value.dtype.itemsize,
             optimizer=job.optimizer,
@@ -45,15 +45,3 @@ def least_state_bytes(graph: OpGraph, run: Run) -> float:
         )
         total += state["parameters"] + state["optimizer_state"]
     return float(total)
-
-
-def least_memory_bytes(graph: OpGraph, run: Run, alive_bytes: float) -> float:
-    """Return bytes per device that no plan of ``run`` can go below.
-
-    Args:
-        graph: the model's, at any batch.
-        run: what is planned for.
-        alive_bytes: what `least_alive_bytes` says, or less.
-    """
-    split = least_state_bytes(graph, run) + (alive_bytes if run.job.training else 0.0)
-    return split / run.mesh.size + reserve_bytes(run.cluster.device)

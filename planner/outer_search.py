@@ -95,6 +95,7 @@ class OuterSearch:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _proved_s: float = math.inf
     _unopened_s: float = math.inf
+    _unsolved: SolverError | None = None
     _meshes: dict[MeshSpec, _Mesh] = field(default_factory=dict)
 
     def best(self, meshes: Sequence[MeshSpec]) -> Found | None:
@@ -109,11 +110,14 @@ class OuterSearch:
         first = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_evenly(mesh)]
         self._open_all(first, of=meshes)
         self._walk()
-        if self._best is None:
-            self._dive(min(meshes, key=self._strangeness))
-        self._open_all([mesh for mesh in meshes if mesh not in first], of=meshes)
+        others = [mesh for mesh in meshes if mesh not in first]
+        if self._best is None and others:
+            self._dive(min(others, key=self._strangeness))
+        self._open_all(others, of=meshes)
         complete = self._walk() and math.isinf(self._unopened_s)
         if self._best is None:
+            if self._unsolved is not None:
+                raise self._unsolved
             return None
         left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
         assert self._at_most_s is not None
@@ -268,7 +272,9 @@ class OuterSearch:
                 known.bounded(math.inf if at_most_s is None else at_most_s)
                 return
             lane.bound_s = max(lane.bound_s, look.uncapped_s)
-            if look.capped_s is not None:
+            if at_most_s is not None and (look.capped_s is None or look.capped_s >= at_most_s):
+                known.bounded(at_most_s)  # what is not wanted was left out, and may fit and take no more than that
+            elif look.capped_s is not None:
                 # A relaxation that is a plan is solved at no cost, and tells all others what to beat.
                 self._push(_Open(run=run, lane=lane, bound_s=look.capped_s), at_once=look.is_whole)
             if lane.counts:
@@ -281,10 +287,13 @@ class OuterSearch:
         self._say(f"solving mesh {run.mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
         try:
             candidate = self.search.solve(run, lane.restriction, at_most_s, lane.floor, deadline=self.deadline)
-        except SolverError:
-            if self._best is None:
-                raise
-            return False
+        except SolverError as error:
+            if self._is_over:
+                return False
+            # It broke off, and the others may do without: what this run could reach is left in the gap.
+            self._unsolved, self._unopened_s = error, min(self._unopened_s, item.bound_s)
+            self._of(run.mesh).bounded(item.bound_s)
+            return True
         known = self._of(run.mesh)
         if candidate is None or candidate.solution is None:
             # Nothing that is wanted; what is not wanted may fit or not.

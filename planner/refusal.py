@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec, split_factor
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
-from planner.candidates import meshes_of
 from planner.errors import InfeasibleError
 from planner.ilp import least_memory, least_memory_bound
 from planner.run import Run
@@ -26,7 +26,7 @@ Restrict = Callable[[MeshSpec], Restriction | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Least:
+class Least:
     """The decision of a run that needs the least memory."""
 
     nbytes: float
@@ -36,11 +36,20 @@ class _Least:
 
 
 def refuse(
-    search: Search, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Restrict
+    search: Search,
+    meshes: Sequence[MeshSpec],
+    counts: Sequence[int],
+    modes: Sequence[str],
+    restrict: Restrict,
+    larger: Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]],
 ) -> InfeasibleError:
-    """Return the error that says what would do: the least memory per device over all runs, and what takes it up."""
-    runs = [search.run_of(mesh, count, mode) for mesh in meshes for count, mode in itertools.product(counts, modes)]
-    least = _least(search, runs, restrict)
+    """Return the error that says what would do: the least memory per device over all runs, and what takes it up.
+
+    Args:
+        meshes, counts, modes, restrict: of the search that found nothing.
+        larger: the meshes of another cluster, and the numbers of micro-batches that may be tried on it.
+    """
+    least = least_of_all(search, meshes, counts, modes, restrict)
     if least is None:
         return InfeasibleError(
             "no layout of this model divides evenly over these meshes and this batch.",
@@ -52,17 +61,24 @@ def refuse(
         budget_bytes=search.memory_bytes,
         least_bytes=math.ceil(least.nbytes),
         largest_tensors=_largest(least),
-        enough=_enough(search, counts, modes[-1], restrict),
+        enough=_enough(search, modes[-1], restrict, larger),
     )
 
 
-def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None) -> _Least | None:
+def least_of_all(
+    search: Search, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Restrict
+) -> Least | None:
+    """Return what needs the least memory of all runs; None where there is no layout at all."""
+    return _least(search, [search.run_of(*each) for each in itertools.product(meshes, counts, modes)], restrict)
+
+
+def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None) -> Least | None:
     """Return what needs the least memory of all ``runs``, or the first that is found to need at most ``enough_bytes``.
 
     What has the lowest bound goes next: at first that of the structure, then the relaxation's, then what was found.
     """
     numbers = itertools.count()
-    heap: list[tuple[float, int, Run, _Least | None]] = [
+    heap: list[tuple[float, int, Run, Least | None]] = [
         (search.least_memory_bytes(run), next(numbers), run, None) for run in runs
     ]
     heapq.heapify(heap)
@@ -88,7 +104,7 @@ def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes
     return None
 
 
-def _least_of(search: Search, run: Run, restrict: Restrict) -> _Least | None:
+def _least_of(search: Search, run: Run, restrict: Restrict) -> Least | None:
     """Return the decision that needs the least memory of those that DTensor runs; None where there is none."""
     formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
     while formulation is not None:
@@ -98,36 +114,40 @@ def _least_of(search: Search, run: Run, restrict: Restrict) -> _Least | None:
         decision = decision_of(formulation, found[0])
         refused = search.refused(run, formulation, decision)
         if not refused:
-            return _Least(nbytes=found[1], run=run, structure=structure, decision=decision)
+            return Least(nbytes=found[1], run=run, structure=structure, decision=decision)
         formulation = without(formulator, formulation, decision, refused)
     return None
 
 
-def _enough(search: Search, counts: Sequence[int], mode: str, restrict: Restrict) -> str | None:
+def _enough(
+    search: Search,
+    mode: str,
+    restrict: Restrict,
+    larger: Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]],
+) -> str | None:
     """Return the smallest cluster seen to hold the job, its nodes doubled again and again; None where none was.
 
-    Tried are the smallest micro-batches, the smallest that all devices together divide, and the whole batch at once,
-    which accumulates no gradients.
+    Tried are the smallest micro-batches, the smallest that all devices together divide, and the largest: the whole
+    batch at once accumulates no gradients.
 
     Args:
-        counts: numbers of micro-batches, the fewest first.
         mode: of checkpointing, that which keeps least.
     """
     for doublings in range(1, _DOUBLINGS + 1):
         cluster = dataclasses.replace(search.cluster, nodes=search.cluster.nodes << doublings)
-        larger = Search(search.traced, search.job, cluster, search.batch, search.clock)
+        meshes, counts = larger(cluster)
+        if not counts:
+            return None  # the batch does not divide over so many devices, nor over more
+        there = Search(search.traced, search.job, cluster, search.batch, search.clock)
         even = [count for count in counts if search.batch // count % cluster.size == 0]
-        runs = [
-            larger.run_of(mesh, count, mode)
-            for mesh in meshes_of(cluster)
-            for count in dict.fromkeys([counts[-1], *even[-1:], counts[0]])
-        ]
-        if _least(larger, runs, restrict, search.memory_bytes) is not None:
+        tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
+        runs = [there.run_of(mesh, count, mode) for mesh in meshes for count in tried]
+        if _least(there, runs, restrict, search.memory_bytes) is not None:
             return cluster.name
     return None
 
 
-def _largest(least: _Least) -> tuple[tuple[str, int], ...]:
+def _largest(least: Least) -> tuple[tuple[str, int], ...]:
     structure, mesh_shape = least.structure, least.run.mesh.shape
     values, names = structure.regions.graph.values, structure.regions.graph.parameters
     rows: list[tuple[str, int]] = []

@@ -71,9 +71,10 @@ class MeshReport:
 
     Attributes:
         mesh: such as "dp=2,tp=8".
-        outcome: "chosen"; "slower" (no plan on it that fits is faster by more than the gap); "does-not-fit";
-            "no-layout" (the planner has none on it); "open" (time was up before it was decided).
-        at_least_s: no plan on it that fits takes less; None where none fits.
+        outcome: "chosen"; "slower" (no plan on it that fits is faster by more than the gap, if any fits); "open" (that
+            was not decided before the search ended); "does-not-fit" (seen without regard to time); "no-layout" (the
+            planner has none on it).
+        at_least_s: no plan on it that fits takes less; None where it was seen that none fits.
         step_time_s: of the fastest plan that was found on it; None where none was, since it was not needed.
     """
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model import ClusterSpec
+from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layout import MeshSpec
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
@@ -20,7 +20,7 @@ from planner.floors import Floor
 from planner.formulate import Formulation, Formulator
 from planner.ilp import relax, solve
 from planner.job import Job
-from planner.memory_floor import least_alive_bytes, least_memory_bytes
+from planner.memory_floor import least_alive_bytes, least_state_bytes
 from planner.op_times import OpTimes
 from planner.polish import polish
 from planner.problem import Solution
@@ -76,6 +76,7 @@ class Search:
         self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
         self._communication: dict[MeshSpec, Communication] = {}
         self.op_times = OpTimes(cluster.device, traced.flash_attention)
+        self._state_bytes = 0.0
         self._alive: dict[tuple[bool, str], tuple[int, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
@@ -92,11 +93,14 @@ class Search:
         batch = self.micro_batch(run)
         known, alive_bytes = self._alive.get((batch == 1, run.ac), (0, 0.0))
         if batch > known:
-            known, alive_bytes = batch, least_alive_bytes(self.traced.structure(batch, run.ac))
+            structure = self.traced.structure(batch, run.ac)
+            known, alive_bytes = batch, least_alive_bytes(structure)
             self._alive[batch == 1, run.ac] = known, alive_bytes
+            self._state_bytes = least_state_bytes(structure, self.job)
         # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
         # single sample autograd may keep other tensors.
-        return least_memory_bytes(self.traced.graph, run, alive_bytes * batch / known)
+        split = self._state_bytes + (alive_bytes * batch / known if self.job.training else 0.0)
+        return split / run.mesh.size + reserve_bytes(run.cluster.device)
 
     def formulator(self, run: Run) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``."""

@@ -6,6 +6,7 @@ module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Probl
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
 from planner.plan import PlanMesh, ShardingPlan
-from planner.refusal import refuse
+from planner.refusal import least_of_all, refuse
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
@@ -138,7 +139,7 @@ class PlanningSession:
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
-            return meshes_of(self.cluster, axes=1 if planner in _ON_ONE_AXIS else 2)
+            return self._space(planner, self.cluster)[0]
         check_mesh(spec, self.cluster)
         return [spec]
 
@@ -192,14 +193,32 @@ class PlanningSession:
         """Return why no plan of a planner fits."""
         pins = self._pins(meshes)
         modes = _modes(self._traced, self.job.ac)
+        restrict = self._restrict(name, pins)
         with collector.put_off():
-            refusal = refuse(self._search, meshes, self._counts_for(name), modes, self._restrict(name, pins))
+            refusal = refuse(
+                self._search, meshes, self._counts_for(name), modes, restrict, lambda other: self._space(name, other)
+            )
         if refusal.least_bytes is None and pins:
             return MeshError(
                 f"no layout on these meshes keeps the pins: {pins}.",
                 what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
             )
         return refusal
+
+    def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
+        """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""
+        meshes = self._meshes(mesh, "ilp")
+        modes = _modes(self._traced, self.job.ac)
+        with collector.put_off():
+            restrict = self._restrict("ilp", self._pins(meshes))
+            least = least_of_all(self._search, meshes, self._counts, modes, restrict)
+        return None if least is None else math.ceil(least.nbytes)
+
+    def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:
+        """Return the meshes of a cluster and the numbers of micro-batches that a planner chooses from."""
+        if name not in _ON_ONE_AXIS:
+            return meshes_of(cluster), self._counts
+        return meshes_of(cluster, axes=1), [c for c in self._counts if self._batch // c % cluster.size == 0]
 
     def _counts_for(self, name: str) -> list[int]:
         return self._evenly_split(name) if name in _ON_ONE_AXIS else self._counts
@@ -211,7 +230,7 @@ class PlanningSession:
             MeshError: there is none.
         """
         size = self.cluster.size
-        counts = [count for count in self._counts if self._batch // count % size == 0]
+        counts = self._space(name, self.cluster)[1]
         if not counts:
             fewest = self._batch // self._counts[0]
             what = f"a batch of {fewest}" if self._counts[0] == 1 else f"a micro-batch of {fewest}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from cost_model import ClusterSpec
-from planner.errors import InfeasibleError, JobError
+from planner.errors import JobError, SolverError
 from planner.inputs import GivenInputs
 from planner.outer_search import Progress
 from planner.plan import ShardingPlan
@@ -39,8 +39,8 @@ def runner_ups(session: PlanningSession, best: ShardingPlan, count: int) -> tupl
     """Return the best plans of the ``count`` best other meshes, the fastest first; fewer where fewer have any.
 
     Args:
-        session: what made ``best``.
-        best: the best plan of several meshes.
+        session: of the job.
+        best: its best plan (of the planner "ilp") of several meshes.
         count: how many are wanted.
     """
     others = [] if best.solver is None else [m for m in best.solver.meshes if m.outcome != "chosen"]
@@ -48,7 +48,7 @@ def runner_ups(session: PlanningSession, best: ShardingPlan, count: int) -> tupl
     for least_s, mesh in sorted((m.at_least_s, m.mesh) for m in others if m.at_least_s is not None):
         if len(found) >= count and least_s >= step_time_s(found[count - 1]):
             break
-        plan = session.plan_if_any(mesh=mesh)
+        plan = _in_time(session, mesh)
         if plan is not None:
             found = sorted([*found, plan], key=step_time_s)
     return tuple(found[:count])
@@ -80,19 +80,24 @@ def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: fl
 
 
 def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, share: float) -> Iterator[ShardingPlan]:
+    """Yield the plans within less and less memory, as far as there is time for each."""
+    least_bytes = session.least_memory_bytes(mesh=mesh)
+    if least_bytes is None or least_bytes >= peak_bytes(plan):
+        return
     smaller: ShardingPlan | None = plan
-    while smaller is not None:
-        plan = smaller
-        smaller = session.plan_if_any(mesh=mesh, memory_bytes=int(peak_bytes(plan) * share))
+    while smaller is not None and least_bytes < peak_bytes(smaller):
+        memory_bytes = max(int(peak_bytes(smaller) * share), least_bytes)
+        smaller = _in_time(session, mesh, memory_bytes)
         if smaller is not None:
             yield smaller
+
+
+def _in_time(session: PlanningSession, mesh: str | None, memory_bytes: int | None = None) -> ShardingPlan | None:
+    """Return the best plan; None where none fits, or none was found in the time that there is."""
     try:
-        session.plan(mesh=mesh, memory_bytes=int(peak_bytes(plan) * share))
-    except InfeasibleError as refusal:
-        if refusal.least_bytes is not None and refusal.least_bytes < peak_bytes(plan):
-            least = session.plan_if_any(mesh=mesh, memory_bytes=refusal.least_bytes)
-            if least is not None:
-                yield least
+        return session.plan_if_any(mesh=mesh, memory_bytes=memory_bytes)
+    except SolverError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +106,13 @@ class ClusterSize:
 
     Attributes:
         cluster: of that size.
-        plan: the best; None where none fits.
+        plan: the best; None where none fits, or none was found in time.
+        in_time: whether the search came to an answer before its time was up.
     """
 
     cluster: ClusterSpec
     plan: ShardingPlan | None
+    in_time: bool = True
 
     @property
     def device_s(self) -> float:
@@ -141,7 +148,10 @@ def sizes(
     found = []
     for part in parts_of(largest):
         session = PlanningSession(model, cluster=part, progress=_on(part, progress), **options)
-        found.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+        try:
+            found.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+        except SolverError:
+            found.append(ClusterSize(cluster=part, plan=None, in_time=False))
     return found
 
 
@@ -155,7 +165,13 @@ def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
     nodes = [2**i for i in range(cluster.nodes.bit_length()) if 2**i < cluster.nodes]
     cards = [max(1, cluster.cards_per_node * count // cluster.devices_per_node) for count in per_node]
     parts = [
-        dataclasses.replace(cluster, nodes=1, devices_per_node=count, cards_per_node=card)
+        dataclasses.replace(
+            cluster,
+            nodes=1,
+            devices_per_node=count,
+            cards_per_node=card,
+            sweeps=tuple(sweep for sweep in cluster.sweeps if sweep.ranks_per_node <= count),
+        )
         for count, card in zip(per_node, cards, strict=True)
     ]
     return [*parts, *(dataclasses.replace(cluster, nodes=count) for count in nodes), cluster]

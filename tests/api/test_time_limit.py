@@ -13,7 +13,7 @@ from serving import Server
 from planner.plan import ShardingPlan
 
 LONG = {"model": "llama-3.1-70b", "cluster": "8x8xh100-sxm-80gb", "batch": 64, "seq": 4096}
-"""On two cores a search of a minute, whose first plan takes some nine seconds."""
+"""On two cores a search of twenty seconds, whose first plan takes some three."""
 
 
 def ended(server: Server, request: dict[str, Any]) -> dict[str, Any]:
@@ -28,9 +28,13 @@ def ended(server: Server, request: dict[str, Any]) -> dict[str, Any]:
 def test_search_over_its_time_gives_the_best_plan_so_far_with_its_gap(
     run_server: Callable[..., Server], tmp_path: Path
 ) -> None:
-    server = run_server(tmp_path / "data", SHARDPLAN_JOB_TIMEOUT_S="25")
-    job = ended(server, LONG)
-    assert job["status"] == "succeeded", job["error"]
+    # How long a search takes, and its first plan, is the machine's: one of these limits falls between the two.
+    for limit_s in ("8", "5", "14", "3", "25"):
+        server = run_server(tmp_path / limit_s, SHARDPLAN_JOB_TIMEOUT_S=limit_s, SHARDPLAN_JOB_GRACE_S="120")
+        job = ended(server, LONG)
+        assert job["status"] == "succeeded" or job["error"]["type"] == "urn:shardplan:solver-error", job["error"]
+        if job["plan"] is not None and job["plan"]["solver"]["status"] == "time-limit":
+            break
     plan = ShardingPlan.from_dict(job["plan"])
     assert plan.estimate is not None
     assert plan.solver is not None
@@ -52,8 +56,8 @@ def test_search_whose_time_is_up_before_any_plan_fails_and_says_so(
     job = ended(server, LONG)
     assert (job["status"], job["plan"]) == ("failed", None)
     assert (job["error"]["type"], job["error"]["status"]) == ("urn:shardplan:solver-error", 500)
-    assert "no assignment was found in" in job["error"]["detail"]
-    assert "larger time limit" in job["error"]["what_to_do"]
+    assert "time was up before any plan was found" in job["error"]["detail"]
+    assert "longer search" in job["error"]["what_to_do"]
     again = httpx.post(f"{server.url}/v1/plans", json=LONG, timeout=30)
     assert (again.status_code, again.json()["id"]) == (202, job["id"]), "it may be tried again"
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import families
 import pytest
+import torch
+from torch import nn
 
 from cost_model.layout import MeshSpec
 from planner.ilp import least_memory_bound
@@ -32,3 +34,34 @@ def test_no_plan_goes_below(family: str, optimizer: str, dtype: str) -> None:
         shares.append(search.least_memory_bytes(run) / least)
     assert max(shares) <= 1 + 1e-9
     assert max(shares) > 0.5
+
+
+class Unused(nn.Module):
+    """Most of its parameters are used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 16)
+        self.unused = nn.Linear(2048, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).square().mean()
+
+
+def test_parameters_that_nobody_uses_count_for_nothing() -> None:
+    with torch.device("meta"):
+        module, x = Unused(), torch.zeros(8, 64)
+    planned = PlanningSession(module, example_inputs={"x": x}, cluster="1x4xtoy", dtype="fp32")
+    free = planned.plan()
+    assert free.estimate is not None
+    peak = free.estimate.peak_memory_bytes
+    assert peak < 2048 * 2048
+    within = planned.plan(memory_bytes=peak)
+    assert within.estimate is not None
+    assert within.estimate.step_time_s <= free.estimate.step_time_s * 1.002
+    least_bytes = planned.least_memory_bytes()
+    assert least_bytes is not None
+    assert least_bytes <= peak
+    assert planned.plan_if_any(memory_bytes=least_bytes) is not None
+    assert planned.plan_if_any(memory_bytes=least_bytes - 1) is None

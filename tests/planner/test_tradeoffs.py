@@ -10,7 +10,7 @@ import families
 import pytest
 
 from cost_model import ClusterSpec
-from planner.errors import InfeasibleError, JobError
+from planner.errors import InfeasibleError, JobError, SolverError
 from planner.plan import ShardingPlan
 from planner.report import MeshReport
 from planner.session import PlanningSession, build_plan
@@ -88,7 +88,22 @@ def test_a_mesh_that_does_not_fit() -> None:
     assert each[smaller] < each[larger]
     plan = planned.plan(memory_bytes=(each[smaller] + each[larger]) // 2)
     assert str(plan.mesh) == smaller
-    assert reports(plan)[larger].outcome == "does-not-fit"
+    report = reports(plan)[larger]
+    assert report.outcome in ("does-not-fit", "slower")
+    assert (report.at_least_s is None) == (report.outcome == "does-not-fit")
+    assert report.step_time_s is None
+
+
+def test_does_not_fit_is_said_of_what_does_not() -> None:
+    """Choices that are left out because they are slow may fit; 40 caps between the least and what is free."""
+    planned = session("mlp")
+    most, least = peak_bytes(planned.plan()), min(least_bytes(planned, mesh) for mesh in MESHES)
+    for step in range(40):
+        memory_bytes = least + (most - least) * step // 40
+        best = planned.plan_if_any(memory_bytes=memory_bytes)
+        for mesh, report in ({} if best is None else reports(best)).items():
+            if report.outcome in ("does-not-fit", "no-layout"):
+                assert planned.plan_if_any(mesh=mesh, memory_bytes=memory_bytes) is None
 
 
 def least_bytes(planned: PlanningSession, mesh: str) -> int:
@@ -183,3 +198,47 @@ def least_of(module: Any, inputs: dict[str, Any], cluster: str) -> int:
         build_plan(module, example_inputs=inputs, cluster=cluster, dtype="fp32", memory_gb=1e-6)
     assert caught.value.least_bytes is not None
     return caught.value.least_bytes
+
+
+def test_enough_devices_are_enough_for_the_planner_that_is_refused() -> None:
+    """Fully sharded needs a batch that all devices divide: of four samples there are no eight parts."""
+    module, inputs = families.make("mlp", 4)
+    options: dict[str, Any] = {"example_inputs": inputs, "dtype": "fp32", "planner": "fully-sharded"}
+    for batch_holds, cluster in ((False, "1x4xtoy"), (True, "1x2xtoy")):
+        with pytest.raises(InfeasibleError) as caught:
+            build_plan(module, cluster=cluster, memory_gb=1e-6, **options)
+        least = caught.value.least_bytes
+        assert least is not None
+        with pytest.raises(InfeasibleError) as caught:
+            build_plan(module, cluster=cluster, memory_gb=least * 0.8 / 1e9, **options)
+        if not batch_holds:
+            assert caught.value.enough is None
+        elif caught.value.enough is not None:
+            plan = build_plan(module, cluster=caught.value.enough, memory_gb=least * 0.8 / 1e9, **options)
+            assert peak_bytes(plan) <= least * 0.8
+
+
+def test_parts_take_the_sweeps_that_they_can_have() -> None:
+    sweep = {"kind": "all_reduce", "nodes": 1, "nbytes": [1e3, 1e6], "times_s": [1e-5, 1e-3]}
+    sweeps = [{**sweep, "ranks_per_node": ranks} for ranks in (2, 4)]
+    cluster = ClusterSpec.from_dict({"nodes": 2, "devices_per_node": 4, "device": "toy", "sweeps": sweeps})
+    parts = parts_of(cluster)
+    assert [len(part.sweeps) for part in parts] == [0, 1, 2, 2]
+    assert all(ClusterSpec.from_dict(part.to_dict()) == part for part in parts)
+
+
+def test_what_was_found_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = session("mlp")
+    best = planned.plan()
+
+    def out_of_time(*_: Any, **__: Any) -> None:
+        raise SolverError("time was up before any plan was found.")
+
+    monkeypatch.setattr(PlanningSession, "plan_if_any", out_of_time)
+    assert runner_ups(planned, best, 3) == ()
+    monkeypatch.setattr(PlanningSession, "plan", lambda *_, **__: best)
+    assert pareto_front(planned) == [best]
+    module, inputs = families.make("mlp", 8)
+    (one, two) = sizes(module, example_inputs=inputs, cluster="1x2xtoy", dtype="fp32", ac="none")
+    assert (one.plan, one.in_time, two.in_time) == (None, False, False)
+    assert best_size([one, two], "cost") is None
