@@ -1,6 +1,6 @@
 """Is the integer program's plan ever slower than a baseline's? Every preset on 8, 64 and 512 devices, one table.
 
-    python benchmarks/baselines.py                                    # everything: hours on two cores
+    python benchmarks/baselines.py                                    # everything: half an hour on two cores
     python benchmarks/baselines.py --preset gpt2 --devices 8 --fixed-only
     python benchmarks/baselines.py --preset llama-3.1-8b --devices 64 --mesh dp=8,tp=8 --mesh dp=64
 

@@ -22,6 +22,11 @@ from planner.structure import Structure
 _DOUBLINGS = 6
 """Up to 64 times the nodes are tried."""
 
+_MESHES_TRIED = 4
+"""Of a larger cluster: all devices in a row, and those whose inner axis is nearest to a node."""
+_LITTLE = 0.95
+"""Of the least memory on half the devices: where it is more, devices are not what is missing."""
+
 Restrict = Callable[[MeshSpec], Restriction | None]
 
 
@@ -69,11 +74,15 @@ def least_of_all(
     search: Search, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Restrict
 ) -> Least | None:
     """Return what needs the least memory of all runs; None where there is no layout at all."""
-    return _least(search, [search.run_of(*each) for each in itertools.product(meshes, counts, modes)], restrict)
+    return _least(search, [search.run_of(*each) for each in itertools.product(meshes, counts, modes)], restrict)[0]
 
 
-def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None) -> Least | None:
-    """Return what needs the least memory of all ``runs``, or the first that is found to need at most ``enough_bytes``.
+def _least(
+    search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None
+) -> tuple[Least | None, float]:
+    """Return what needs the least memory of all ``runs``, and the bytes that none of them goes below.
+
+    With ``enough_bytes`` it is the first that is found to need no more, and None where all need more.
 
     What has the lowest bound goes next: at first that of the structure, then the relaxation's, then what was found.
     """
@@ -86,14 +95,14 @@ def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes
     while heap:
         least_bytes, _, run, found = heapq.heappop(heap)
         if enough_bytes is not None and least_bytes > enough_bytes:
-            return None
+            return None, least_bytes
         if found is not None:
-            return found
+            return found, least_bytes
         if run in relaxed:
             found = _least_of(search, run, restrict)
             if found is not None:
                 if enough_bytes is not None and found.nbytes <= enough_bytes:
-                    return found
+                    return found, least_bytes
                 heapq.heappush(heap, (found.nbytes, next(numbers), run, found))
             continue
         relaxed.add(run)
@@ -101,7 +110,7 @@ def _least(search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes
         bound = None if formulation is None else least_memory_bound(formulation.problem)
         if bound is not None:
             heapq.heappush(heap, (bound, next(numbers), run, None))
-    return None
+    return None, math.inf
 
 
 def _least_of(search: Search, run: Run, restrict: Restrict) -> Least | None:
@@ -127,12 +136,14 @@ def _enough(
 ) -> str | None:
     """Return the smallest cluster seen to hold the job, its nodes doubled again and again; None where none was.
 
-    Tried are the smallest micro-batches, the smallest that all devices together divide, and the largest: the whole
-    batch at once accumulates no gradients.
+    Tried are the meshes that people take, in the smallest micro-batches, the smallest that all devices together divide,
+    and the largest: the whole batch at once accumulates no gradients. Where twice the devices make little difference,
+    more of them are not tried.
 
     Args:
         mode: of checkpointing, that which keeps least.
     """
+    before, per_node = math.inf, search.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):
         cluster = dataclasses.replace(search.cluster, nodes=search.cluster.nodes << doublings)
         meshes, counts = larger(cluster)
@@ -141,9 +152,14 @@ def _enough(
         there = Search(search.traced, search.job, cluster, search.batch, search.clock)
         even = [count for count in counts if search.batch // count % cluster.size == 0]
         tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
-        runs = [there.run_of(mesh, count, mode) for mesh in meshes for count in tried]
-        if _least(there, runs, restrict, search.memory_bytes) is not None:
+        usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))
+        runs = [there.run_of(mesh, count, mode) for mesh in usual[:_MESHES_TRIED] for count in tried]
+        least, least_bytes = _least(there, runs, restrict, search.memory_bytes)
+        if least is not None:
             return cluster.name
+        if least_bytes > before * _LITTLE:
+            return None
+        before = least_bytes
     return None
 
 
