@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import time
 from pathlib import Path
 from typing import Any, cast
 
 from api.worker import Solve, serve_requests
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_LOOK_S, _LOOKS = 0.001, 1000
 
 
 class ProcessDiedError(Exception):
@@ -77,9 +79,16 @@ class SolverProcess:
 
     def end(self) -> None:
         """End the process at once, whatever it is at."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._pipe.close()
-            self._process = None
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        process.kill()
+        process.join()
+        # Another thread that starts a process looks after all children, and may have seen the end of this one first:
+        # then it is over before it is known here to be.
+        for _ in range(_LOOKS):
+            if not process.is_alive():
+                process.close()
+                break
+            time.sleep(_LOOK_S)
+        self._pipe.close()

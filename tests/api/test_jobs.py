@@ -299,6 +299,29 @@ class _Full:
             self.met.set()
 
 
+def test_process_that_another_thread_saw_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`join` then returns at once, and for a moment nobody here knows that it is over."""
+    process = SolverProcess(fakes_for_jobs.answer, 4_000_000_000)
+    process.start()
+    started = process._process
+    assert started is not None
+    is_alive, said = type(started).is_alive, []
+
+    def late(self: Any) -> bool:
+        said.append(is_alive(self))
+        return len(said) < 5 or said[-1]
+
+    def close(self: Any) -> None:
+        assert len(said) >= 5, "it raises ValueError while it is not known to be over"
+
+    monkeypatch.setattr(type(started), "join", lambda self: None)
+    monkeypatch.setattr(type(started), "is_alive", late)
+    monkeypatch.setattr(type(started), "close", close)
+    process.end()
+    assert len(said) >= 5
+    assert not said[-1]
+
+
 def test_solver_processes_end_with_their_parent(tmp_path: Path) -> None:
     script = (
         "import sys, fakes_for_jobs\n"
