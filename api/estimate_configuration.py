@@ -253,7 +253,10 @@ def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implement
         tensor_copies=True,
         attention_copies=4.0,
         state_nbytes=optimizer_state_nbytes(optimizer),
-        loss_nbytes=4.0 if compiled else 14.0,
+        loss_nbytes=4.0 if compiled else 12.0,
+        loss_hole_nbytes=0.0 if compiled else 2.0,
+        gather_stream=True,
+        reduce_stream=True,
         loss_traffic_nbytes=8.0 if compiled else 36.0,
     )
 

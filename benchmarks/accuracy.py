@@ -17,7 +17,7 @@ from pathlib import Path
 
 from published import collectives, gemm, memory, runs
 from published.checks import CHECKS, figures, holds, target
-from published.frameworks import TABLE
+from published.defaults import TABLE
 from published.rows import PricedRow
 
 TAGS = ("gpu", "family", "parallelism", "size", "framework", "precision", "checkpointing", "kind", "nodes")

@@ -37,7 +37,11 @@ def layer_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) 
         "full": boundary,
     }[parallel.checkpointing]
     kept = min(kept, everything)
-    return LayerBytes(saved=kept, transient=everything - kept + gradients + _dense_bytes(spec, parallel))
+    weights = 0.0
+    if parallel.checkpointing == "selective" and not sparse:
+        weights = spec.attention_parameters + spec.dense_mlp_parameters
+        weights *= parallel.implementation.kept_weight_nbytes / parallel.tensor
+    return LayerBytes(saved=kept + weights, transient=everything - kept + gradients + _dense_bytes(spec, parallel))
 
 
 DENSE_SCORES = 5
@@ -155,6 +159,20 @@ def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, products: Ke
     return 2.0 * values + log_sums
 
 
+def _alternate_width(spec: TransformerSpec, tensor: int) -> float:
+    """Return the width of every other product's result before attention, on one tensor rank.
+
+    Of q, k, v the first and the third. Latent attention has q, kv's bottleneck and kv (keys and values at once), or q's
+    bottleneck, q, kv's bottleneck and kv; bottlenecks are not split.
+    """
+    latent = spec.latent
+    if latent is None:
+        return (spec.query_dim + spec.value_dim) / tensor
+    if latent.query_rank:
+        return float(latent.query_rank + latent.kv_rank + latent.rope_dim)
+    return (spec.query_dim + spec.heads * (latent.nope_dim + latent.value_dim)) / tensor
+
+
 def _kept_products(spec: TransformerSpec, parallel: ParallelSpec, products: KeptProducts, *, sparse: bool) -> float:
     """Return the values of products' results that are kept and that backward reads."""
     if products == "none":
@@ -163,9 +181,9 @@ def _kept_products(spec: TransformerSpec, parallel: ParallelSpec, products: Kept
     width = _mlp_width(spec, parallel, sparse=False)
     if sparse and spec.experts is not None:
         width = tokens * spec.experts.shared_ffn / tensor
-    values = tokens * (spec.query_dim + spec.value_dim) / tensor + width
     if products == "alternate":
-        return values
+        return tokens * _alternate_width(spec, tensor) + width
+    values = tokens * (spec.query_dim + spec.value_dim) / tensor + width
     values += width * (spec.mlp_matrices - 2)
     if spec.latent is None:
         values += tokens * spec.key_dim / tensor

@@ -55,7 +55,12 @@ class Implementation:
         state_nbytes: bytes of the optimizer's states per parameter.
         optimizer_passes: how often an unfused optimizer reads and writes what it keeps; 1 where it is fused.
         optimizer_on_host: whether states and step are in host memory.
-        loss_nbytes: bytes of memory that the loss holds per logit at its peak.
+        loss_nbytes: bytes of memory that the loss holds per logit at its peak: in eager torch three float32 tensors in
+            backward (log-softmax, its gradient, that of the logits).
+        loss_hole_nbytes: bytes per logit of blocks that are free at that peak and that it cannot use: in eager torch
+            those of the 16-bit logits, which no float32 tensor fits in.
+        loss_hidden_nbytes: bytes that the loss holds per value of the projection's input: that, gathered, and its
+            gradient.
         loss_traffic_nbytes: bytes that the loss reads and writes per logit, forward and backward.
         loss_chunks: into how many pieces the logits are cut, one alive at a time.
         loss_parallel: whether tensor-parallel logits stay split over the vocabulary in the loss.
@@ -68,10 +73,17 @@ class Implementation:
         cast_kept_products: of which products in low precision selective checkpointing keeps the results.
         keeps_attention: whether selective checkpointing keeps what attention returns, else it runs again.
         keeps_exchanged: whether selective checkpointing keeps what all-to-alls between experts return.
+        kept_weight_nbytes: bytes per parameter of a layer's linears that it keeps (a defect of torchtitan's before
+            #820: absolute values of gathered weights).
         saves_cast: whether 8-bit products keep their inputs in 8 bits (Transformer Engine).
         gradients_persist: whether gradients have a buffer of their own (Megatron), else none between steps.
         reshards: whether gathered parameters are dropped after forward.
         gather_stream: whether parameters are gathered into buffers of another stream and copied out (FSDP2).
+        reduce_stream: whether reduced gradients are in buffers of another stream, which keeps them when gradients are
+            dropped (FSDP2).
+        root_holds_ends: whether embedding and head are gathered together and held until backward ends, as the root of
+            fully_shard holds what no other module has; else each by itself, the embedding dropped after use.
+        expandable_segments: whether the allocator maps pages as it needs them, so that no segment is split for good.
         gather_pieces: collectives in which one layer's parameters are gathered, and its gradients reduced.
         reuse_numel: parameters of a layer above which they are dropped between its recomputation and its backward
             (DeepSpeed's ``stage3_max_reuse_distance``).
@@ -107,7 +119,9 @@ class Implementation:
     state_nbytes: float = 8.0
     optimizer_passes: float = 1.0
     optimizer_on_host: bool = False
-    loss_nbytes: float = 14.0
+    loss_nbytes: float = 12.0
+    loss_hole_nbytes: float = 0.0
+    loss_hidden_nbytes: float = 4.0
     loss_traffic_nbytes: float = 36.0
     loss_chunks: int = 1
     loss_parallel: bool = True
@@ -120,10 +134,14 @@ class Implementation:
     cast_kept_products: KeptProducts = "alternate"
     keeps_attention: bool = True
     keeps_exchanged: bool = False
+    kept_weight_nbytes: float = 0.0
     saves_cast: bool = False
     gradients_persist: bool = False
     reshards: bool = True
     gather_stream: bool = False
+    reduce_stream: bool = False
+    root_holds_ends: bool = True
+    expandable_segments: bool = False
     gather_pieces: int = 1
     reuse_numel: float = math.inf
     lora: bool = False

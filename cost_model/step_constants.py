@@ -27,8 +27,8 @@ class StepConstants:
             by one and fused; kernels too small to be counted are in it.
         host_op_s: seconds in which Python and the dispatcher launch one kernel.
         power_exponent: a device capped at share p of its kind's power computes at rate p to this exponent.
-        fragmentation_bytes: bytes that the caching allocator holds on top of the allocated peak and of the pools that
-            follow from a framework's streams.
+        fragmentation_share: bytes that the caching allocator cannot hand out as its segments are split, over what is
+            allocated of the default stream at most; nothing is lost where segments are expandable.
     """
 
     gemm_share: Mapping[str, float]
@@ -37,7 +37,7 @@ class StepConstants:
     fused_stream_share: float
     host_op_s: float
     power_exponent: float
-    fragmentation_bytes: float
+    fragmentation_share: float
 
 
 def read_constants(table: Mapping[str, Any]) -> StepConstants:

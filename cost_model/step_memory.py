@@ -4,9 +4,10 @@ Moments of a step at which memory peaks: the loss (all activations and the logit
 (gathered weights, recomputed activations, first gradients), backward of the first (all gradients), and the optimizer's
 step. Of a pipeline, the first and the last rank are looked at; the larger peak counts.
 
-Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 9 % on average, 7 % in the
-median; too low by up to 37 % where a framework holds what is not counted, and by 10 to 31 % for experts whose load is
-not forced to be even; too high by up to 25 % for small models beside tensor parallelism.
+Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 6 % on average, 3 % in the
+median. Too low by more than 10 % in 15 of 76 runs: by 10 to 12 % for most mixtures of experts of torchtitan, by 12 to
+40 % for graphs of its graph_trainer without checkpointing or with experts. Fixed buffers of DeepSpeed are not counted
+(half of what an 8B model holds on 8 devices at 8,192 tokens).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from cost_model.memory import CONTEXT_BYTES
 from cost_model.parallelism import ParallelSpec
 from cost_model.pipeline import micro_batches_in_flight
 from cost_model.step_constants import StepConstants, shipped_constants
+from cost_model.step_reserve import FullBytes, fragments, stream_pools
 from cost_model.transformer import TransformerSpec
 
 ROLES = ("parameters", "gradients", "optimizer_state", "activations", "logits", "gathered", "workspace")
@@ -26,7 +28,11 @@ ROLES = ("parameters", "gradients", "optimizer_state", "activations", "logits", 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Bytes by role at one moment of a step."""
+    """Bytes by role at one moment of a step.
+
+    Attributes:
+        holes: bytes of free blocks that are too small for what is allocated at this moment; in no role.
+    """
 
     name: str
     parameters: float = 0.0
@@ -36,6 +42,7 @@ class Moment:
     logits: float = 0.0
     gathered: float = 0.0
     workspace: float = 0.0
+    holes: float = 0.0
 
     @property
     def allocated(self) -> float:
@@ -48,8 +55,9 @@ class StepMemory:
     """The moments of a step on the fullest rank, in order, and what lies around them.
 
     Attributes:
-        pools: bytes that the allocator holds for streams of their own, which no other stream can use.
-        fragmentation: bytes that the caching allocator holds beyond the peak.
+        pools: bytes that the allocator holds for streams of their own beyond what is allocated there at the peak; no
+            other stream can use them.
+        fragmentation: bytes that the caching allocator holds beyond the peak: holes, and split segments.
         context: CUDA context and NCCL's buffers, outside the allocator.
     """
 
@@ -118,24 +126,18 @@ def _on_rank(
     states = _states(spec, parallel, share)
     timeline = _timeline(spec, parallel, share, states, rank)
     peak = max(moment.allocated for moment in timeline)
-    context = 0.0 if cluster.device.kind == "cpu" else CONTEXT_BYTES + _nccl_bytes(parallel)
+    if cluster.device.kind == "cpu":
+        return StepMemory(rank=rank, timeline=timeline, pools=0.0, fragmentation=0.0, context=0.0)
+    context = CONTEXT_BYTES + _nccl_bytes(parallel)
     room = max(0.0, cluster.device.memory_bytes * VISIBLE_SHARE - context - peak)
-    pools = min(_gather_pool(parallel, share), room)
-    room -= pools
-    fragmentation = 0.0 if cluster.device.kind == "cpu" else min(fitted.fragmentation_bytes, room)
+    pools = min(stream_pools(parallel, timeline, _full(share)), room)
+    fragmentation = min(fragments(parallel, timeline, fitted), room - pools)
     return StepMemory(rank=rank, timeline=timeline, pools=pools, fragmentation=fragmentation, context=context)
 
 
-def _gather_pool(parallel: ParallelSpec, share: _Rank) -> float:
-    """Return what the stream that gathers parameters keeps for the results of its collectives.
-
-    They are allocated on that stream and copied out into parameters of the compute stream's (torch's
-    _fsdp_collectives.py, foreach_all_gather): the largest group's and the next one's at once, never lent elsewhere.
-    """
-    if not parallel.implementation.gather_stream or parallel.zero != 3 or parallel.shard * parallel.context == 1:
-        return 0.0
+def _full(share: _Rank) -> FullBytes:
     layer = 2.0 * (share.plain + share.experts) / max(1.0, share.layers)
-    return layer + max(layer, 2.0 * share.embedding, 2.0 * share.head)
+    return FullBytes(layer=layer, embedding=2.0 * share.embedding, head=2.0 * share.head)
 
 
 VISIBLE_SHARE = 1.063
@@ -202,38 +204,64 @@ def _timeline(
     persistent = implementation.gradients_persist or parallel.micro_batches > 1
     whole = _unsharded_gradients(parallel, share)
     early = (states.gradients + whole) if persistent else 0.0
-    layer_full = 2.0 * (share.plain + share.experts) / max(1.0, share.layers)
-    ends_full = 2.0 * share.ends
-    gathered_loss = gathered_layer = layer_reduce = 0.0
-    if parallel.zero == 3 and parallel.shard * parallel.context > 1:
-        gathered_loss = ends_full + layer_full if implementation.reshards else ends_full + layer_full * share.layers
-        gathered_layer = ends_full + (2 * layer_full if implementation.reshards else layer_full * share.layers)
-        layer_reduce = layer_full * (1 + implementation.reduce_nbytes / 2)
-    logits = head = 0.0
+    full, sharded = _full(share), parallel.zero == 3 and parallel.shard * parallel.context > 1
+    gathered = _gathered(parallel, share, full) if sharded else (0.0, 0.0, 0.0)
+    reduced = _reduced(parallel, full, accumulated=whole > 0) if sharded else (0.0, 0.0)
+    logits = head = holes = 0.0
     if rank == parallel.pipeline - 1:
         values = parallel.tokens * spec.vocab / implementation.loss_chunks
         values /= parallel.tensor if implementation.loss_parallel else 1
-        logits = implementation.loss_nbytes * values
-        head = 2 * 2.0 * parallel.tokens * spec.hidden  # the projection's input, gathered, and its gradient
+        logits, holes = implementation.loss_nbytes * values, implementation.loss_hole_nbytes * values
+        head = implementation.loss_hidden_nbytes * parallel.tokens * spec.hidden
+        if sharded and implementation.loss_chunks > 1:  # the head's gradient of one piece, and the sum of all
+            head += (1 + implementation.reduce_nbytes / 2) * full.head
     base = {"parameters": states.parameters, "optimizer_state": states.optimizer_state}
     return (
         Moment(
-            name="loss", gradients=early, activations=activations, logits=logits, gathered=gathered_loss,
-            workspace=head, **base,
+            name="loss", gradients=early, activations=activations, logits=logits, gathered=gathered[0],
+            workspace=head, holes=holes, **base,
         ),
         Moment(
             name="backward of the last layer", gradients=max(early, _head_gradient(parallel, share)),
-            activations=activations + transient, gathered=gathered_layer, workspace=layer_reduce, **base,
+            activations=activations + transient, gathered=gathered[1], workspace=reduced[0], **base,
         ),
         Moment(
             name="backward of the first layer", gradients=states.gradients + whole,
-            activations=activations - one + transient + one / max(1.0, share.layers), gathered=gathered_layer,
-            workspace=layer_reduce, **base,
+            activations=activations - one + transient + one / max(1.0, share.layers), gathered=gathered[2],
+            workspace=reduced[1], **base,
         ),
         Moment(
             name="optimizer", gradients=states.gradients, workspace=_optimizer_workspace(parallel, states), **base
         ),
     )  # fmt: skip
+
+
+def _gathered(parallel: ParallelSpec, share: _Rank, full: FullBytes) -> tuple[float, float, float]:
+    """Return the bytes of gathered parameters at the loss, in the last layer's backward and in the first's.
+
+    Backward gathers the next layer ahead. A head that is gathered by itself is dropped when its backward is done.
+    """
+    implementation = parallel.implementation
+    if not implementation.reshards:
+        return (full.ends + full.layer * share.layers,) * 3
+    if implementation.root_holds_ends:
+        return full.ends + full.layer, full.ends + 2 * full.layer, full.ends + 2 * full.layer
+    return full.head, 2 * full.layer, full.layer + max(full.layer, full.embedding)
+
+
+def _reduced(parallel: ParallelSpec, full: FullBytes, *, accumulated: bool) -> tuple[float, float]:
+    """Return the bytes of whole gradients and of their reduction, in the last layer's backward and in the first's.
+
+    A layer's gradients are copied to be reduced; the copy of what was reduced before is there until then. The root's
+    are whole until backward ends, where they are not ``accumulated`` over micro-batches anyway.
+    """
+    implementation = parallel.implementation
+    ratio = implementation.reduce_nbytes / 2
+    layer = (1 + ratio) * full.layer
+    if implementation.root_holds_ends:
+        head = 0.0 if accumulated or implementation.lora else full.head
+        return layer + head, layer + head
+    return max(layer, full.layer + ratio * full.head), layer
 
 
 def _unsharded_gradients(parallel: ParallelSpec, share: _Rank) -> float:
@@ -247,6 +275,8 @@ def _unsharded_gradients(parallel: ParallelSpec, share: _Rank) -> float:
 
 def _head_gradient(parallel: ParallelSpec, share: _Rank) -> float:
     shards = parallel.shard * parallel.context if parallel.zero >= 2 else 1
+    if parallel.implementation.root_holds_ends and parallel.zero == 3 and shards > 1:
+        return 0.0  # whole, among what is reduced
     return share.head * parallel.implementation.gradient_nbytes / shards
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from cost_model.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.transformer import TransformerSpec
-from published.frameworks import Assumptions, torchtune_step
+from published.defaults import Assumptions
+from published.frameworks import torchtune_step
 from published.rows import number
 
 

@@ -29,7 +29,7 @@ FITTED = {
 }
 """Constants that step times decide: where the search starts, and the least and most that can be believed."""
 
-FITTED_MEMORY = {"fragmentation_bytes": (4e9, 0.2e9, 12e9)}
+FITTED_MEMORY = {"fragmentation_share": (0.1, 0.005, 0.3)}
 """The same of the constant that peaks of memory decide."""
 
 THINNED = {"training_runs_vtrain.csv": 10}

@@ -12,9 +12,12 @@ import accuracy
 from published import runs
 from published.checks import CHECKS, figures, holds
 from published.configurations import UnknownConfigurationError, configuration_of
-from published.frameworks import TABLE, assumptions_of
+from published.defaults import TABLE
+from published.frameworks import assumptions_of
 from published.models import model_of
 from published.rows import PricedRow
+
+from cost_model.parallelism import Implementation
 
 INVENTED = "invented for this test, not a measurement"
 RUN = {
@@ -276,3 +279,54 @@ def test_interleaved_stages_of_torchtitan_are_two_per_rank_where_the_row_does_no
     stated = configuration_of({**row, "config_notes": "Interleaved1F1B", "vp": "3"}, assumed)
     assert (plain.schedule, plain.virtual_stages) == ("1f1b", 1)
     assert (interleaved.schedule, interleaved.virtual_stages, stated.virtual_stages) == ("interleaved", 2, 3)
+
+
+def test_what_torchtitan_holds_changes_with_its_versions() -> None:
+    def implementation(**change: str) -> Implementation:
+        row = {**RUN, "framework": "torchtitan", "compile": "N", "tp": "1", "source_date": "2025-02-05"}
+        found = assumptions_of({**row, **change})
+        assert found is not None
+        return found.implementation
+
+    usual = implementation()
+    assert (usual.loss_nbytes, usual.loss_hole_nbytes) == (12.0, 2.0)
+    assert usual.gather_stream
+    assert usual.reduce_stream
+    assert usual.root_holds_ends
+    assert usual.expandable_segments
+    assert implementation(source_date="2024-06-05").loss_nbytes == 16.0  # float32 logits alive, too
+    assert not implementation(source_date="2024-06-05").expandable_segments
+    compiled = implementation(source_date="2025-06-13", compile="Y")
+    assert (compiled.loss_nbytes, compiled.loss_hole_nbytes) == (4.0, 0.0)
+    assert implementation(tp="2").loss_nbytes == 16.0  # loss parallelism
+    assert not implementation(source_date="2024-03-28", tp="2").loss_parallel
+    late = {"source_date": "2025-08-01"}
+    assert not implementation(**late).root_holds_ends
+    assert implementation(**late, n_experts="64").root_holds_ends
+    chunked = implementation(source_date="2026-05-01")
+    assert (chunked.loss_chunks, chunked.loss_hidden_nbytes) == (8, 10.0)
+    assert implementation(precision="bf16+fp8 rowwise", notes="saves abs() of weights").kept_weight_nbytes == 2.0
+
+
+def test_who_sets_expandable_segments() -> None:
+    def expands(**change: str) -> bool:
+        row = {**RUN, "framework": "torchtitan", "source_date": "2025-08-08", **change}
+        found = assumptions_of(row)
+        assert found is not None
+        return found.implementation.expandable_segments
+
+    assert expands()
+    assert not expands(gpu="MI300X")
+    assert expands(gpu="MI300X", source_date="2026-06-01")
+    assert not expands(source="pytorch/torchtitan commit bcc09297a message (#3914)")
+    assert not expands(source_date="2024-10-21")
+    assert not expands(framework="torchtune")
+
+
+def test_graph_trainer_computes_and_communicates_on_one_stream_and_does_not_cut_its_loss() -> None:
+    row = {**RUN, "framework": "torchtitan", "compile": "Y (graph_trainer)", "source_date": "2026-06-02"}
+    found = assumptions_of(row)
+    assert found is not None
+    assert not found.implementation.gather_stream
+    assert not found.implementation.reduce_stream
+    assert found.implementation.loss_chunks == 1

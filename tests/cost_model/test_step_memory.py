@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from cost_model.activations import layer_bytes
 from cost_model.cluster import ClusterSpec
 from cost_model.parallelism import Implementation, ParallelSpec
+from cost_model.step_constants import shipped_constants
 from cost_model.step_memory import ROLES, step_memory
-from cost_model.transformer import TransformerSpec
+from cost_model.transformer import LatentAttention, TransformerSpec
 
 SMALL = TransformerSpec(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
 H100 = ClusterSpec.parse("2x8xh100-sxm-80gb")
@@ -82,13 +83,67 @@ def test_fragments_stay_within_the_device():
     assert full.device <= 1.063 * H100.device.memory_bytes or full.fragmentation == 0
 
 
+SHARDED = {"shard": 16, "zero": 3, "micro_batch": 4}
+LAYER = 2.0 * (SMALL.attention_parameters + SMALL.norm_parameters + SMALL.dense_mlp_parameters)
+EMBEDDING = HEAD = 2.0 * SMALL.vocab * SMALL.hidden
+
+
+def sharded(**implementation):
+    return peak(**SHARDED, implementation=Implementation(**implementation))
+
+
 def test_gathers_of_a_stream_of_their_own_are_reserved_beside_the_peak():
-    sharded = {"shard": 16, "zero": 3, "micro_batch": 4}
-    apart = peak(**sharded, implementation=Implementation(gather_stream=True))
-    layer = 2.0 * (SMALL.attention_parameters + SMALL.norm_parameters + SMALL.dense_mlp_parameters)
-    assert apart.pools == pytest.approx(layer + 2.0 * SMALL.vocab * SMALL.hidden)
+    apart = sharded(gather_stream=True)
+    assert apart.pools == pytest.approx(LAYER + EMBEDDING + HEAD)
     assert apart.reserved == apart.allocated + apart.pools + apart.fragmentation
-    assert peak(**sharded).pools == peak(implementation=Implementation(gather_stream=True)).pools == 0
+    assert sharded(gather_stream=True, root_holds_ends=False).pools == pytest.approx(LAYER + HEAD)
+    assert sharded().pools == peak(implementation=Implementation(gather_stream=True)).pools == 0
+
+
+def test_gradients_reduced_on_a_stream_of_their_own_stay_reserved_when_none_is_alive():
+    apart = sharded(reduce_stream=True)
+    assert apart.peak.name == "loss"
+    assert apart.peak.gradients == 0
+    assert apart.pools == pytest.approx(4 * SMALL.parameters / 16, rel=1e-3)
+    assert sharded(reduce_stream=True, gradients_persist=True).pools == 0  # alive at the peak anyway
+    assert peak(implementation=Implementation(reduce_stream=True)).pools == 0  # nothing to reduce on one rank
+
+
+def test_16_bit_logits_leave_a_hole_that_their_float32_gradient_does_not_fit_in():
+    plain, holed = (sharded(expandable_segments=True, loss_hole_nbytes=nbytes) for nbytes in (0.0, 2.0))
+    assert plain.fragmentation == 0
+    assert holed.fragmentation == 2 * 4 * 2048 * SMALL.vocab
+    assert holed.allocated == plain.allocated
+    other = peak(
+        micro_batch=8, spec=dataclasses.replace(SMALL, layers=64, vocab=1000),
+        implementation=Implementation(expandable_segments=True, loss_hole_nbytes=2.0),
+    )  # fmt: skip
+    assert other.peak.name != "loss"
+    assert other.fragmentation == 0
+
+
+def test_segments_that_do_not_expand_lose_a_share_of_the_peak():
+    fixed, pools_apart = sharded(), sharded(reduce_stream=True)
+    share = shipped_constants().fragmentation_share
+    assert fixed.fragmentation == pytest.approx(share * fixed.allocated)
+    assert pools_apart.fragmentation == fixed.fragmentation  # of the default stream's peak, not of the pools
+    assert sharded(expandable_segments=True).fragmentation == 0
+
+
+def test_ends_that_are_gathered_by_themselves_are_dropped_after_use():
+    together, apart = (sharded(root_holds_ends=holds).timeline for holds in (True, False))
+    assert [moment.gathered for moment in together[:3]] == pytest.approx(
+        [EMBEDDING + HEAD + LAYER, EMBEDDING + HEAD + 2 * LAYER, EMBEDDING + HEAD + 2 * LAYER]
+    )
+    assert [moment.gathered for moment in apart[:3]] == pytest.approx([HEAD, 2 * LAYER, LAYER + max(LAYER, EMBEDDING)])
+    assert together[2].workspace == pytest.approx(3 * LAYER + HEAD)  # the root's gradient is whole until the end
+    assert apart[1].workspace == pytest.approx(max(3 * LAYER, LAYER + 2 * HEAD))  # float32, being reduced
+    assert apart[2].workspace == pytest.approx(3 * LAYER)
+
+
+def test_a_loss_in_chunks_adds_up_the_heads_gradient_of_a_sharded_model():
+    whole, chunked = (sharded(loss_chunks=chunks).timeline[0].workspace for chunks in (1, 8))
+    assert chunked - whole == pytest.approx(3 * HEAD)  # one piece's in 16 bits, the sum in float32
 
 
 def test_selective_checkpointing_keeps_attention_unless_it_is_told_not_to():
@@ -117,6 +172,30 @@ def test_selective_checkpointing_keeps_what_products_it_is_told_to():
     assert alternate - none == width * tokens * (1024 + 256 + 4096)  # q, v, gate
     assert everything - alternate == width * tokens * (256 + 1024 + 4096)  # k, o, up
     assert selective() - alternate == width * tokens * 1024  # down, which backward does not read
+
+
+@pytest.mark.parametrize(("query_rank", "width"), [(0, 16 * (64 + 32) + 16 * (64 + 128)), (384, 384 + 256 + 32)])
+def test_of_latent_attention_every_other_product_is_kept_keys_and_values_at_once(query_rank, width):
+    latent = LatentAttention(query_rank=query_rank, kv_rank=256, nope_dim=64, rope_dim=32, value_dim=128)
+    spec = dataclasses.replace(SMALL, latent=latent, kv_heads=16)
+    none, alternate = (
+        layer_bytes(
+            spec,
+            dataclasses.replace(
+                ONE,
+                checkpointing="selective",
+                implementation=Implementation(kept_products=name, keeps_unread=False),
+            ),
+            sparse=False,
+        ).saved
+        for name in ("none", "alternate")
+    )
+    assert alternate - none == 2 * 2048 * (width + SMALL.ffn)
+
+
+def test_selective_checkpointing_may_keep_something_of_each_gathered_weight():
+    added = selective(kept_weight_nbytes=2.0) - selective()
+    assert added == 2 * (SMALL.attention_parameters + SMALL.dense_mlp_parameters)
 
 
 def test_products_in_low_precision_may_be_kept_otherwise_in_a_share_of_the_layers():
