@@ -6,7 +6,14 @@ here does.
 
 from cost_model.attention import attention_flops, attention_time_s
 from cost_model.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, device_names, find_device
-from cost_model.collectives import AxisGroup, CollectiveKind, axis_group, collective_time_s, collective_times_s
+from cost_model.collectives import (
+    AxisGroup,
+    CollectiveKind,
+    axis_group,
+    collective_time_s,
+    collective_times_s,
+    moving_time_s,
+)
 from cost_model.compute import dtype_nbytes, elementwise_time_s, op_time_s
 from cost_model.gemm import gemm_flops, gemm_time_s, grouped_gemm_time_s
 from cost_model.memory import (
@@ -39,6 +46,7 @@ __all__ = [
     "gemm_flops",
     "gemm_time_s",
     "grouped_gemm_time_s",
+    "moving_time_s",
     "op_time_s",
     "optimizer_step_time_s",
     "optimizer_time_per_parameter_s",

@@ -113,6 +113,8 @@ def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
         name=f"{start.name}-calibrated",
         memory_bytes=measured.memory_bytes,
         kernel_launch_s=measured.launch_s,
+        host_op_s=measured.host_op_s,
+        first_touch_s_per_byte=measured.first_touch_s_per_byte,
         source=f"measured on {measured.device} by shardplan calibrate",
     )
     device = _with_bandwidth(device, measured.streams)

@@ -90,6 +90,11 @@ class DeviceSpec:
         gemm_efficiency: share of the peak that the best large matrix multiplication reaches.
         memory_efficiency: share of ``memory_bandwidth_bytes_per_s`` that a streaming kernel reaches.
         kernel_launch_s: time lost between two kernels of a full queue.
+        host_op_s: seconds of the host for each op that is dispatched on DTensors, views and what a backward is made of
+            included, where the device waits for it: on a CPU, by ``shardplan calibrate``. 0 where the host runs ahead
+            of the device, or where that is assumed; above 0 it takes the place of ``kernel_launch_s`` in plans.
+        first_touch_s_per_byte: seconds to get a byte of memory from the system, beyond writing it: looked at where
+            ``host_op_s`` is above 0, for buffers that are given back after each use. 0 where memory is kept.
         collective_launch_s: fixed cost of the cheapest collective.
         flash_attention: whether a fused attention kernel exists.
         overlaps: whether communication runs beside compute; on a CPU both take the same cores.
@@ -119,6 +124,8 @@ class DeviceSpec:
     architecture: str = ""
     processors: int = 0
     overlaps: bool = True
+    host_op_s: float = 0.0
+    first_touch_s_per_byte: float = 0.0
     source: str = field(default="given by the user", hash=False)
 
     def __post_init__(self) -> None:
@@ -137,8 +144,9 @@ class DeviceSpec:
                 raise ClusterError(f"{self.name}.{name} is {getattr(self, name)}; it is a share, at most 1")
         if "fp32" not in self.peak_flops or not all(rate > 0 for _, rate in self.flop_rates):
             raise ClusterError(f"{self.name}.peak_flops needs fp32 and only rates above 0, not {self.peak_flops}")
-        if min(self.kernel_launch_s, self.collective_launch_s, self.nvls_min_ranks, self.processors) < 0:
-            raise ClusterError(f"{self.name}: launch times, nvls_min_ranks and processors cannot be negative")
+        times = (self.kernel_launch_s, self.collective_launch_s, self.host_op_s, self.first_touch_s_per_byte)
+        if min(*times, self.nvls_min_ranks, self.processors) < 0:
+            raise ClusterError(f"{self.name}: launch and host times, nvls_min_ranks and processors cannot be negative")
 
     @property
     def peak_flops(self) -> dict[str, float]:

@@ -41,14 +41,16 @@ class StreamPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Means (of a GPU: medians) of repetitions on all ranks at once; of the ranks, the mean.
+    """Means (of a GPU: medians) of repetitions on all ranks at once, the median of rounds; of the ranks, the slowest.
 
     Attributes:
         device: the name that the device reports.
         kind: ``cuda``, ``rocm`` or ``cpu``.
         memory_bytes: of one device; on a CPU, of one rank.
-        launch_s: between two small kernels of a full queue; on a CPU, one small op of a DTensor.
-        sweeps: collectives, by kind and shape of group; the slowest rank's time.
+        launch_s: between two small kernels of a full queue; on a CPU, one small op of a plain tensor.
+        host_op_s: of the host for each op that is dispatched on DTensors, where it is waited for; else 0.
+        first_touch_s_per_byte: of memory that is new to the process, beyond writing it; on a GPU 0.
+        sweeps: collectives, by kind and shape of group.
         notes: what could not be measured, and why.
     """
 
@@ -58,6 +60,8 @@ class Measurements:
     ranks_per_node: int
     memory_bytes: int
     launch_s: float
+    host_op_s: float
+    first_touch_s_per_byte: float
     gemms: tuple[GemmPoint, ...]
     attention: tuple[AttentionPoint, ...]
     streams: tuple[StreamPoint, ...]

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cost_model.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
 from executor.measure_collectives import measure_collectives
+from executor.measure_host import first_touch_s_per_byte, host_op_s
 from executor.timing import of_ranks, time_s
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LEAST_S = 0.2
+_LEAST_S = 0.1
 """Seconds of one measurement of a CPU's kernel: some of the scheduler's time slices."""
 
-_WORKING_OPS = 4
-"""Ops of a round of `_launch_s` that are no views."""
+_HOST_LEAST_S = 2.0
+"""Seconds of the measurement of the host, most of which are between the ops."""
+
+_ROUNDS = 3
+"""Of all kernels: what disturbs one of them is over, or has not begun, when it comes again."""
+
+_Point = TypeVar("_Point", GemmPoint, AttentionPoint, StreamPoint)
 
 _CACHE_BYTES = 2**27
 """More than a CPU's or a GPU's last cache holds."""
@@ -96,18 +105,20 @@ def measure(device: torch.device, what: Plan | None = None) -> Measurements:
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     sweeps, notes = measure_collectives(device, what.collectives, ranks_per_node, what.repeats)
     is_cpu = device.type == "cpu"
+    launch_s = of_ranks(_launch_s(device, what.repeats))
+    rounds = [_kernels(device, what) for _ in range(_ROUNDS)]
     return Measurements(
         device="cpu" if is_cpu else torch.cuda.get_device_name(device),
         kind="cpu" if is_cpu else "rocm" if torch.version.hip else "cuda",
         nodes=dist.get_world_size() // ranks_per_node,
         ranks_per_node=ranks_per_node,
         memory_bytes=_memory_bytes(device, ranks_per_node),
-        launch_s=of_ranks(_launch_s(device, what.repeats)),
-        gemms=tuple(_gemm(device, dtype, shape, what.repeats) for dtype in what.dtypes for shape in what.gemms),
-        attention=tuple(
-            point for shape in what.attention for point in _attention(device, what.dtypes[0], shape, what.repeats)
-        ),
-        streams=tuple(point for nbytes in what.streams for point in _streams(device, nbytes, what.repeats)),
+        launch_s=launch_s,
+        host_op_s=host_op_s(_HOST_LEAST_S) if is_cpu else 0.0,
+        first_touch_s_per_byte=first_touch_s_per_byte(_LEAST_S) if is_cpu else 0.0,
+        gemms=_medians([kernels.gemms for kernels in rounds]),
+        attention=_medians([kernels.attention for kernels in rounds]),
+        streams=_medians([kernels.streams for kernels in rounds]),
         sweeps=sweeps,
         notes=notes,
     )
@@ -116,33 +127,39 @@ def measure(device: torch.device, what: Plan | None = None) -> Measurements:
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _launch_s(device: torch.device, repeats: int) -> float:
-    """Return the seconds of one op too small to count: a kernel of a full queue, or, on a CPU, an op of a DTensor in
-    forward and backward, which wait for the host. Views cost nothing else, and go with the ops around them: two for
-    each linear with its activation, product and sum."""
-    ops = 100
-    tensor = torch.ones(16, device=device)
-    if device.type != "cpu":
+class _Kernels(NamedTuple):
+    """One round of all kernels."""
 
-        def queue() -> None:
-            value = tensor
-            for _ in range(ops):
-                value = value + tensor
+    gemms: tuple[GemmPoint, ...]
+    attention: tuple[AttentionPoint, ...]
+    streams: tuple[StreamPoint, ...]
 
-        return time_s(queue, device, repeats) / ops
-    mesh, rounds = init_device_mesh("cpu", (dist.get_world_size(),)), 25
-    start, weight = (
-        distribute_tensor(torch.ones(shape), mesh, [Replicate()]).requires_grad_() for shape in ((8, 16), (16, 16))
+
+def _kernels(device: torch.device, what: Plan) -> _Kernels:
+    shapes = what.attention
+    return _Kernels(
+        gemms=tuple(_gemm(device, dtype, shape, what.repeats) for dtype in what.dtypes for shape in what.gemms),
+        attention=tuple(point for shape in shapes for point in _attention(device, what.dtypes[0], shape, what.repeats)),
+        streams=tuple(point for nbytes in what.streams for point in _streams(device, nbytes, what.repeats)),
     )
 
-    def forward_and_backward() -> None:
-        value = start.clone()
-        for _ in range(rounds):
-            projected = F.linear(value, weight).t().t()
-            value = value + F.silu(projected) * value
-        value.sum().backward()
 
-    return time_s(forward_and_backward, device, repeats, _LEAST_S) / (2 * rounds * _WORKING_OPS)
+def _medians(rounds: Sequence[Sequence[_Point]]) -> tuple[_Point, ...]:
+    """Return each point with the median of its rounds' seconds."""
+    return tuple(replace(same[0], time_s=median(p.time_s for p in same)) for same in zip(*rounds, strict=True))
+
+
+def _launch_s(device: torch.device, repeats: int) -> float:
+    """Return the seconds of one op too small to count, of many in a row."""
+    ops = 100
+    tensor = torch.ones(16, device=device)
+
+    def queue() -> None:
+        value = tensor
+        for _ in range(ops):
+            value = value + tensor
+
+    return time_s(queue, device, repeats, _LEAST_S) / ops
 
 
 def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
@@ -153,12 +170,9 @@ def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats
     m, n, k = shape
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    sets = itertools.cycle(
-        [
-            [torch.randn(sizes, device=device).to(_DTYPES[dtype]) for sizes in ((m, k), (n, k), (m, n))]
-            for _ in range(max(1, _CACHE_BYTES // (4 * (m * k + n * k + m * n))))
-        ]
-    )
+    first = [torch.randn(sizes, device=device).to(_DTYPES[dtype]) for sizes in ((m, k), (n, k), (m, n))]
+    copies = max(1, _CACHE_BYTES // (4 * (m * k + n * k + m * n)))
+    sets = itertools.cycle([first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))])
 
     def products() -> None:
         left, right, gradient = next(sets)
@@ -179,7 +193,9 @@ def _attention(
 
     def forward() -> torch.Tensor:
         query, key, value = tensors
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        # On a CPU the executor has torch take it apart, because DTensor has no rule for the CPU's kernel.
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def both() -> None:
         out = forward()
@@ -195,10 +211,14 @@ def _attention(
 
 def _streams(device: torch.device, nbytes: int, repeats: int) -> tuple[StreamPoint, StreamPoint]:
     """Add two tensors (two read, one made and written), and put one through a SiLU: the two kinds that a step is full
-    of. On a CPU the exponential costs as much as the bytes; a GPU does not notice it."""
-    left, right = (torch.ones(nbytes // 4, device=device) for _ in range(2))
-    added_s = of_ranks(time_s(lambda: torch.add(left, right), device, repeats, _LEAST_S))
-    activated_s = of_ranks(time_s(lambda: F.silu(left), device, repeats, _LEAST_S))
+    of. On a CPU the exponential costs as much as the bytes; a GPU does not notice it.
+
+    Of an op's operands one has just been made, as a rule, and the other was kept: so one of two is in no cache.
+    """
+    right = torch.ones(nbytes // 4, device=device)
+    kept = itertools.cycle([right.clone() for _ in range(max(1, _CACHE_BYTES // nbytes))])
+    added_s = of_ranks(time_s(lambda: torch.add(next(kept), right), device, repeats, _LEAST_S))
+    activated_s = of_ranks(time_s(lambda: F.silu(next(kept)), device, repeats, _LEAST_S))
     return StreamPoint(nbytes=3 * nbytes, time_s=added_s), StreamPoint(nbytes=2 * nbytes, time_s=activated_s)
 
 

@@ -73,7 +73,7 @@ def _collective_s(
     numel -= numel % len(ranks) if kind in ("reduce_scatter", "all_to_all") else 0
     tensor = torch.ones(numel, device=device)
     run = _calls(kind, tensor, group, ranks)
-    return of_ranks(time_s(run, device, repeats), max)
+    return of_ranks(time_s(run, device, repeats))
 
 
 def _calls(

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from cost_model.cluster import ClusterSpec
-from cost_model.collectives import axis_group, collective_time_s
+from cost_model.collectives import axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
 from executor import torch_internals
@@ -47,7 +47,7 @@ class Redistributor:
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
         def price_step(kind: CollectiveKind, axis: int, nbytes: int) -> float:
-            return collective_time_s(kind, nbytes, groups[axis], cluster)
+            return moving_time_s(kind, nbytes, groups[axis], cluster)
 
         self.device_mesh = device_mesh
         self._mesh_shape = mesh_spec.shape

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from statistics import mean, median
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ def _event_s(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) * 1e-3
 
 
-def of_ranks(seconds: float, take: Callable[[Sequence[float]], float] = mean) -> float:
-    """Return one figure for all ranks' ``seconds``."""
+def of_ranks(seconds: float) -> float:
+    """Return the slowest rank's ``seconds``, on all ranks: a step waits for it, at every collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, seconds)
-    return take(found)
+    return float(max(found))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cost_model import ClusterSpec, axis_group, collective_time_s
+from cost_model import ClusterSpec, axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
@@ -100,8 +100,8 @@ class Communication:
         self._exchanged: dict[Exchange, dict[tuple[int, int], Price | None]] = {}
 
     def time_s(self, kind: CollectiveKind, axis: int, nbytes: int) -> float:
-        """Return the seconds of one collective on the axis of that index."""
-        return collective_time_s(kind, nbytes, self._groups[axis], self._cluster)
+        """Return the seconds of one collective on the axis of that index, the host's work around it included."""
+        return moving_time_s(kind, nbytes, self._groups[axis], self._cluster)
 
     def link(self, axis: int) -> str:
         """Name the wires that an axis communicates over."""

@@ -1,17 +1,41 @@
-"""How many bytes an op has alive at once, forward and backward, seen on meta tensors."""
+"""How many bytes an op has alive at once, and what it dispatches, forward and backward, seen on meta tensors."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from planner.graph import Op
 from planner.strategies.dtensor_rules import run_op
+
+
+class Dispatched(NamedTuple):
+    """What a pass of an op dispatches, one by one: ``ops``, views included, and bytes that all but products move."""
+
+    ops: int
+    nbytes: int
+
+
+class OpRun(NamedTuple):
+    """What is seen of an op that runs forward and backward.
+
+    Attributes:
+        rise: bytes by which the backward rises above what was there before it and the gradients that it leaves.
+        forward, backward: what each dispatches.
+    """
+
+    rise: int
+    forward: Dispatched
+    backward: Dispatched
+
+
+NOTHING = Dispatched(0, 0)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -21,6 +45,8 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        self.ops = 0
+        self.moved = 0
         self._known: set[int] = set()
 
     def know(self, tensor: torch.Tensor) -> None:
@@ -29,11 +55,17 @@ class _LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for leaf in results:
+            self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.now)
+        self.ops += 1
+        self.moved += _moved(func, args, results)
         return out
+
+    def dispatched(self, before: Dispatched = NOTHING) -> Dispatched:
+        """Return what has been dispatched since ``before`` was."""
+        return Dispatched(self.ops - before.ops, self.moved - before.nbytes)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -57,8 +89,8 @@ def forward_peak(op: Op, inputs: Sequence[torch.Tensor]) -> int:
     return int(live.peak)
 
 
-def backward_rise(op: Op, inputs: Sequence[torch.Tensor]) -> int:
-    """Return by how many bytes the backward of ``op`` rises above what was there before it and the gradients it leaves.
+def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
+    """Return what is seen of ``op`` forward and backward.
 
     Args:
         inputs: on meta; those that need gradients have them computed.
@@ -69,14 +101,29 @@ def backward_rise(op: Op, inputs: Sequence[torch.Tensor]) -> int:
         for leaf in leaves:
             live.know(leaf)
         results = [r for r in pytree.tree_leaves(run_op(op, leaves)) if isinstance(r, torch.Tensor) and r.requires_grad]
+        forward = live.dispatched()
         if not wanted or not results:
-            return 0
+            return OpRun(0, forward, NOTHING)
         arriving = [torch.empty_like(result) for result in results]
         del results[1:]
-        before = live.now
+        before, forward_and_more = live.now, live.dispatched()
         live.peak = before
         gradients = torch.autograd.grad(results, wanted, arriving[:1], allow_unused=True)
         left = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if g is not None}
         given = {a.untyped_storage()._cdata for a in arriving}
         remaining = sum(int(nbytes) for key, nbytes in left.items() if key not in given)
-        return int(live.peak - before) - remaining
+        return OpRun(int(live.peak - before) - remaining, forward, live.dispatched(forward_and_more))
+
+
+def _moved(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that one dispatched op reads and writes, as kernels do that are bound by them.
+
+    None for a view, for memory that nobody writes, and for a product, which is priced by its shape.
+    """
+    given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    is_view = bool(storages) and all(result.untyped_storage()._cdata in storages for result in results)
+    if (is_view and not func._schema.is_mutable) or "empty" in func.name() or func._overloadpacket in flop_registry:
+        return 0
+    # An expanded tensor is read as often as it is stored.
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*given, *results))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import torch
 
 from cost_model import DeviceSpec, op_time_s
 from cost_model.attention import attention_time_s
+from cost_model.compute import stream_bytes_per_s
+from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s
 from planner.graph import Op, Value
 from planner.profile import ATTENTION, OpProfile
@@ -18,6 +21,9 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "f
 
 _ROW_NBYTES = 16
 """Rows of operands that are multiples of this are read at full speed."""
+
+_NO_BYTES = UnfusedEfficiency(forward_bytes=0, backward_bytes=0, causal_forward_bytes=0, causal_backward_bytes=0)
+"""For attention whose bytes are counted."""
 
 Shape = tuple[int, ...]
 
@@ -62,10 +68,15 @@ def product_of(target_name: str, shapes: Sequence[Shape], output: Shape) -> Prod
 
 
 class OpTimes:
-    """Times of ops on one kind of device, remembered by the shapes of their pieces."""
+    """Times of ops on one kind of device, remembered by the shapes of their pieces.
+
+    A device that waits for its host (``host_op_s``) is charged for everything that is dispatched: views, what a
+    backward is made of, sums of gradients. One that does not is charged for one kernel per op and pass.
+    """
 
     def __init__(self, device: DeviceSpec, flash_attention: bool) -> None:
-        self._device = device
+        self._host_op_s = device.host_op_s
+        self._device = dataclasses.replace(device, kernel_launch_s=0.0) if self._host_op_s else device
         self._kernel = "flash" if flash_attention else "unfused"
         self._known: dict[tuple[object, ...], OpTime] = {}
 
@@ -93,13 +104,28 @@ class OpTimes:
         key = (
             *(op.target, tuple(shapes), local_output, output.dtype, _is_causal(op), share, split),
             *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
+            *(profile.forward_dispatched, profile.backward_dispatched),
             tuple(value.requires_grad for value in inputs),
         )
         if key not in self._known:
             dtype = _DTYPE_NAMES.get(output.dtype, "fp32")
-            found = self._by_shape(op, inputs, output, shapes, local_output, profile, dtype) if matmul else None
-            self._known[key] = found or self._by_roofline(profile, share, split, dtype)
+            found = self._by_shape(op, inputs, output, shapes, local_output, profile, dtype, share) if matmul else None
+            self._known[key] = self._with_host(found or self._by_roofline(profile, share, split, dtype), profile)
         return self._known[key]
+
+    def sum_s(self, nbytes: float) -> float:
+        """Return the seconds of adding a gradient of ``nbytes`` to another; 0.0 where the host is not waited for."""
+        if not self._host_op_s:
+            return 0.0
+        return 3 * nbytes / stream_bytes_per_s(self._device) + self._host_op_s
+
+    def _with_host(self, time: OpTime, profile: OpProfile) -> OpTime:
+        if not self._host_op_s:
+            return time
+        return OpTime(
+            time.forward_s + self._host_op_s * profile.forward_dispatched.ops,
+            time.backward_s + self._host_op_s * profile.backward_dispatched.ops,
+        )
 
     def _by_shape(
         self,
@@ -110,9 +136,10 @@ class OpTimes:
         local_output: Shape,
         profile: OpProfile,
         dtype: str,
+        share: float,
     ) -> OpTime | None:
         if op.target is ATTENTION:
-            return self._attention(op, shapes, profile, dtype)
+            return self._attention(op, shapes, profile, dtype, share)
         product = product_of(op.target_name, shapes, local_output)
         if product is None:
             return None
@@ -132,10 +159,13 @@ class OpTimes:
         aligned = k * itemsize % _ROW_NBYTES == 0 and n * itemsize % _ROW_NBYTES == 0
         return gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=dtype, aligned=aligned)
 
-    def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str) -> OpTime:
+    def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
         batch, heads, seq_q, head_dim = shapes[0]
         _, kv_heads, seq_k, head_dim_v = shapes[2]
         causal = _is_causal(op)
+        counted = bool(self._host_op_s) and self._kernel == "unfused"
+        shipped = shipped_efficiency()
+        efficiency = dataclasses.replace(shipped, unfused=_NO_BYTES) if counted else shipped
 
         def pass_s(backward: bool) -> float:
             return attention_time_s(
@@ -151,18 +181,29 @@ class OpTimes:
                 device=self._device,
                 dtype=dtype,
                 kernel=self._kernel,
+                efficiency=efficiency,
             )
 
-        return OpTime(pass_s(False), pass_s(True) if profile.backward_flops > 0 else 0.0)
+        found = OpTime(pass_s(False), pass_s(True) if profile.backward_flops > 0 else 0.0)
+        if not counted:
+            return found
+        per_byte = share / stream_bytes_per_s(self._device)
+        return OpTime(
+            found.forward_s + profile.forward_dispatched.nbytes * per_byte,
+            found.backward_s + profile.backward_dispatched.nbytes * per_byte,
+        )
 
     def _by_roofline(self, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
         matmul, device = profile.flops > 0, self._device
+        nbytes, backward_nbytes = profile.nbytes, profile.backward_nbytes
+        if self._host_op_s and not matmul:
+            nbytes, backward_nbytes = profile.forward_dispatched.nbytes, profile.backward_dispatched.nbytes
         forward_s = op_time_s(
-            flops=profile.flops / split, nbytes=profile.nbytes * share, device=device, dtype=dtype, matmul=matmul
+            flops=profile.flops / split, nbytes=nbytes * share, device=device, dtype=dtype, matmul=matmul
         )
         backward_s = op_time_s(
             flops=profile.backward_flops / split,
-            nbytes=profile.backward_nbytes * share,
+            nbytes=backward_nbytes * share,
             device=device,
             dtype=dtype,
             matmul=matmul,

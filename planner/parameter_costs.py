@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
+from cost_model.compute import stream_bytes_per_s
 from cost_model.layout import Layout, sharded_dim, split_factor
 from planner import problem as quantity
 from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
@@ -320,6 +321,15 @@ class ParameterPricer:
         }
         return Price(charge=charge)
 
+    @property
+    def _copying_s_per_byte(self) -> float:
+        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, both in new memory.
+
+        0.0 where kernels are charged, and the host is not: there it counts as part of the collective.
+        """
+        device = self._run.cluster.device
+        return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0
+
     def _line(self, kind: CollectiveKind, axis: int, block: BlockGather, itemsize: int) -> CollectiveLine:
         high = block.numel * itemsize
         key = (kind, axis, high, itemsize)
@@ -328,7 +338,8 @@ class ParameterPricer:
             low = max(high // max(others, 2), 1)
             at_low, at_high = (self._communication.time_s(kind, axis, nbytes) for nbytes in (low, high))
             slope = (at_high - at_low) / (high - low) if high > low else 0.0
-            self._lines[key] = CollectiveLine(latency_s=max(at_low - low * slope, 0.0), seconds_per_byte=slope)
+            latency_s = max(at_low - low * slope, 0.0)
+            self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)
         return self._lines[key]
 
 

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.graph import Op, OpGraph, Value
-from planner.live_bytes import backward_rise, forward_peak
+from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways
 from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
-from planner.strategies.own_rules import is_shardable_cross_entropy
+from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 FLASH_BACKWARD_FLOPS = 2.5
@@ -30,6 +30,10 @@ FLASH_BACKWARD_FLOPS = 2.5
 CROSS_ENTROPY_COPIES = {True: 1, False: 3}
 """Float32 copies of the logits that `executor.op_cross_entropy` has in its backward beside their gradient, by whether
 those are in float32 themselves."""
+
+CROSS_ENTROPY_PASSES = 6, 8
+"""How often `executor.op_cross_entropy` reads or writes the logits, forward (largest, differences, exponentials, sums)
+and backward (differences, exponentials, ignored rows, product)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,9 @@ class OpProfile:
         forward_peak_nbytes: most that its forward has alive beside its inputs, where there are such products.
         backward_extra_nbytes: by how much the backward's bytes rise above what was there before and the gradients that
             it leaves; below 0 where it frees what was kept before it makes those.
+        forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
+            local pieces, the ops are the tensors that become plain and DTensors again.
+        summed: which of its inputs have an earlier use: autograd adds the gradients of both.
     """
 
     flops: float
@@ -59,6 +66,9 @@ class OpProfile:
     cached_extra_nbytes: int
     forward_peak_nbytes: int
     backward_extra_nbytes: int
+    forward_dispatched: Dispatched = NOTHING
+    backward_dispatched: Dispatched = NOTHING
+    summed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +166,8 @@ class _Walk:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 self._keep(name, tensor.requires_grad_(value.requires_grad))
         profiles = {op.name: self._profile(op) for op in self._graph.ops}
+        summed = _summed(self._graph)
+        profiles = {name: dataclasses.replace(found, summed=summed[name]) for name, found in profiles.items()}
         return GraphProfile(ops=profiles, root=self._root_of, storage_nbytes=self._storage_nbytes)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -245,14 +257,17 @@ class _Walk:
             return self._flash_attention(op, inputs, outputs, count.flops)
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
-            rise = CROSS_ENTROPY_COPIES[inputs[0].dtype == torch.float32] * 4 * math.prod(inputs[0].shape)
+            run = _own_cross_entropy(inputs[0])
         else:
-            rise = backward_rise(op, given)
+            run = run_both_ways(op, given)
+        if own_rules(op, inputs) is not None:
+            crossing = len(inputs) + len(outputs)
+            run = OpRun(run.rise, run.forward._replace(ops=crossing), run.backward._replace(ops=crossing))
         is_view = all(
             self._root_of[name] in {self._root_of[source] for source in op.inputs} for name in op.outputs
         ) and "_." not in str(op.target)
         found = self._sum_up(
-            op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view, cached, rise
+            op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view, cached, run
         )
         return dataclasses.replace(found, forward_peak_nbytes=forward_peak(op, given)) if cached else found
 
@@ -266,7 +281,7 @@ class _Walk:
         extra: int,
         is_view: bool,
         cached: int,
-        rise: int,
+        run: OpRun,
     ) -> OpProfile:
         # An expanded tensor (a mask for the whole batch, say) is read as often as it is stored.
         read = sum(min(v.nbytes, self._storage_nbytes[v.name]) for v in inputs)
@@ -289,7 +304,9 @@ class _Walk:
             saved_extra_nbytes=extra if backward else 0,
             cached_extra_nbytes=cached,
             forward_peak_nbytes=0,
-            backward_extra_nbytes=rise if backward else 0,
+            backward_extra_nbytes=run.rise if backward else 0,
+            forward_dispatched=run.forward,
+            backward_dispatched=run.backward if backward else NOTHING,
         )
 
     def _flash_attention(self, op: Op, inputs: list[Value], outputs: list[Value], flops: float) -> OpProfile:
@@ -310,6 +327,29 @@ class _Walk:
             forward_peak_nbytes=0,
             backward_extra_nbytes=0,
         )
+
+
+def _summed(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Return op -> those of its inputs that need gradients and have been used before."""
+    used: set[str] = set()
+    found = {}
+    for op in graph.ops:
+        backward = any(graph.values[name].requires_grad for name in op.outputs)
+        again = []
+        for position, name in enumerate(op.inputs):
+            if backward and graph.values[name].requires_grad:
+                if name in used:
+                    again.append(position)
+                used.add(name)
+        found[op.name] = tuple(again)
+    return found
+
+
+def _own_cross_entropy(logits: Value) -> OpRun:
+    """Return what is seen of our own cross entropy."""
+    nbytes = 4 * math.prod(logits.shape)  # in float32
+    forward, backward = (Dispatched(0, passes * nbytes) for passes in CROSS_ENTROPY_PASSES)
+    return OpRun(CROSS_ENTROPY_COPIES[logits.dtype == torch.float32] * nbytes, forward, backward)
 
 
 def profile(graph: OpGraph, *, flash_attention: bool) -> GraphProfile:

@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cost_model.attention import attention_time_s
 from cost_model.calibrate import cluster_yaml, fit_cluster
 from cost_model.cluster import ClusterError, ClusterSpec, find_device
 from cost_model.collectives import AxisGroup, collective_time_s
-from cost_model.devices import DeviceSpec
+from cost_model.devices import DeviceSpec, device_names
 from cost_model.gemm import gemm_time_s
 from cost_model.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
 from cost_model.sweep import make_sweep
@@ -27,6 +28,8 @@ def measured_on(device: DeviceSpec, reported: str, dtypes: tuple[str, ...]) -> M
         ranks_per_node=4,
         memory_bytes=device.memory_bytes,
         launch_s=device.kernel_launch_s,
+        host_op_s=device.host_op_s,
+        first_touch_s_per_byte=device.first_touch_s_per_byte,
         gemms=tuple(
             GemmPoint(m=m, n=n, k=k, dtype=dtype, time_s=gemm_time_s(m=m, n=n, k=k, device=device, dtype=dtype))
             for dtype in dtypes
@@ -113,6 +116,23 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read == cluster
     group = AxisGroup(nodes=1, ranks_per_node=4, groups_per_node=1)
     assert collective_time_s("all_reduce", 2.0**20, group, read) == pytest.approx(1e-3)
+
+
+def test_what_the_host_takes_is_kept_as_measured_and_a_file_from_before_has_none() -> None:
+    measured = measured_on(find_device("cpu"), "cpu", ("fp32",))
+    slow = dataclasses.replace(measured, host_op_s=2e-5, first_touch_s_per_byte=1e-9)
+    cluster, residuals = fit_cluster(slow)
+    assert (cluster.device.host_op_s, cluster.device.first_touch_s_per_byte) == (2e-5, 1e-9)
+    data = yaml.safe_load(cluster_yaml(cluster, residuals))
+    for name in ("host_op_s", "first_touch_s_per_byte"):
+        del data["device"][name]
+    before = ClusterSpec.parse(data).device
+    assert (before.host_op_s, before.first_touch_s_per_byte) == (0.0, 0.0)
+    assert before.kernel_launch_s == cluster.device.kernel_launch_s
+
+
+def test_no_device_of_the_catalogue_waits_for_its_host() -> None:
+    assert not any(find_device(name).host_op_s or find_device(name).first_touch_s_per_byte for name in device_names())
 
 
 def test_what_cannot_be_fitted() -> None:

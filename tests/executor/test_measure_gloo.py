@@ -38,7 +38,8 @@ def test_two_ranks_measure_the_same_and_a_cluster_comes_of_it() -> None:
         "send_recv",
     }
     assert not first.notes
-    assert first.launch_s > 0
+    assert first.host_op_s > first.launch_s > 0  # on a DTensor an op takes longer
+    assert first.first_touch_s_per_byte > 0
     assert [point.backward for point in first.attention] == [False, True]
     cluster, residuals = fit_cluster(first)
     assert cluster.size == 2

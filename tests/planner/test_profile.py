@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import families
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.capture import to_meta
@@ -52,3 +55,42 @@ def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
     assert linear.saved == (graph.ops[0].inputs[0],)
     assert (view.flops, view.nbytes, view.backward_nbytes) == (0, 0, 0)
     assert found.root[graph.ops[1].outputs[0]] == graph.ops[0].outputs[0]
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_as_many_ops_are_counted_as_torch_dispatches() -> None:
+    module, kwargs = families.make("mlp", 4, "cpu")
+    with _Count() as count:
+        torch.autograd.grad(module(**kwargs), list(module.parameters()))
+    ops = profile(trace(to_meta(module, None), as_inputs(kwargs)), flash_attention=False).ops.values()
+    found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.summed) for op in ops)
+    assert found == count.ops - 1  # the gradient of the loss is made for all
+
+
+def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled = x * self.weight
+            return scaled[:, :4] + scaled[:, 4:]
+
+    graph = trace(to_meta(Twice(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False).ops
+    by_name = {op.target_name: found[op.name] for op in graph.ops}
+    product, piece = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
+    assert product.forward_dispatched == (1, 4 * (48 + 8 + 48))
+    assert piece.forward_dispatched == (1, 0)
+    assert piece.backward_dispatched.nbytes >= 4 * 48  # zeros of the whole
+    assert sorted(op.summed for op in found.values()) == [(), (), (), (0,)]
