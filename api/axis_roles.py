@@ -13,7 +13,7 @@ from planner.ports import Port, ports_of
 
 _BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
 _ROOT_INPUT = ("", "input")
-_IN_BLOCK = re.compile(r"(^|\.)(\*|\d+)(\.|$)")
+_IN_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
 _NAMED = 3
 
 
@@ -104,7 +104,7 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
     for key, stored in plan.plan.items():
         if isinstance(stored, str):
             continue
-        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names]
+        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names or pattern == key]
         if wider:
             yield key, stored, plan.compute_plan[wider[0]]
         else:

@@ -22,7 +22,11 @@ Batch = Annotated[int | None, typer.Option(help="Samples in the global batch.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
 MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per step; without it, several are tried.")]
 Ac = Annotated[
-    str | None, typer.Option(help="Activation checkpointing: none, selective or full; without it, each is tried.")
+    str | None,
+    typer.Option(
+        help="Activation checkpointing: none, selective or full, full:8 for the first 8 blocks alone; "
+        "without it, it is chosen."
+    ),
 ]
 MemoryGb = Annotated[float | None, typer.Option(help="Cap on the peak per device, in GB of 1e9 bytes.")]
 Optimizer = Annotated[str, typer.Option(help="Such as adamw or sgd.")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from planner.plan import CollectiveEstimate, Estimate, Job, ShardingPlan, Solver
 from planner.report import MeshReport
 
 _COLLECTIVES_SHOWN = 12
+_BLOCKS = re.compile(r"(.*(?:\*|\{\d+-\d+\})\.)?(.*)")
+"""A key of a plan: up to the blocks that it names, and the name below them."""
 _NAMES_SHOWN = 12
 _MESHES_SHOWN = 6
 _OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit", "no-layout": "has no layout"}
@@ -89,8 +92,8 @@ def _weights_table(plan: ShardingPlan) -> RenderableType:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for key, stored, used in weight_layouts(plan):
         other = "under its tied names" if used is None else "as stored" if used == stored else _layout(used)
-        prefix, star, name = key.removesuffix(".weight").rpartition("*.")
-        rows.setdefault((prefix + star.removesuffix("."), _layout(stored), other), []).append(name)
+        prefix, name = _BLOCKS.fullmatch(key.removesuffix(".weight")).groups("")  # type: ignore[union-attr]
+        rows.setdefault((prefix.removesuffix("."), _layout(stored), other), []).append(name)
     for key, value in plan.plan.items():
         if isinstance(value, str):
             rows.setdefault(("", f"Sharder {value}", ""), []).append(key)

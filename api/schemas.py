@@ -52,8 +52,9 @@ class PlanRequest(BaseModel):
     """Tokens in a sequence; both lengths of an encoder-decoder; ignored, with a note, where it has no meaning."""
     micro_batches: Count | None = None
     """Micro-batches per step; without it several are tried."""
-    ac: Literal["none", "selective", "full"] | None = None
-    """Activation checkpointing of all blocks; without it each is tried."""
+    ac: Annotated[str, Field(pattern=r"^(none|(selective|full)(:[1-9][0-9]{0,3})?)$")] | None = None
+    """Activation checkpointing: ``none``, ``selective`` or ``full`` of all blocks, ``full:8`` of the first 8 of each
+    list; without it, it is chosen."""
     memory_gb: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
     """Cap on the peak per device, in GB of 1e9 bytes; without it the device's own memory."""
     optimizer: Annotated[str, Field(max_length=50)] = "adamw"

@@ -5,7 +5,9 @@
 
 Three programs of one model on one mesh: folded; unfolded, with equality of equal blocks as constraints, which has to
 come to the same; and unfolded without them, which folding may lose to. Every answer is written as a plan, read back and
-priced by the estimator. Exit code 1 where two figures that have to be equal are not.
+priced by the estimator. The plan that a user gets, in which the first k blocks may differ from the rest, stands beside
+them, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two figures
+that have to be equal are not.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from planner.errors import SolverError
 from planner.estimate import estimate
 from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
+from planner.opened_plan import estimate_plan
 from planner.plan import PlanMesh, ShardingPlan
 from planner.problem import Assignment, Edge, Problem, Solution
 from planner.run import Run
@@ -45,6 +48,7 @@ SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512, "vit-large": None}
 DEFAULT_SEQ = 4096
 MODELS = ("llama-3.1-8b", "qwen3-8b", "gpt2", "bert-large", "vit-large", "t5-large")
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
+COLUMNS = ("model", "cap", "folded", "unfolded, tied", "unfolded, free", "plan", "folded loses", "it loses", "verdict")
 MIP_GAP = 1e-5
 TIME_LIMIT_S = 120.0
 SAME = 1e-9
@@ -233,16 +237,29 @@ def proved(found: Sequence[Answer]) -> bool:
     return all(answer.solution is not None and answer.solution.status == "optimal" for answer in found[:2])
 
 
-def loss(found: Sequence[Answer]) -> float | None:
-    """Return by how much of the free program's time folding is slower at most; None where one has no answer."""
+def loss(found: Sequence[Answer], time_s: float | None = None) -> float | None:
+    """Return by how much of the free program's time another is slower at most; None where one has no answer.
+
+    Args:
+        time_s: the other's; None: the folded program's.
+    """
     folded, _, free = (answer.solution for answer in found)
     if folded is None or free is None:
         return None
-    return folded.objective_s / free.bound_s - 1.0
+    return (folded.objective_s if time_s is None else time_s) / free.bound_s - 1.0
 
 
-def case_of(preset: str, layers: int) -> Both:
-    """Return a preset's model with so many layers, on `MESH`, both ways."""
+def is_repriced(module: nn.Module, plan: ShardingPlan) -> bool:
+    """Tell whether a plan's estimate is what its file is priced at."""
+    again = estimate_plan(module, ShardingPlan.from_dict(json.loads(plan.to_json()))).estimate
+    assert plan.estimate is not None
+    assert again is not None
+    same_time = abs(again.step_time_s - plan.estimate.step_time_s) <= SAME * plan.estimate.step_time_s
+    return same_time and again.peak_memory_bytes == plan.estimate.peak_memory_bytes
+
+
+def case_of(preset: str, layers: int) -> tuple[Both, PlanningSession]:
+    """Return a preset's model with so many layers, on `MESH`, both ways; and the session that plans it."""
     config = find_config(preset, allow_local=False)
     assert config is not None
     values = {name: layers if name in DEPTHS else value for name, value in config.values.items()}
@@ -250,7 +267,7 @@ def case_of(preset: str, layers: int) -> Both:
     with quiet_libraries():
         source = load_model({"hf_config": values}, seq=seq)
     session = PlanningSession(source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none")
-    return both_ways(source.module, MESH, session)
+    return both_ways(source.module, MESH, session), session
 
 
 def binding_cap(both: Both, free_peak_bytes: float) -> float:
@@ -262,16 +279,25 @@ def binding_cap(both: Both, free_peak_bytes: float) -> float:
 
 def rows(preset: str, arguments: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the cells of the table's rows for one model, and what is wrong with them."""
-    both = case_of(preset, arguments.layers)
+    both, session = case_of(preset, arguments.layers)
     cap: float | None = None
     for _ in range(1 if arguments.without_cap else 2):
         found = list(answers(both, cap, arguments.time_limit_s))
         cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, found)]
-        slower = loss(found)
-        cells.append("-" if slower is None else f"{slower:.2%}")
+        plan = session.plan(mesh=MESH, memory_bytes=None if cap is None else int(cap))
         wrong = faults(found)
+        if not is_repriced(both.module, plan):
+            wrong.append("the plan's estimate is not the price of its file")
+        assert plan.estimate is not None
+        step_s = plan.estimate.step_time_s
+        cells.append(f"{step_s * 1e3:.4f} ms")
+        cells += [_share(loss(found, time_s)) for time_s in (None, step_s)]
         yield [*cells, "; ".join(wrong) or ("equal" if proved(found) else "not proved")], wrong
         cap = binding_cap(both, found[0].peak_bytes)
+
+
+def _share(part: float | None) -> str:
+    return "-" if part is None else f"{part:.2%}"
 
 
 def _cell(answer: Answer) -> str:
@@ -297,10 +323,10 @@ def main() -> int:
     arguments = parse_arguments()
     title = f"{arguments.layers} layers, {CLUSTER}, {MESH}, batch {BATCH}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("model", "cap", "folded", "unfolded, tied", "unfolded, free", "loss", "verdict"):
+    for name in COLUMNS:
         table.add_column(name, no_wrap=True)
     wrong: list[str] = []
-    console = Console(highlight=False, width=150)
+    console = Console(highlight=False, width=190)
     for preset in arguments.model or MODELS:
         for cells, faulty in rows(preset, arguments):
             table.add_row(*cells)

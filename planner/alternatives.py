@@ -11,7 +11,7 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layout import Layout, format_layout
-from planner.assemble import Decision, decision_from_plan
+from planner.assemble import Decision
 from planner.baselines import Restriction
 from planner.errors import UnmatchedKeyError
 from planner.estimate import estimate
@@ -25,7 +25,6 @@ from planner.report import Estimate
 from planner.stored_choices import stored_layouts
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure
-from planner.traced_module import ModuleNames
 
 Aspect = Literal["stored", "computed"]
 Progress = Callable[[str], None]
@@ -101,11 +100,10 @@ def explain(
             what_to_do=f"Give the full name of one, such as {close}.",
         )
     opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
-    formulator, structure = opened.search.formulator(opened.run)
-    decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
-    subject = _Subject(structure, parameter)
-    own = estimate(formulator, structure, decision)
-    found = list(_alternatives(opened, subject, decision, own, progress))
+    read = opened.read
+    subject = _Subject(read.structure, parameter)
+    own = estimate(read.formulator, read.structure, read.decision)
+    found = list(_alternatives(opened, subject, read.decision, own, progress))
     order = {"stored": 0, "computed": 1}
     found.sort(
         key=lambda a: (
@@ -169,7 +167,7 @@ class _Subject:
 def _alternatives(
     opened: OpenedPlan, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
 ) -> Iterator[Alternative]:
-    mesh = opened.run.mesh.shape
+    mesh = opened.read.run.mesh.shape
     options: list[tuple[Aspect, Layout, bool]] = [
         ("stored", layout, layout == decision.stored[subject.index].stored)
         for layout in stored_layouts(subject.value, mesh)
@@ -183,17 +181,17 @@ def _alternatives(
             fits = own.peak_memory_bytes <= opened.search.memory_bytes
             yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=own, fits=fits)
             continue
-        candidate = opened.search.solve(opened.run, subject.restrict(aspect, layout))
+        candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout))
         fits = candidate is not None
         if candidate is None:
-            candidate = opened.search.solve(opened.run, subject.restrict(aspect, layout), capped=False)
+            candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout), capped=False)
         found = None if candidate is None else candidate.estimate
         yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=found, fits=fits)
 
 
 def _computed(opened: OpenedPlan, subject: _Subject) -> list[Layout]:
     """Return the layouts that the first use of the parameter can be computed in."""
-    formulator, _ = opened.search.formulator(opened.run)
+    formulator, _ = opened.search.formulator(opened.read.run)
     index, slot = next(iter(subject.parameter.uses))
     layouts = (strategy.forward[slot] for strategy in formulator.strategies(index))
     return list(dict.fromkeys(layout for layout in layouts if layout is not None))

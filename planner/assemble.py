@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cost_model.layout import Layout, format_layout, replicated
-from planner.blocks import block_of
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator
 from planner.parameter_classes import ParameterClass
@@ -17,7 +16,7 @@ from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
 from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
-from planner.regions import Region
+from planner.regions import Region, block_of
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure, hook_key
 from planner.traced_module import ModuleNames
@@ -57,21 +56,47 @@ def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision
 def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     """Return ``entries`` with a pattern in place of keys that differ in block numbers only and agree.
 
-    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one.
+    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one; otherwise those
+    of blocks in a row that agree are one key, such as ``layers.{0-7}.mlp``.
     """
     matched: dict[str, list[str]] = defaultdict(list)
     for name in names:
         matched[_pattern(name)].append(name)
-    folded: dict[str, T] = {}
-    for name, entry in entries.items():
-        pattern = _pattern(name)
-        if len(matched[pattern]) > 1 and all(
-            other in entries and entries[other] == entry for other in matched[pattern]
-        ):
-            folded[pattern] = entry
+    agreed = {
+        pattern
+        for pattern, found in matched.items()
+        if len(found) > 1 and all(name in entries and entries[name] == entries[found[0]] for name in found)
+    }
+    apart = {name: entry for name, entry in entries.items() if _pattern(name) not in agreed}
+    rows = _rows(apart)
+    return {_pattern(name) if _pattern(name) in agreed else rows[name]: entry for name, entry in entries.items()}
+
+
+def _rows(entries: Mapping[str, T]) -> dict[str, str]:
+    """Return name -> key that also names those of the blocks before and after it that agree."""
+    lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in entries:
+        block = block_of(name)
+        if block is not None:
+            start = block[: -len(block.rpartition(".")[2])]
+            lists[start, name[len(block) :]][int(block[len(start) :])] = name
+    keys = {name: name for name in entries}
+    for (start, end), by_number in lists.items():
+        for row in _in_a_row({number: entries[name] for number, name in by_number.items()}):
+            if len(row) > 1:
+                keys.update({by_number[number]: f"{start}{{{row[0]}-{row[-1]}}}{end}" for number in row})
+    return keys
+
+
+def _in_a_row(entries: Mapping[int, T]) -> list[list[int]]:
+    """Return the numbers in order, in rows of those that follow each other and have the same entry."""
+    rows: list[list[int]] = []
+    for number in sorted(entries):
+        if rows and number == rows[-1][-1] + 1 and entries[number] == entries[rows[-1][-1]]:
+            rows[-1].append(number)
         else:
-            folded[name] = entry
-    return folded
+            rows.append([number])
+    return rows
 
 
 def _pattern(name: str) -> str:
@@ -118,10 +143,12 @@ def entries_of(structure: Structure, decision: Decision, module: ModuleNames) ->
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (inputs if direction == "input" else outputs)[fqn][path] = port
     modules = module.modules
+    # Of one parameter all fields speak by one key.
+    layouts = fold_names({name: (stored.get(name), compute.get(name), gradients.get(name)) for name in names}, names)
     return PlanEntries(
-        plan=fold_names(stored, names),
-        compute_plan=fold_names(compute, names),
-        gradient_plan=fold_names(gradients, names),
+        plan={key: layout for key, (layout, _, _) in layouts.items() if layout is not None},
+        compute_plan={key: layout for key, (_, layout, _) in layouts.items() if layout is not None},
+        gradient_plan={key: layout for key, (_, _, layout) in layouts.items() if layout is not None},
         input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(inputs, modules).items()},
         output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(outputs, modules).items()},
         fully_shard=fold_names({block: tuple(sorted(held)) for block, held in together.items()}, modules),

@@ -7,15 +7,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from planner.regions import RegionGraph
-
-_BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
-
-
-def block_of(fqn: str) -> str | None:
-    """Return the FQN of the block that module ``fqn`` is in (``model.layers.3``), None where it is in none."""
-    match = _BLOCK.match(fqn)
-    return match[1] if match else None
+from planner.regions import RegionGraph, block_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +17,16 @@ class Blocks:
     Attributes:
         of_region: region index -> FQN of its block.
         representatives: one block of each kind (blocks of equal regions are one kind).
-        patterns: FQN patterns that match every block and nothing else.
+        lists: FQN pattern that matches the blocks of a list and nothing else -> the blocks, in order.
     """
 
     of_region: Mapping[int, str]
     representatives: tuple[str, ...]
-    patterns: tuple[str, ...]
+    lists: Mapping[str, tuple[str, ...]]
+
+    def first(self, count: int | None) -> tuple[str, ...]:
+        """Return the first ``count`` blocks of each list; None: all of them."""
+        return tuple(block for blocks in self.lists.values() for block in blocks[:count])
 
 
 def find_blocks(regions: RegionGraph) -> Blocks:
@@ -58,5 +54,13 @@ def find_blocks(regions: RegionGraph) -> Blocks:
     return Blocks(
         of_region={index: block for index, block in of_region.items() if block in repeated},
         representatives=tuple(kinds.values()),
-        patterns=tuple(sorted(pattern for pattern, blocks in siblings.items() if len(blocks) > 1)),
+        lists={
+            pattern: tuple(sorted(blocks, key=_number))
+            for pattern, blocks in sorted(siblings.items())
+            if len(blocks) > 1
+        },
     )
+
+
+def _number(block: str) -> int:
+    return int(block.rpartition(".")[2])

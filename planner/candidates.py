@@ -10,9 +10,11 @@ from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
 from planner.errors import MeshError
 from planner.graph import OpGraph, at_batch
+from planner.grouping import ALIKE, Grouping, first_blocks
+from planner.job import CheckpointingMode
 from planner.op_times import OpTimes
 from planner.profile import GraphProfile, profile
-from planner.regions import RegionGraph, build_regions
+from planner.regions import RegionGraph, block_of, build_regions, in_parts
 from planner.run import Run
 from planner.structure import Structure, at_another_batch, build_structure
 from planner.traced_module import BASE_BATCH, TracedModule
@@ -32,7 +34,8 @@ class TracedModel:
     flash_attention: bool
     fold: bool = True
     _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
-    _structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
+    _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
+    _structures: dict[tuple[int, Grouping], Structure] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: TracedModule, *, flash_attention: bool) -> TracedModel:
@@ -66,14 +69,26 @@ class TracedModel:
             self._regions[batch] = regions, found, find_blocks(regions)
         return self._regions[batch]
 
-    def structure(self, batch: int, ac: str) -> Structure:
+    def grouping(self, ac: str, apart: int | None = None) -> Grouping:
+        """Return how the blocks are grouped under a mode of checkpointing; see `first_blocks`."""
+        if (ac, apart) not in self._groupings:
+            self._groupings[ac, apart] = first_blocks(self.blocks, ac, apart)
+        return self._groupings[ac, apart]
+
+    def structure(self, batch: int, grouping: Grouping = ALIKE) -> Structure:
         """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
-        if (batch, ac) not in self._structures:
+        if (batch, grouping) not in self._structures:
             regions, found, blocks = self._at(batch)
-            known = next((structure for (_, mode), structure in self._structures.items() if mode == ac), None)
+            if grouping.parts and self.fold:
+                parts = dict(grouping.parts)
+                regions = in_parts(regions, lambda region: parts.get(block_of(region.fqn) or ""))
+                blocks = find_blocks(regions)
+            known = next((structure for (_, other), structure in self._structures.items() if other == grouping), None)
             structure = None if known is None else at_another_batch(known, regions, found)
-            self._structures[batch, ac] = structure or build_structure(regions, found, blocks, ac)
-        return self._structures[batch, ac]
+            self._structures[batch, grouping] = structure or build_structure(
+                regions, found, blocks, dict(grouping.modes)
+            )
+        return self._structures[batch, grouping]
 
     def profile(self, batch: int) -> GraphProfile:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
@@ -127,7 +142,7 @@ def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterato
 
     One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
     """
-    in_blocks = _ops_in_blocks(traced, batch)
+    modes = _modes_of_ops(traced, batch, run.grouping)
     planned = _planned_ops(traced, batch)
     graph, profiles = traced.graph_at(batch), traced.profile(batch).ops
     for op in graph.ops:
@@ -140,7 +155,8 @@ def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterato
         if not run.job.training:
             yield whole.forward_s, 0.0, 0.0
             continue
-        recomputed = op.name in in_blocks and (run.ac == "full" or (run.ac == "selective" and profile.flops == 0))
+        mode = modes.get(op.name)
+        recomputed = mode == "full" or (mode == "selective" and profile.flops == 0)
         yield whole.forward_s, whole.forward_s if recomputed else 0.0, whole.backward_s
 
 
@@ -150,8 +166,13 @@ def _planned_ops(traced: TracedModel, batch: int) -> set[str]:
     return {region_op.op.name for region in regions.regions for region_op in region.ops}
 
 
-def _ops_in_blocks(traced: TracedModel, batch: int) -> set[str]:
+def _modes_of_ops(traced: TracedModel, batch: int, grouping: Grouping) -> dict[str, CheckpointingMode]:
+    """Return op -> how its block is checkpointed, of those whose block is."""
     regions, _, blocks = traced._at(batch)
+    modes = dict(grouping.modes)
     return {
-        region_op.op.name for region in regions.regions if region.index in blocks.of_region for region_op in region.ops
+        region_op.op.name: modes[block]
+        for region in regions.regions
+        if (block := blocks.of_region.get(region.index)) in modes
+        for region_op in region.ops
     }

@@ -17,6 +17,7 @@ from cost_model.layout import Layout, shard_counts, split_factor
 from planner import problem as quantity
 from planner.communication import Communication, Exchange, Port, Price, add_prices
 from planner.graph import Value
+from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_times import OpTime, OpTimes
 from planner.profile import GraphProfile
@@ -87,16 +88,23 @@ class Pricer:
         share = sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in touched) / whole
         inputs = [region.slots[i].value for i in region_op.inputs]
         output = region_op.outputs[0]
-        return self._op_times.of(
+        profile = self._profile.ops[region_op.op.name]
+        found = self._op_times.of(
             region_op.op,
             inputs,
             region.slots[output].value,
             [_piece(value, strategy.forward[i], mesh) for i, value in zip(region_op.inputs, inputs, strict=True)],
             _piece(region.slots[output].value, strategy.forward[output], mesh),
-            self._profile.ops[region_op.op.name],
+            profile,
             share,
             work_split([strategy.forward[i] for i in touched], mesh),
         )
+        sums_s = 0.0
+        for position in profile.summed:
+            slot = region_op.inputs[position]
+            layout = strategy.gradient[slot] or strategy.forward[slot]
+            sums_s += self._op_times.sum_s(self.local_nbytes(region.slots[slot].value, layout))
+        return OpTime(found.forward_s, found.backward_s + sums_s)
 
     def region(
         self,
@@ -104,7 +112,7 @@ class Pricer:
         strategy: Strategy,
         *,
         count: int,
-        block: str | None,
+        mode: CheckpointingMode | None,
         moments: Sequence[Moment],
         alive: ClassTimeline,
         arguments: Sequence[int],
@@ -112,7 +120,7 @@ class Pricer:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
         Args:
-            block: the block that the region is in, None where it is in none or nothing is checkpointed.
+            mode: how the block that the region is in is checkpointed, None where it is in none that is.
             moments: at which memory is added up.
             alive: what of the regions is alive at them.
             arguments: slots that show what the model is called with; the caller holds that, for one micro-batch.
@@ -123,13 +131,13 @@ class Pricer:
             charge[quantity.MEMORY + "activations"] += self.local_nbytes(held, strategy.forward[slot])
         prices: list[Price] = []
         calls = count * self.run.micro_batches
-        recomputes = block is not None
+        recomputes = mode is not None
         for region_op in region.ops:
             forward_s, backward_s = self._op_time(region, region_op, strategy)
             matmul = self._profile.ops[region_op.op.name].flops > 0
             charge[quantity.COMPUTE_FORWARD] += calls * forward_s
             if self.run.job.training:
-                again = recomputes and (self.run.ac == "full" or not matmul)
+                again = mode == "full" or (mode == "selective" and not matmul)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.training:

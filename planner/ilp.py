@@ -297,6 +297,7 @@ def _solution(program: _Program, answer: Answer, assignment: tuple[int, ...], st
         bound_s=min(max(answer.bound, 0.0) / program.time_scale, objective_s),
         status="optimal" if answer.status == "optimal" else "time-limit",
         time_s=time.perf_counter() - started,
+        root_s=answer.root / program.time_scale if math.isfinite(answer.root) else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cost_model.memory import OPTIMIZERS
 from planner.errors import JobError
@@ -12,6 +12,33 @@ CheckpointingMode = Literal["full", "selective"]
 """How a block is recomputed in the backward pass; a block that is not recomputed has no mode."""
 
 CHECKPOINTING_CHOICES = ("none", "selective", "full")
+_AC_FORMS = "none, selective, full, or selective:K or full:K for the first K blocks of each list"
+
+
+class Checkpointing(NamedTuple):
+    """What a job's ``ac`` says: the mode, and of how many blocks at the front of each list; None: of all."""
+
+    mode: str
+    first: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Checkpointing:
+        """Return what ``text`` says: "none", "selective", "full", "selective:K" or "full:K".
+
+        Raises:
+            JobError: it is none of these.
+        """
+        mode, colon, count = text.partition(":")
+        if mode in CHECKPOINTING_CHOICES and not colon:
+            return cls(mode)
+        if mode in CHECKPOINTING_CHOICES[1:] and count.isascii() and count.isdigit() and int(count) > 0:
+            return cls(mode, int(count))
+        raise JobError(f"ac is {text!r}.", what_to_do=f"Choose {_AC_FORMS}.", field="ac")
+
+    def __str__(self) -> str:
+        return self.mode if self.first is None else f"{self.mode}:{self.first}"
+
+
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element, by the dtype names that a job knows."""
 
@@ -34,7 +61,8 @@ class Job:
         mip_gap: relative gap at which the solver may stop.
         memory_bytes: cap on the peak per device; None takes the device's own memory.
         micro_batches: per step; None lets the search choose.
-        ac: activation checkpointing of all blocks: none, selective or full; None lets the search choose.
+        ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
+            list alone; None lets the search choose.
         pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
         data_axes: mesh axes that split the batch alone.
     """
@@ -52,7 +80,7 @@ class Job:
     mip_gap: float = 1e-3
     memory_bytes: int | None = None
     micro_batches: int | None = None
-    ac: Literal["none", "selective", "full"] | None = None
+    ac: str | None = None
     pins: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
 
@@ -63,7 +91,8 @@ class Job:
                 raise JobError(f"{field} is {value}.", what_to_do="Give a whole number from 1 up.", field=field)
         for field in ("dtype", "master_dtype", "state_dtype", "reduce_dtype"):
             self._check_choice(field, tuple(BYTES_PER_ELEMENT), none_is_fine=field == "master_dtype")
-        self._check_choice("ac", CHECKPOINTING_CHOICES, none_is_fine=True)
+        if self.ac is not None:
+            Checkpointing.parse(self.ac)
         if not 0 <= self.mip_gap < 1:
             detail = f"mip_gap is {self.mip_gap}."
             raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.001.", field="mip_gap")
@@ -85,3 +114,29 @@ class Job:
             what_to_do=f"Choose a number of micro-batches that divides {self.batch}.",
             field="micro_batches",
         )
+
+
+def checked_time_limit_s(time_limit_s: float | None) -> float | None:
+    """Return a search's time limit.
+
+    Raises:
+        JobError: it is not above 0.
+    """
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise JobError(
+            f"time_limit_s is {time_limit_s}.", what_to_do="Give seconds above 0, or none.", field="time_limit_s"
+        )
+    return time_limit_s
+
+
+def memory_bytes_of(memory_gb: float) -> int:
+    """Return bytes of GB of 1e9 bytes.
+
+    Raises:
+        JobError: it is not above 0.
+    """
+    if not memory_gb > 0:
+        raise JobError(
+            f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
+        )
+    return int(memory_gb * 1e9)

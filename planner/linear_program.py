@@ -144,6 +144,7 @@ class Answer:
         values: of the variables; None where there is no solution.
         objective: of that solution, offset included.
         bound: no solution has a lower objective.
+        root: objective of the whole program's relaxation, where that was solved on the way.
         reduced_costs: of the variables in a linear relaxation's solution.
     """
 
@@ -152,3 +153,4 @@ class Answer:
     objective: float = math.nan
     bound: float = -math.inf
     reduced_costs: Floats | None = None
+    root: float = math.nan

@@ -82,7 +82,7 @@ def _recomputations(order: OpOrder, found: Mapping[int, Moment]) -> Iterator[Mom
             yield Moment(key=f"{again}-again", position=last, block=block, again=again)
         # With what is cached for the ops after it, most is there when the first op with products inside runs.
         inner = (p for p in order.inside[block] if order.profile.ops[order.ops[p].name].cached_extra_nbytes)
-        for again in itertools.islice(inner, 1 if order.ac == "selective" else 0):
+        for again in itertools.islice(inner, 1 if order.modes[block] == "selective" else 0):
             yield Moment(key=f"{again}-midway", position=last, block=block, again=again, midway=True)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 from planner.blocks import Blocks
 from planner.graph import Op
+from planner.job import CheckpointingMode
 from planner.profile import GraphProfile
 from planner.regions import RegionGraph
 
@@ -25,9 +27,11 @@ class OpOrder:
         passed: position -> of these, those whose gradients are in memory that they share with another's.
     """
 
-    def __init__(self, regions: RegionGraph, profile: GraphProfile, blocks: Blocks, ac: str) -> None:
-        """Take what the ops keep from ``profile``; ``ac`` says whether ``blocks`` are checkpointed."""
-        self.regions, self.profile, self.ac = regions, profile, ac
+    def __init__(
+        self, regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
+    ) -> None:
+        """Take what the ops keep from ``profile``; ``modes``: block -> how it is checkpointed, of those that are."""
+        self.regions, self.profile, self.modes = regions, profile, modes
         self._blocks = blocks
         self.ops: list[Op] = regions.graph.ops
         self.position = {op.name: position for position, op in enumerate(self.ops)}
@@ -46,7 +50,8 @@ class OpOrder:
 
     def block(self, region: int) -> str | None:
         """Return the checkpointed block that a region is in."""
-        return self._blocks.of_region.get(region) if self.ac != "none" else None
+        block = self._blocks.of_region.get(region)
+        return block if block in self.modes else None
 
     def block_of_op(self, position: int) -> str | None:
         """Return the block, checkpointed or not, that an op is in."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 from torch import nn
 
 from cost_model import ClusterSpec
-from planner.assemble import decision_from_plan
+from planner.assemble import Decision, PlanEntries, decision_from_plan, entries_of
 from planner.candidates import TracedModel, check_mesh
 from planner.clock import Clock
 from planner.errors import JobError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint
+from planner.formulate import Formulator
+from planner.grouping import Grouping
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
 from planner.plan import ShardingPlan
+from planner.plan_grouping import groupings_of_plan
 from planner.run import Run
 from planner.search import Search
+from planner.structure import Structure
 from planner.traced_module import ModuleNames, traced
 
 WITHOUT_LOSS = (
@@ -40,26 +45,85 @@ def estimate_plan(
         MeshError: its mesh is not the whole cluster.
     """
     opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
-    formulator, structure = opened.search.formulator(opened.run)
+    read = opened.read
     with opened.clock.stage("costs_s"):
-        decision = decision_from_plan(structure, formulator, plan, ModuleNames.of(model))
-        priced = estimate(formulator, structure, decision)
+        priced = estimate(read.formulator, read.structure, read.decision)
     timings = dict(opened.clock.spent)
     notes = dict.fromkeys([*plan.notes, *([WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
-    where = opened.run.cluster.to_dict()
+    where = read.run.cluster.to_dict()
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The run that a plan is for, and the decision that it writes down."""
+
+    run: Run
+    formulator: Formulator
+    structure: Structure
+    decision: Decision
+
+
+def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPlan:
+    """Return what ``plan`` writes down, with as many blocks alike as it allows: as it was written, if we wrote it.
+
+    Args:
+        search: of the model, the plan's job and its cluster.
+        names: of the model.
+
+    Raises:
+        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
+        PlanKeyError: a key that matches nothing, or two that disagree.
+    """
+    said = json.loads(plan.to_json())
+    *coarser, finest = groupings_of_plan(plan, search.traced.blocks, names)
+    for grouping in coarser:
+        try:
+            read = _read(search, plan, names, grouping)
+        except PlanMismatchError:
+            continue
+        if json.loads(_rewritten(plan, entries_of(read.structure, read.decision, names)).to_json()) == said:
+            return read
+    return _read(search, plan, names, finest)
+
+
+def _rewritten(plan: ShardingPlan, entries: PlanEntries) -> ShardingPlan:
+    return dataclasses.replace(
+        plan,
+        plan=dict(entries.plan),
+        compute_plan=dict(entries.compute_plan),
+        gradient_plan=dict(entries.gradient_plan),
+        input_plan=dict(entries.input_plan),
+        output_plan=dict(entries.output_plan),
+        fully_shard=dict(entries.fully_shard),
+    )
+
+
+def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:
+    run = Run(
+        job=plan.job,
+        cluster=search.cluster,
+        mesh=plan.mesh.spec,
+        micro_batches=plan.micro_batches,
+        ac=plan.job.ac or "none",
+        grouping=grouping,
+    )
+    formulator, structure = search.formulator(run)
+    with search.clock.stage("costs_s"):
+        decision = decision_from_plan(structure, formulator, plan, names)
+    return ReadPlan(run=run, formulator=formulator, structure=structure, decision=decision)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPlan:
-    """A plan's model, traced, and the run that the plan is for: what prices it and its neighbours.
+    """A plan's model, traced, and what the plan writes down: what prices it and its neighbours.
 
     Attributes:
         without_loss: whether the model's forward returns none.
     """
 
     search: Search
-    run: Run
+    read: ReadPlan
     clock: Clock
     without_loss: bool
 
@@ -67,10 +131,10 @@ class OpenedPlan:
 def open_plan(
     model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
 ) -> OpenedPlan:
-    """Return the run of ``plan``, on its own cluster or another of the same size.
+    """Return ``plan`` with its model, on its own cluster or another of the same size.
 
     Raises:
-        PlanMismatchError: the plan is for another model.
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
     found = plan.fingerprint.get("model")
@@ -97,7 +161,6 @@ def open_plan(
     with clock.stage("trace_s"):
         module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype)
     model_traced = TracedModel.of(module, flash_attention=flash)
-    modes = set(plan.activation_checkpointing.values())
     search = Search(model_traced, plan.job, cluster, batch, clock)
-    run = search.run_of(plan.mesh.spec, plan.micro_batches, next(iter(modes), "none"))
-    return OpenedPlan(search=search, run=run, clock=clock, without_loss=gives_no_loss(model_traced))
+    read = read_plan(search, plan, ModuleNames.of(model))
+    return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

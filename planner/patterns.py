@@ -1,8 +1,9 @@
 """Keys of a plan: FQN patterns, matched component by component as in ``parallelize_module``.
 
-``layers.*.mlp`` names the ``mlp`` of every layer. ``*`` stands for any characters within one component, never for a
-dot; every other character stands for itself. ``""`` is the root. Unlike torch, a key that matches nothing and keys that
-disagree are errors.
+``layers.*.mlp`` names the ``mlp`` of every layer, ``layers.{0-7}.mlp`` that of the first eight. ``*`` stands for any
+characters within one component, never for a dot; ``{0-7}`` for a number from the one to the other; every other
+character stands for itself. ``""`` is the root. Unlike torch, a key that matches nothing and keys that disagree are
+errors.
 """
 
 from __future__ import annotations
@@ -29,8 +30,22 @@ def check_pattern(pattern: str, *, field: str) -> None:
         )
 
 
+_SPECIAL = re.compile(r"(\*|\{\d{1,6}-\d{1,6}\})")
+_WIDEST = 10_000
+"""Numbers in a range; more is no list of blocks."""
+
+
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile("".join("[^.]*" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+    return re.compile("".join(map(_part, _SPECIAL.split(pattern))))
+
+
+def _part(text: str) -> str:
+    if text == "*":
+        return "[^.]*"
+    if not _SPECIAL.fullmatch(text):
+        return re.escape(text)
+    first, last = map(int, text[1:-1].split("-"))
+    return f"(?:{'|'.join(map(str, range(first, min(last + 1, first + _WIDEST)))) or '(?!)'})"
 
 
 def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -42,7 +57,7 @@ def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[
         by_depth[name.count(".")].append(name)
     matches: dict[str, tuple[str, ...]] = {}
     for pattern in patterns:
-        if "*" in pattern:
+        if _SPECIAL.search(pattern):
             fullmatch = _compiled(pattern).fullmatch
             # The root's empty name has no component that a * could stand for.
             matches[pattern] = tuple(name for name in by_depth[pattern.count(".")] if name and fullmatch(name))

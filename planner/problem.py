@@ -170,13 +170,18 @@ def peak_bytes(total: Mapping[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A solver's answer: the assignment, its price, and how far from the best it can be."""
+    """A solver's answer: the assignment, its price, and how far from the best it can be.
+
+    Attributes:
+        root_s: what the relaxation of the whole program came to; None where it was not solved.
+    """
 
     assignment: tuple[int, ...]
     objective_s: float
     bound_s: float
     status: str
     time_s: float
+    root_s: float | None = None
 
     @property
     def cut_short(self) -> bool:

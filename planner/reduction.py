@@ -70,10 +70,25 @@ def solve(
         program = bounded(program, at_most)
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
     relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
-    if relaxed.values is None or most_fractional(program, relaxed) is None:
-        return relaxed if relaxed.values is None or relaxed.objective < at_most else Answer(status="infeasible")
-    if relaxed.objective >= at_most:
+    if relaxed.values is not None and relaxed.objective >= at_most:
         return Answer(status="infeasible")
+    if relaxed.values is None or most_fractional(program, relaxed) is None:
+        return dataclasses.replace(relaxed, root=relaxed.objective)
+    found = _narrowed(program, relaxed, zero_one, mip_gap, at_most, deadline, solver)
+    return dataclasses.replace(found, root=relaxed.objective)
+
+
+def _narrowed(
+    program: LinearProgram,
+    relaxed: Answer,
+    zero_one: npt.NDArray[np.bool_],
+    mip_gap: float,
+    at_most: float,
+    deadline: float | None,
+    solver: str | None,
+) -> Answer:
+    """Return the answer of a program whose relaxation is not one, from ever more of its variables."""
+    assert relaxed.values is not None
     assert relaxed.reduced_costs is not None
     # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
     raised = np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)

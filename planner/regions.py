@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,13 @@ SlotKey = tuple[str, int]
 """(value, index of the module call that sees it); call -1 is outside the root module."""
 
 OUTSIDE = -1
+_BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
+
+
+def block_of(fqn: str) -> str | None:
+    """Return the FQN of the block that module ``fqn`` is in (``model.layers.3``), None where it is in none."""
+    match = _BLOCK.match(fqn)
+    return match[1] if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +321,7 @@ def _link(graph: OpGraph, regions: list[Region], fold: bool) -> RegionGraph:
                     Link(producer=producer, producer_slot=producer_slot, consumer=region.index, consumer_slot=position)
                 )
     finished = tuple(dataclasses.replace(region, exits=tuple(sorted(exits[region.index]))) for region in regions)
-    classes, class_of = _classify(finished, fold)
+    classes, class_of = _classify(finished, lambda region: None if fold else region.fqn)
     return RegionGraph(graph=graph, regions=finished, classes=classes, class_of=class_of, links=tuple(links))
 
 
@@ -326,19 +333,26 @@ def _key_of(graph: OpGraph, region: Region, slot: Slot) -> SlotKey:
     return slot.value.name, producer.call
 
 
-def _classify(regions: tuple[Region, ...], fold: bool) -> tuple[tuple[RegionClass, ...], tuple[int, ...]]:
+def in_parts(regions: RegionGraph, part_of: Callable[[Region], Hashable]) -> RegionGraph:
+    """Return folded ``regions`` with equal regions in one class only where ``part_of`` says the same of them."""
+    classes, class_of = _classify(regions.regions, part_of)
+    return dataclasses.replace(regions, classes=classes, class_of=class_of)
+
+
+def _classify(
+    regions: tuple[Region, ...], part_of: Callable[[Region], Hashable]
+) -> tuple[tuple[RegionClass, ...], tuple[int, ...]]:
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for region in regions:
         # Calls of one module are alike in any case: a plan has one key for them.
-        own = None if fold else region.fqn
-        groups[region.signature, region.exits, own].append(region.index)
+        groups[region.signature, region.exits, part_of(region)].append(region.index)
     class_of = [0] * len(regions)
     classes: list[RegionClass] = []
     for members in groups.values():
         for member in members:
             class_of[member] = len(classes)
-        fqn = regions[members[0]].fqn
-        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", fqn) if fold else fqn
+        first = regions[members[0]]
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", first.fqn) if part_of(first) is None else first.fqn
         classes.append(RegionClass(index=len(classes), pattern=pattern, members=tuple(members)))
     return tuple(classes), tuple(class_of)
 

@@ -18,6 +18,7 @@ from planner.errors import SolverError
 from planner.estimate import estimate
 from planner.floors import Floor
 from planner.formulate import Formulation, Formulator
+from planner.grouping import Grouping
 from planner.ilp import relax, solve
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_state_bytes
@@ -77,12 +78,23 @@ class Search:
         self._communication: dict[MeshSpec, Communication] = {}
         self.op_times = OpTimes(cluster.device, traced.flash_attention)
         self._state_bytes = 0.0
-        self._alive: dict[tuple[bool, str], tuple[int, float]] = {}
+        self._alive: dict[tuple[bool, Grouping], tuple[int, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
-    def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str) -> Run:
-        """Return the run of the job on ``mesh``."""
-        return Run(job=self.job, cluster=self.cluster, mesh=mesh, micro_batches=micro_batches, ac=ac)
+    def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, apart: int | None = None) -> Run:
+        """Return the run of the job on ``mesh``.
+
+        Args:
+            apart: how many blocks at the front of each list choose apart from the rest; see `first_blocks`.
+        """
+        return Run(
+            job=self.job,
+            cluster=self.cluster,
+            mesh=mesh,
+            micro_batches=micro_batches,
+            ac=ac,
+            grouping=self.traced.grouping(ac, apart),
+        )
 
     def micro_batch(self, run: Run) -> int:
         """Return the samples of one micro-batch of ``run``."""
@@ -91,11 +103,11 @@ class Search:
     def least_memory_bytes(self, run: Run) -> float:
         """Return bytes per device that no plan of ``run`` can go below."""
         batch = self.micro_batch(run)
-        known, alive_bytes = self._alive.get((batch == 1, run.ac), (0, 0.0))
+        known, alive_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0))
         if batch > known:
-            structure = self.traced.structure(batch, run.ac)
+            structure = self.traced.structure(batch, run.grouping)
             known, alive_bytes = batch, least_alive_bytes(structure)
-            self._alive[batch == 1, run.ac] = known, alive_bytes
+            self._alive[batch == 1, run.grouping] = known, alive_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
         # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
         # single sample autograd may keep other tensors.
@@ -105,7 +117,7 @@ class Search:
     def formulator(self, run: Run) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``."""
         micro_batch = self.micro_batch(run)
-        structure = self.traced.structure(micro_batch, run.ac)
+        structure = self.traced.structure(micro_batch, run.grouping)
         if run.mesh not in self._communication:
             self._communication[run.mesh] = Communication(run.mesh, run.cluster)
         pricer = Pricer(run, self.traced.profile(micro_batch), self._communication[run.mesh], self.op_times)

@@ -16,15 +16,16 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import baselines, collector
-from planner.assemble import entries_of
+from planner.assemble import entries_of, fold_names
 from planner.baselines import Restriction
+from planner.block_variants import vary_blocks
 from planner.candidates import TracedModel, check_mesh, meshes_of
 from planner.capture import ExampleInputs
 from planner.clock import Clock
 from planner.errors import JobError, MeshError, PlannerError
 from planner.fingerprint import torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
-from planner.job import CheckpointingMode, Job
+from planner.job import Job, checked_time_limit_s, memory_bytes_of
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
@@ -62,11 +63,13 @@ class PlanningSession:
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
+        blocks_alike: bool = False,
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._time_limit_s = _checked_limit(time_limit_s)
+        self._time_limit_s = checked_time_limit_s(time_limit_s)
         self._progress = progress
+        self._blocks_alike = blocks_alike
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         inputs = _inputs(model, example_inputs, batch, seq)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
@@ -77,9 +80,9 @@ class PlanningSession:
             optimizer=optimizer,
             dtype=dtype,
             flash_attention=flash,
-            memory_bytes=None if memory_gb is None else _memory_bytes(memory_gb),
+            memory_bytes=None if memory_gb is None else memory_bytes_of(memory_gb),
             micro_batches=micro_batches,
-            ac=ac,  # type: ignore[arg-type]
+            ac=ac,
             pins=tuple(pins),
             data_axes=tuple(data_axes),
         )
@@ -147,7 +150,7 @@ class PlanningSession:
         """Return the job's pins, checked against the model and the meshes that are tried."""
         pins = Pins.of(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
         if pins.pins:
-            structure = self._traced.structure(self._batch // self._counts[0], "none")
+            structure = self._traced.structure(self._batch // self._counts[0])
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
         return pins
 
@@ -171,7 +174,10 @@ class PlanningSession:
         restrict = self._restrict(name, self._pins(meshes))
         deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
         search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline)
-        return search.best(meshes)
+        found = search.best(meshes)
+        if found is None or name != "ilp" or self._blocks_alike:
+            return found
+        return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return what a planner and the pins leave to choose on a mesh."""
@@ -243,11 +249,10 @@ class PlanningSession:
     def _write(self, candidate: Candidate, report: SolverReport) -> ShardingPlan:
         run, cluster = candidate.run, self.cluster
         entries = entries_of(candidate.structure, candidate.decision, self._module.names)
-        blocks = candidate.structure.blocks.patterns if run.ac != "none" else ()
         job = dataclasses.replace(
             self.job,
             micro_batches=run.micro_batches,
-            ac=run.ac,  # type: ignore[arg-type]
+            ac=run.ac,
             memory_bytes=self._search.memory_bytes,
         )
         return ShardingPlan(
@@ -258,7 +263,7 @@ class PlanningSession:
             input_plan=dict(entries.input_plan),
             output_plan=dict(entries.output_plan),
             fully_shard=dict(entries.fully_shard),
-            activation_checkpointing=dict.fromkeys(blocks, _checkpointing(run.ac)),
+            activation_checkpointing=fold_names(dict(run.grouping.modes), self._module.names.modules),
             micro_batches=run.micro_batches,
             estimate=candidate.estimate,
             solver=report,
@@ -283,11 +288,6 @@ def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | No
     return ExampleInputs(args=(), kwargs={})
 
 
-def _checkpointing(ac: str) -> CheckpointingMode:
-    """Return the mode of the blocks of a run that checkpoints; a run that does not has no such blocks."""
-    return "selective" if ac == "selective" else "full"
-
-
 def _report(found: Found, planner: str) -> SolverReport:
     solution = found.candidate.solution
     assert solution is not None
@@ -303,28 +303,12 @@ def _report(found: Found, planner: str) -> SolverReport:
     )
 
 
-def _checked_limit(time_limit_s: float | None) -> float | None:
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise JobError(
-            f"time_limit_s is {time_limit_s}.", what_to_do="Give seconds above 0, or none.", field="time_limit_s"
-        )
-    return time_limit_s
-
-
-def _memory_bytes(memory_gb: float) -> int:
-    if not memory_gb > 0:
-        raise JobError(
-            f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
-        )
-    return int(memory_gb * 1e9)
-
-
 def _modes(traced: TracedModel, ac: str | None) -> list[str]:
-    if ac is not None and ac != "none" and not traced.blocks.patterns:
+    if ac is not None and ac != "none" and not traced.blocks.lists:
         raise JobError(
             f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
         )
-    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.patterns else ["none"])
+    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.lists else ["none"])
 
 
 def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
@@ -349,6 +333,7 @@ def build_plan(
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
+    blocks_alike: bool = False,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> ShardingPlan:
@@ -363,7 +348,8 @@ def build_plan(
         batch: samples per step in all; None takes the example inputs'.
         seq: tokens per sample, for models that read tokens.
         micro_batches: None: chosen.
-        ac: activation checkpointing of all blocks, "none", "selective" or "full"; None: chosen.
+        ac: activation checkpointing, "none", "selective" or "full", "selective:K" or "full:K" for the first K blocks of
+            each list alone; None: chosen.
         memory_gb: cap on the peak per device in 1e9 bytes; None: the device's memory.
         optimizer: a name of ``cost_model.memory.OPTIMIZERS``.
         dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest, and gradients are reduced, in fp32.
@@ -371,6 +357,7 @@ def build_plan(
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
+        blocks_alike: whether equal blocks must be laid out and checkpointed alike: a shorter plan, sooner found.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
         progress: told of each stage.
 
@@ -397,6 +384,7 @@ def build_plan(
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
+        blocks_alike=blocks_alike,
         time_limit_s=time_limit_s,
         progress=progress,
     )

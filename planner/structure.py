@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from planner.blocks import Blocks
 from planner.graph import Crossing
+from planner.job import CheckpointingMode
 from planner.moments import find_moments
 from planner.op_order import OpOrder
 from planner.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
@@ -33,13 +34,14 @@ class Structure:
     """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs.
 
     Attributes:
+        modes: block -> how it is checkpointed, of those that are.
         arguments: region class -> slots that show what the model is called with, each tensor once.
     """
 
     regions: RegionGraph
     profile: GraphProfile
     blocks: Blocks
-    ac: str
+    modes: Mapping[str, CheckpointingMode]
     edges: tuple[EdgeKey, ...]
     parameters: tuple[ParameterClass, ...]
     forward: tuple[Tally, ...]
@@ -57,13 +59,19 @@ class Structure:
         """Return a region of the class."""
         return self.regions.regions[self.regions.classes[region_class].members[0]]
 
-    def block(self, region: Region) -> str | None:
-        """Return the checkpointed block that ``region`` is in, None where it is in none."""
-        return None if self.ac == "none" else self.blocks.of_region.get(region.index)
+    def mode(self, region: Region) -> CheckpointingMode | None:
+        """Return how the block that ``region`` is in is checkpointed, None where it is in none that is."""
+        return self.modes.get(self.blocks.of_region.get(region.index, ""))
 
 
-def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks, ac: str) -> Structure:
-    """Return everything about the problem that no mesh changes."""
+def build_structure(
+    regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
+) -> Structure:
+    """Return everything about the problem that no mesh changes.
+
+    Args:
+        modes: block -> how it is checkpointed, of those that are; alike for the blocks of a class of regions.
+    """
     edge_index: dict[EdgeKey, int] = {}
     leaving: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for link in regions.links:
@@ -75,8 +83,8 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         )
         edge = edge_index.setdefault(key, len(edge_index))
         leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
-    timeline = build_timeline(regions, profile, blocks, ac)
-    tallies = count_tallies(regions, profile, blocks, ac, leaving, timeline)
+    timeline = build_timeline(regions, profile, blocks, modes)
+    tallies = count_tallies(regions, profile, blocks, modes, leaving, timeline)
     parameters = parameter_classes(regions, timeline)
     with_parameters = [
         (region.ops[0].op.name, regions.class_of[region.index])
@@ -88,7 +96,7 @@ def build_structure(regions: RegionGraph, profile: GraphProfile, blocks: Blocks,
         regions=regions,
         profile=profile,
         blocks=blocks,
-        ac=ac,
+        modes=modes,
         edges=tuple(edge_index),
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
@@ -110,7 +118,7 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
         return None
     if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
         return None
-    if find_moments(OpOrder(regions, profile, known.blocks, known.ac)) != known.timeline.moments:
+    if find_moments(OpOrder(regions, profile, known.blocks, known.modes)) != known.timeline.moments:
         return None
     return dataclasses.replace(known, regions=regions, profile=profile)
 

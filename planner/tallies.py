@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.blocks import Blocks
+from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_order import NEVER
 from planner.profile import GraphProfile
@@ -45,12 +46,13 @@ def count_tallies(
     regions: RegionGraph,
     profile: GraphProfile,
     blocks: Blocks,
-    ac: str,
+    modes: Mapping[str, CheckpointingMode],
     leaving: Leaving,
     timeline: Timeline,
 ) -> dict[str, tuple[Tally, ...]]:
     """Return how often redistributions and saved copies occur, by the names that they have in `Structure`."""
     saves = timeline.savers
+    again_in = {region: block for region, block in blocks.of_region.items() if block in modes}
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
     kept: dict[tuple[tuple[int, ...], bool], Counter[str]] = defaultdict(Counter)
@@ -58,21 +60,21 @@ def count_tallies(
     passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
-        home = _block_of(blocks, ac, producer)
+        home = again_in.get(producer)
         own = _self_saved(regions, profile, region, slot)
         together: dict[str | None, list[int]] = defaultdict(list)
         again: dict[str, list[int]] = defaultdict(list)
         keepers: dict[tuple[str | None, bool], list[_Kept]] = defaultdict(list)
         copiers: dict[str | None, list[_Kept]] = defaultdict(list)
         for edge, consumer, position in links:
-            block = _block_of(blocks, ac, consumer)
+            block = again_in.get(consumer)
             inside = block is not None and _hook_inside(regions, regions.regions[consumer], position, block)
             together[block if inside else None].append(edge)
             if block is not None and inside:
                 again[block].append(edge)
             since = saves[consumer, position]
             within = _Kept(edge, since)
-            outside = _kept_by_others(regions, blocks, leaving, timeline, consumer, position) if inside else NEVER
+            outside = _kept_by_others(regions, again_in, leaving, timeline, consumer, position) if inside else NEVER
             if outside < NEVER:
                 copiers[None].append(_Kept(edge, outside))
             further = [] if own else list(_further(regions, profile, leaving, timeline, consumer, position))
@@ -85,7 +87,7 @@ def count_tallies(
                 elif since < NEVER:
                     copiers[block].append(within)
             elif since < NEVER:
-                apart = further and all(_block_of(blocks, ac, c) == block for _, c, _ in further)
+                apart = further and all(again_in.get(c) == block for _, c, _ in further)
                 if apart and not _self_saved(regions, profile, regions.regions[consumer], position):
                     # Others keep it, further down: as it is there, if it has not been redistributed on the way.
                     keepers[block, False] += [_Kept(e, saves[c, i]) for e, c, i in further if saves[c, i] < NEVER]
@@ -135,11 +137,6 @@ def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, pos
     return any(root in profile.ops[region_op.op.name].saved for region_op in region.ops)
 
 
-def _block_of(blocks: Blocks, ac: str, region: int) -> str | None:
-    """Return the checkpointed block that a region is in."""
-    return blocks.of_region.get(region) if ac != "none" else None
-
-
 def _further(
     regions: RegionGraph,
     profile: GraphProfile,
@@ -161,16 +158,21 @@ def _further(
 
 
 def _kept_by_others(
-    regions: RegionGraph, blocks: Blocks, leaving: Leaving, timeline: Timeline, region_index: int, entry: int
+    regions: RegionGraph,
+    again_in: Mapping[int, str],
+    leaving: Leaving,
+    timeline: Timeline,
+    region_index: int,
+    entry: int,
 ) -> int:
     """Return since when others keep what a checkpointed block hands on as it got it, or redistributed it for itself."""
-    home = blocks.of_region.get(region_index)
+    home = again_in.get(region_index)
     since = NEVER
     for slot in range(len(regions.regions[region_index].slots)):
         if timeline.handed_on.get((region_index, slot)) != entry:
             continue
         for _, consumer, position in leaving.get((region_index, slot), ()):
-            block = blocks.of_region.get(consumer)
+            block = again_in.get(consumer)
             if block != home:
                 there = timeline.savers[consumer, position] if block is None else timeline.starts[block]
                 since = min(since, there)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from planner.blocks import Blocks
 from planner.handed_on import first_reads, handed_on, savers
+from planner.job import CheckpointingMode
 from planner.moments import Moment, find_moments
 from planner.op_order import NEVER, OpOrder
 from planner.profile import GraphProfile
@@ -126,7 +127,7 @@ class _Builder:
             for name in self._profile.ops[region_op.op.name].saved:
                 saver.setdefault(name, self._order.position[region_op.op.name])
         for region_op in region.ops:
-            cached = self._order.ac == "selective" and self._profile.ops[region_op.op.name].flops > 0
+            cached = self._is_selective(block) and self._profile.ops[region_op.op.name].flops > 0
             for slot in region_op.outputs:
                 name = region.slots[slot].value.name
                 if self._profile.root[name] != name:
@@ -141,11 +142,14 @@ class _Builder:
         for index, region_op in enumerate(region.ops):
             position = self._order.position[region_op.op.name]
             self._add_row(into["saved_extra"][index], into["recomputed_extra"][index], position, block, moments)
-            if block is not None and self._order.ac == "selective":
+            if block is not None and self._is_selective(block):
                 # Of what is inside an op that runs again, its working memory counts all.
                 into["cached_extra"][index] += self._cached(block, moments, position - 1)
             into["works"][index] += [moment.position == position and moment.again is None for moment in moments]
             into["runs"][index] += [moment.midway and moment.again == position for moment in moments]
+
+    def _is_selective(self, block: str | None) -> bool:
+        return block is not None and self._order.modes[block] == "selective"
 
     def _cached(self, block: str, moments: tuple[Moment, ...], position: int) -> list[bool]:
         """Return at which moments the cache of a block holds a product of the op at ``position``.
@@ -217,6 +221,8 @@ class _Builder:
                 found.setdefault(name, (region.index, slot))
 
 
-def build_timeline(regions: RegionGraph, profile: GraphProfile, blocks: Blocks, ac: str) -> Timeline:
+def build_timeline(
+    regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
+) -> Timeline:
     """Return the moments at which memory may be at its peak, and what is alive at each."""
-    return _Builder(OpOrder(regions, profile, blocks, ac)).build()
+    return _Builder(OpOrder(regions, profile, blocks, modes)).build()

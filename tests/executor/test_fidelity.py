@@ -62,7 +62,7 @@ def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> No
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
-@pytest.mark.parametrize("ac", ["full", "selective"])
+@pytest.mark.parametrize("ac", ["full", "selective", "full:1"])
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_checkpointed_plans_in_bf16_with_micro_batches_run_as_planned(family: str, ac: str) -> None:
     module, inputs = make(family, 2 * BATCH)

@@ -69,16 +69,16 @@ def train_all(rank: int, family: str, plans: dict[str, dict], optimizer: str) ->
     return {name: train(rank, family, plan, optimizer) for name, plan in plans.items()}
 
 
-def plans_of(family: str, planners: list[str]) -> dict[str, dict]:
+def plans_of(family: str, planners: list[str], ac: str = "none") -> dict[str, dict]:
     module, inputs = make(family, BATCH)
     session = PlanningSession(
-        module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", optimizer="sgd", micro_batches=1, ac="none"
+        module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", optimizer="sgd", micro_batches=1, ac=ac
     )
     return {planner: session.plan(planner=planner, mesh=MESH).to_dict() for planner in planners}
 
 
-def check_numerics(family: str, planners: list[str]) -> None:
-    for errors in run_on_gloo(train_all, 4, family, plans_of(family, planners), "sgd"):
+def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
+    for errors in run_on_gloo(train_all, 4, family, plans_of(family, planners, ac), "sgd"):
         for planner, found in errors.items():
             assert found.loss <= TOLERANCE, (planner, found)
             assert found.gradient <= TOLERANCE, (planner, found)
@@ -95,6 +95,11 @@ def test_losses_and_gradients_equal_the_unsharded_models(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_plans_give_the_unsharded_models_numbers(family: str) -> None:
     check_numerics(family, [f"random:{seed}" for seed in range(1, 5)])
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+def test_blocks_that_differ_give_the_unsharded_models_numbers(family: str) -> None:
+    check_numerics(family, ["ilp", "random:1", "random:2"], ac="full:1")
 
 
 def test_loss_curves_agree_under_adamw() -> None:

@@ -9,10 +9,9 @@ import families
 import pytest
 from torch import nn
 
-from planner.assemble import decision_from_plan
 from planner.errors import PlanMismatchError
 from planner.estimate import estimate
-from planner.opened_plan import estimate_plan
+from planner.opened_plan import estimate_plan, read_plan
 from planner.plan import Estimate, ShardingPlan
 from planner.session import PlanningSession, build_plan
 from planner.traced_module import ModuleNames
@@ -24,12 +23,12 @@ COLUMN_ROW = {"fc1": "colwise", "fc2": "rowwise"}
 
 
 def session_of(
-    family: str, micro_batches: int = 1, ac: str = "none"
+    family: str, micro_batches: int = 1, ac: str = "none", cluster: str | dict[str, Any] = "4xtoy"
 ) -> tuple[nn.Module, dict[str, Any], PlanningSession]:
     module, kwargs = families.make(family, BATCH)
     session = PlanningSession(
         module,
-        cluster="4xtoy",
+        cluster=cluster,
         example_inputs=kwargs,
         dtype="fp32",
         micro_batches=micro_batches,
@@ -47,10 +46,8 @@ def round_trip(plan: ShardingPlan) -> ShardingPlan:
 
 def reprice(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> Estimate:
     """Do as `estimate_plan` does, but on the session's trace."""
-    search = session._search
-    mode = next(iter(plan.activation_checkpointing.values()), "none")
-    formulator, layer = search.formulator(search.run_of(plan.mesh.spec, plan.micro_batches, mode))
-    return estimate(formulator, layer, decision_from_plan(layer, formulator, plan, ModuleNames.of(module)))
+    read = read_plan(session._search, plan, ModuleNames.of(module))
+    return estimate(read.formulator, read.structure, read.decision)
 
 
 def check(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> None:
@@ -112,3 +109,45 @@ def test_layouts_that_cannot_run_are_refused() -> None:
     document["plan"]["fc2.weight"] = ["S(0)"]
     with pytest.raises(PlanMismatchError, match="cannot run without further redistribution"):
         estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=kwargs)
+
+
+def waiting(host_op_s: float, first_touch_s_per_byte: float = 0.0, overlaps: bool = False) -> dict[str, Any]:
+    """Four devices that wait for their host."""
+    figures = {"host_op_s": host_op_s, "first_touch_s_per_byte": first_touch_s_per_byte, "overlaps": overlaps}
+    return {"nodes": 1, "devices_per_node": 4, "device": {"name": "toy", **figures}}
+
+
+@pytest.mark.parametrize("planner", ["ilp", "fully-sharded", "random:0"])
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_what_the_host_takes_is_in_the_objective_too(planner: str, ac: str) -> None:
+    module, _, session = session_of("llama", micro_batches=2, ac=ac, cluster=waiting(1e-5, 1e-9))
+    check(session, module, session.plan(planner=planner, mesh="dp=2,tp=2"))
+
+
+def test_the_host_is_charged_for_every_op_and_collective() -> None:
+    step_s, calls = [], []
+    for host_op_s in (1e-3, 2e-3):
+        _, _, session = session_of("mlp", cluster=waiting(host_op_s))
+        plan = session.plan(planner="data-parallel", mesh="dp=4,tp=1")
+        assert plan.estimate is not None
+        step_s.append(plan.estimate.step_time_s)
+        calls.append(sum(row.count for row in plan.estimate.collectives))
+        ops = session._search.traced.structure(BATCH, "none").profile.ops.values()
+        dispatched = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.summed) for op in ops)
+    assert calls[0] == calls[1]
+    assert step_s[1] - step_s[0] == pytest.approx(1e-3 * (dispatched + 4 * calls[0]))
+
+
+def test_new_memory_is_charged_to_what_blocks_gather() -> None:
+    found = []
+    for first_touch_s_per_byte in (0.0, 1e-10):
+        _, _, session = session_of("llama", cluster=waiting(1e-9, first_touch_s_per_byte, overlaps=True))
+        plan = session.plan(planner="fully-sharded", mesh="dp=4,tp=1")
+        assert plan.estimate is not None
+        assert plan.fully_shard
+        rows = [row for row in plan.estimate.collectives if row.phase in ("forward", "backward")]
+        (flat,) = {row.bytes for row in rows if row.kind == "reduce_scatter"}
+        together = [row for row in rows if row.bytes == flat and row.kind in ("all_gather", "reduce_scatter")]
+        found.append((sum(row.time_s for row in together), sum(row.bytes * row.count for row in together)))
+    (before_s, nbytes), (after_s, _) = found
+    assert after_s - before_s == pytest.approx(1e-10 * nbytes)

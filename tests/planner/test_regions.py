@@ -8,10 +8,10 @@ import families
 import torch
 from torch import nn
 
-from planner.blocks import block_of, find_blocks
+from planner.blocks import find_blocks
 from planner.capture import to_meta
 from planner.inputs import as_inputs
-from planner.regions import OUTSIDE, RegionGraph, Slot, build_regions
+from planner.regions import OUTSIDE, RegionGraph, Slot, block_of, build_regions
 from planner.trace import trace
 
 
@@ -70,10 +70,10 @@ def test_equal_blocks_share_their_classes_and_others_do_not() -> None:
     unequal = regions_of(Stack(16, 24), (torch.zeros(4, 8),))
     assert all(len(c.members) == 1 for c in unequal.classes if c.pattern == "layers.*.*")
     blocks = find_blocks(equal)
-    assert blocks.patterns == ("layers.*",)
+    assert tuple(blocks.lists) == ("layers.*",)
     assert set(blocks.of_region.values()) == {"layers.0", "layers.1", "layers.2"}
     assert len(blocks.representatives) == 2
-    assert find_blocks(regions_of(Stack(16), (torch.zeros(4, 8),))).patterns == ()
+    assert find_blocks(regions_of(Stack(16), (torch.zeros(4, 8),))).lists == {}
 
 
 def test_folding_loses_nothing() -> None:

@@ -36,10 +36,11 @@ def test_at_another_batch(family: str) -> None:
     traced = session._traced
     taken = 0
     for ac in ("none", "selective", "full"):
-        first = traced.structure(16, ac)
+        grouping = traced.grouping(ac)
+        first = traced.structure(16, grouping)
         for batch in (8, 2, 1):
-            there = traced.structure(batch, ac)
+            there = traced.structure(batch, grouping)
             taken += there.timeline is first.timeline
-            assert contents(there) == contents(build_structure(*traced._at(batch), ac))
+            assert contents(there) == contents(build_structure(*traced._at(batch), dict(grouping.modes)))
             assert there.regions is traced._at(batch)[0]
     assert taken >= 3  # not all: with a batch of 1, views keep other tensors

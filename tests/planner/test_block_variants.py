@@ -1,0 +1,123 @@
+"""Blocks that differ: the first k of n checkpointed, or laid out apart from the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import families
+import pytest
+
+from api.configs import find_config
+from api.models import load_model, quiet_libraries
+from planner.errors import JobError, PlanMismatchError
+from planner.job import Checkpointing
+from planner.opened_plan import estimate_plan
+from planner.plan import ShardingPlan
+from planner.session import PlanningSession
+
+BATCH = 8
+MESH = "dp=2,tp=2"
+GAP = 1e-3
+
+
+def session_of(family: str, **options: Any) -> PlanningSession:
+    module, inputs = families.make(family, BATCH)
+    job = {"cluster": "4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none", **options}
+    return PlanningSession(module, example_inputs=inputs, **job)
+
+
+def step_s(plan: ShardingPlan) -> float:
+    assert plan.estimate is not None
+    return plan.estimate.step_time_s
+
+
+def peak(plan: ShardingPlan) -> int:
+    assert plan.estimate is not None
+    return plan.estimate.peak_memory_bytes
+
+
+def repriced(family: str, plan: ShardingPlan) -> ShardingPlan:
+    """Return the plan of a file without prices, priced."""
+    module, inputs = families.make(family, BATCH)
+    document = json.loads(plan.to_json()) | {"estimate": None, "solver": None}
+    return estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=inputs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ac", ["full:1", "selective:1"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+def test_blocks_that_differ_are_priced_alike_from_their_file(family: str, ac: str, seed: int) -> None:
+    plan = session_of(family, ac=ac).plan(planner=f"random:{seed}", mesh=MESH)
+    assert set(plan.activation_checkpointing.values()) == {ac.removesuffix(":1")}
+    assert len({json.dumps(entry) for entry in json.loads(plan.to_json())["plan"].values()}) > 1
+    assert repriced(family, plan).estimate == plan.estimate
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_the_first_block_lies_between_none_and_all(mode: str) -> None:
+    none, first, every = (
+        session_of("llama", ac=ac, blocks_alike=True).plan(planner="fully-sharded", mesh="dp=4")
+        for ac in ("none", f"{mode}:1", mode)
+    )
+    assert first.activation_checkpointing == {"model.layers.0": mode}
+    assert step_s(none) < step_s(first) < step_s(every)
+    assert peak(every) <= peak(first) < peak(none)
+    assert first.job.ac == f"{mode}:1"
+
+
+def test_as_many_blocks_as_there_are_is_all_of_them() -> None:
+    every, many = (session_of("llama", ac=ac).plan(mesh=MESH) for ac in ("full", "full:2"))
+    assert many.activation_checkpointing == {"model.layers.*": "full"}
+    assert many.estimate == every.estimate
+
+
+@pytest.mark.parametrize(("family", "share"), [("gpt2", 0.3), ("llama", 0.6)])
+def test_a_plan_is_never_slower_for_blocks_that_may_differ(family: str, share: float) -> None:
+    free = session_of(family).plan(mesh=MESH)
+    least = session_of(family).least_memory_bytes(mesh=MESH)
+    assert least is not None
+    cap = {"memory_gb": (least + share * (peak(free) - least)) / 1e9}
+    alike, apart = (session_of(family, blocks_alike=same, **cap).plan(mesh=MESH) for same in (True, False))
+    assert step_s(apart) <= step_s(alike)
+    assert peak(apart) <= cap["memory_gb"] * 1e9
+    assert repriced(family, apart).estimate == apart.estimate
+    solver = apart.solver
+    assert solver is not None
+    assert solver.objective_s is not None
+    assert solver.bound_s is not None
+    assert solver.bound_s <= solver.objective_s
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+def test_gpt2_gains_from_blocks_that_differ() -> None:
+    config = find_config("gpt2", allow_local=False)
+    assert config is not None
+    with quiet_libraries():
+        module = load_model({"hf_config": {**config.values, "n_layer": 4}}, seq=1024).module
+    job: dict[str, Any] = {"cluster": "1x8xh100-sxm-80gb", "batch": 8, "seq": 1024, "micro_batches": 1, "ac": "none"}
+    alike, apart = (PlanningSession(module, blocks_alike=same, **job).plan(mesh="dp=2,tp=4") for same in (True, False))
+    assert step_s(apart) < 0.99 * step_s(alike)
+    assert any("{" in key for key in apart.plan)
+    assert not any("{" in key for key in alike.plan)
+    priced = estimate_plan(module, ShardingPlan.from_dict(json.loads(apart.to_json()))).estimate
+    assert priced == apart.estimate
+
+
+@pytest.mark.parametrize("text", ["full:0", "none:2", "full:", "full:x", "full:²", "full:1:1", "some", "full:-1"])
+def test_other_ways_to_say_it_are_refused(text: str) -> None:
+    with pytest.raises(JobError, match="ac is"):
+        Checkpointing.parse(text)
+
+
+def test_what_is_said_comes_back() -> None:
+    for text in ("none", "selective", "full", "full:12"):
+        assert str(Checkpointing.parse(text)) == text
+
+
+def test_checkpointing_a_module_that_is_no_block_has_no_price() -> None:
+    plan = session_of("llama").plan(mesh=MESH)
+    document = json.loads(plan.to_json()) | {"activation_checkpointing": {"model.layers.*.mlp": "full"}}
+    module, inputs = families.make("llama", BATCH)
+    with pytest.raises(PlanMismatchError, match=r"model\.layers\.0\.mlp"):
+        estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=inputs)
