@@ -9,6 +9,7 @@ and is asked only for what is faster than the best so far, which its relaxation 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 
 from cost_model.layout import MeshSpec
@@ -115,7 +116,8 @@ class _Variation:
         try:
             candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline)
         except SolverError:
-            self._complete = False
+            # It broke off: this variant is left out. Or time was up: all others are as well.
+            self._complete = self._deadline is None or time.perf_counter() < self._deadline
             return False
         if candidate is None or candidate.solution is None:
             return False

@@ -6,6 +6,7 @@ Plans of all planners and twenty random ones, on fake processes; DTensor's impli
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from families import FAMILIES, make
@@ -62,8 +63,14 @@ def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> No
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
-@pytest.mark.parametrize("ac", ["full", "selective", "full:1"])
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("family", "ac"),
+    [
+        *itertools.product(["llama", "t5"], ["full", "selective"]),
+        ("llama", "full:1"),
+        pytest.param("t5", "full:1", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpointed_plans_in_bf16_with_micro_batches_run_as_planned(family: str, ac: str) -> None:
     module, inputs = make(family, 2 * BATCH)
     session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="bf16", micro_batches=2, ac=ac)

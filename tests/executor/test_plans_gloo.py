@@ -99,7 +99,7 @@ def test_random_plans_give_the_unsharded_models_numbers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_blocks_that_differ_give_the_unsharded_models_numbers(family: str) -> None:
-    check_numerics(family, ["ilp", "random:1", "random:2"], ac="full:1")
+    check_numerics(family, ["ilp", "random:1"], ac="full:1")
 
 
 def test_loss_curves_agree_under_adamw() -> None:

@@ -44,9 +44,10 @@ def repriced(family: str, plan: ShardingPlan) -> ShardingPlan:
     return estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=inputs)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ac", ["full:1", "selective:1"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "ac"), [("gpt2", "full:1"), ("llama", "selective:1"), ("bert", "full:1"), ("t5", "selective:1")]
+)
 def test_blocks_that_differ_are_priced_alike_from_their_file(family: str, ac: str, seed: int) -> None:
     plan = session_of(family, ac=ac).plan(planner=f"random:{seed}", mesh=MESH)
     assert set(plan.activation_checkpointing.values()) == {ac.removesuffix(":1")}
@@ -72,7 +73,7 @@ def test_as_many_blocks_as_there_are_is_all_of_them() -> None:
     assert many.estimate == every.estimate
 
 
-@pytest.mark.parametrize(("family", "share"), [("gpt2", 0.3), ("llama", 0.6)])
+@pytest.mark.parametrize(("family", "share"), [("gpt2", 0.3), pytest.param("llama", 0.6, marks=pytest.mark.slow)])
 def test_a_plan_is_never_slower_for_blocks_that_may_differ(family: str, share: float) -> None:
     free = session_of(family).plan(mesh=MESH)
     least = session_of(family).least_memory_bytes(mesh=MESH)
