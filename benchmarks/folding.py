@@ -5,9 +5,9 @@
 
 Three programs of one model on one mesh: folded; unfolded, with equality of equal blocks as constraints, which has to
 come to the same; and unfolded without them, which folding may lose to. Every answer is written as a plan, read back and
-priced by the estimator. The plan that a user gets, in which the first k blocks may differ from the rest, stands beside
-them, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two figures
-that have to be equal are not.
+priced by the estimator. Beside them stands the plan with `vary_blocks`, in which the first k blocks may differ from the
+rest, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two figures that
+have to be equal are not.
 """
 
 from __future__ import annotations
@@ -266,7 +266,9 @@ def case_of(preset: str, layers: int) -> tuple[Both, PlanningSession]:
     seq = SEQ.get(preset, DEFAULT_SEQ)
     with quiet_libraries():
         source = load_model({"hf_config": values}, seq=seq)
-    session = PlanningSession(source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none")
+    session = PlanningSession(
+        source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none", vary_blocks=True
+    )
     return both_ways(source.module, MESH, session), session
 
 

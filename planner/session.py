@@ -63,13 +63,13 @@ class PlanningSession:
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
-        blocks_alike: bool = False,
+        vary_blocks: bool = False,
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
         self._progress = progress
-        self._blocks_alike = blocks_alike
+        self._vary_blocks = vary_blocks
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         inputs = _inputs(model, example_inputs, batch, seq)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
@@ -175,7 +175,7 @@ class PlanningSession:
         deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
         search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline)
         found = search.best(meshes)
-        if found is None or name != "ilp" or self._blocks_alike:
+        if found is None or name != "ilp" or not self._vary_blocks:
             return found
         return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
 
@@ -333,7 +333,7 @@ def build_plan(
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
-    blocks_alike: bool = False,
+    vary_blocks: bool = False,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> ShardingPlan:
@@ -357,7 +357,8 @@ def build_plan(
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
-        blocks_alike: whether equal blocks must be laid out and checkpointed alike: a shorter plan, sooner found.
+        vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
+            may then take several times as long.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
         progress: told of each stage.
 
@@ -384,7 +385,7 @@ def build_plan(
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
-        blocks_alike=blocks_alike,
+        vary_blocks=vary_blocks,
         time_limit_s=time_limit_s,
         progress=progress,
     )

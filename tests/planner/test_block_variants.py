@@ -58,8 +58,7 @@ def test_blocks_that_differ_are_priced_alike_from_their_file(family: str, ac: st
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_checkpointing_the_first_block_lies_between_none_and_all(mode: str) -> None:
     none, first, every = (
-        session_of("llama", ac=ac, blocks_alike=True).plan(planner="fully-sharded", mesh="dp=4")
-        for ac in ("none", f"{mode}:1", mode)
+        session_of("llama", ac=ac).plan(planner="fully-sharded", mesh="dp=4") for ac in ("none", f"{mode}:1", mode)
     )
     assert first.activation_checkpointing == {"model.layers.0": mode}
     assert step_s(none) < step_s(first) < step_s(every)
@@ -79,7 +78,7 @@ def test_a_plan_is_never_slower_for_blocks_that_may_differ(family: str, share: f
     least = session_of(family).least_memory_bytes(mesh=MESH)
     assert least is not None
     cap = {"memory_gb": (least + share * (peak(free) - least)) / 1e9}
-    alike, apart = (session_of(family, blocks_alike=same, **cap).plan(mesh=MESH) for same in (True, False))
+    alike, apart = (session_of(family, vary_blocks=vary, **cap).plan(mesh=MESH) for vary in (False, True))
     assert step_s(apart) <= step_s(alike)
     assert peak(apart) <= cap["memory_gb"] * 1e9
     assert repriced(family, apart).estimate == apart.estimate
@@ -97,7 +96,7 @@ def test_gpt2_gains_from_blocks_that_differ() -> None:
     with quiet_libraries():
         module = load_model({"hf_config": {**config.values, "n_layer": 4}}, seq=1024).module
     job: dict[str, Any] = {"cluster": "1x8xh100-sxm-80gb", "batch": 8, "seq": 1024, "micro_batches": 1, "ac": "none"}
-    alike, apart = (PlanningSession(module, blocks_alike=same, **job).plan(mesh="dp=2,tp=4") for same in (True, False))
+    alike, apart = (PlanningSession(module, vary_blocks=vary, **job).plan(mesh="dp=2,tp=4") for vary in (False, True))
     assert step_s(apart) < 0.99 * step_s(alike)
     assert any("{" in key for key in apart.plan)
     assert not any("{" in key for key in alike.plan)

@@ -32,7 +32,6 @@ class Tried(NamedTuple):
 
 def session_of(family: str, cluster: str, memory_gb: float | None, **run: Any) -> PlanningSession:
     module, inputs = families.make(family, BATCH)
-    run["blocks_alike"] = True
     return PlanningSession(module, cluster=cluster, example_inputs=inputs, dtype="fp32", memory_gb=memory_gb, **run)
 
 
