@@ -29,6 +29,7 @@ from api.cli_options import (
     Planner,
     Seq,
     TimeLimit,
+    VaryBlocks,
 )
 from api.cli_requests import names_degrees, plan_of, price_degrees, priced_file, request_of, what_to_price
 from api.cli_service import add_service_commands
@@ -59,6 +60,7 @@ def plan_command(
     planner: Planner = "ilp",
     pin: Pins = None,
     data_axis: DataAxes = None,
+    vary_blocks: VaryBlocks = False,
     time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
@@ -82,6 +84,7 @@ def plan_command(
             planner=planner,
             pins=tuple(pin or ()),
             data_axes=tuple(data_axis or ()),
+            vary_blocks=vary_blocks,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit)
         if output is not None:

@@ -42,6 +42,12 @@ Pins = Annotated[
 DataAxes = Annotated[
     list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
 ]
+VaryBlocks = Annotated[
+    bool,
+    typer.Option(
+        "--vary-blocks", help="Let the first of equal blocks differ from the rest where that pays; takes longer."
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
 ]

@@ -104,6 +104,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "dtype": request.dtype,
         "pins": request.pins,
         "data_axes": request.data_axes,
+        "vary_blocks": request.vary_blocks,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)

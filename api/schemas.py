@@ -64,6 +64,8 @@ class PlanRequest(BaseModel):
     """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
     data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
     """Mesh axes that split the batch alone."""
+    vary_blocks: bool = False
+    """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
     planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property

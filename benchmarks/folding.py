@@ -174,12 +174,7 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
     )
     plan = ShardingPlan(
         mesh=PlanMesh.of(run.mesh, "cuda"),
-        plan=dict(entries.plan),
-        compute_plan=dict(entries.compute_plan),
-        gradient_plan=dict(entries.gradient_plan),
-        input_plan=dict(entries.input_plan),
-        output_plan=dict(entries.output_plan),
-        fully_shard=dict(entries.fully_shard),
+        **entries.by_field(),
         micro_batches=run.micro_batches,
         job=run.job,
         cluster=run.cluster.to_dict(),

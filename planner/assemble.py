@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,10 @@ class PlanEntries:
     input_plan: Mapping[str, PortSpec]
     output_plan: Mapping[str, PortSpec]
     fully_shard: Mapping[str, tuple[str, ...]]
+
+    def by_field(self) -> dict[str, Any]:
+        """Return the fields of a `ShardingPlan` that these are."""
+        return {field.name: dict(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:

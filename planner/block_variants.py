@@ -23,6 +23,9 @@ from planner.search import Candidate, Search
 _WORTH = 0.005
 """By how much faster a plan has to be to be worth blocks that differ: relative, of the best so far."""
 
+_STEPS = 16
+"""Relaxations to branch through in each program: most of what is to be found, and as much on any machine."""
+
 _FINEST = 4
 """How many blocks are checkpointed is settled to within this part of a list."""
 
@@ -114,11 +117,10 @@ class _Variation:
         self._say(run.ac, run.grouping, apart)
         at_most_s = self._best.estimate.step_time_s * (1.0 - _WORTH)
         try:
-            candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline)
+            candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline, steps=_STEPS)
         except SolverError:
-            # It broke off: this variant is left out. Or time was up: all others are as well.
-            self._complete = self._deadline is None or time.perf_counter() < self._deadline
-            return False
+            candidate = None  # it broke off: this variant is left out
+        self._complete = self._deadline is None or time.perf_counter() < self._deadline
         if candidate is None or candidate.solution is None:
             return False
         self._keep(candidate)
@@ -131,7 +133,6 @@ class _Variation:
         # Of the plans in which blocks differ few were tried; what none of them can beat is the relaxation.
         least_s = solution.bound_s if solution.root_s is None else solution.root_s
         self._bound_s = min(self._bound_s, least_s)
-        self._complete = self._complete and not solution.cut_short
         if self._progress is not None:
             self._progress(f"best so far {candidate.estimate.step_time_s:.6g} s")
 

@@ -235,6 +235,7 @@ def solve(
     mip_gap: float = 1e-3,
     time_limit_s: float | None = None,
     at_most_s: float | None = None,
+    steps: int | None = None,
     solver: str | None = None,
 ) -> Solution | None:
     """Return the best assignment within ``memory_bytes`` and ``at_most_s``, or None where there is none.
@@ -245,6 +246,7 @@ def solve(
         mip_gap: relative gap at which the solver may stop.
         time_limit_s: after this the best found so far is returned.
         at_most_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
+        steps: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
@@ -261,15 +263,16 @@ def solve(
                 mip_gap=mip_gap,
                 at_most=at_most,
                 time_limit_s=time_limit_s,
+                steps=steps,
                 solver=solver,
             )
         except SolverError:
             # The relaxation was not to be had. Most often nothing fits; else the solver has to do without it.
-            if memory_bytes is not None and _cannot_fit(problem, memory_bytes):
+            if steps is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
                 return None
             whole = reduction.bounded(program.linear, at_most)
             answer = solvers.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-        if answer.values is None and answer.status == "time-limit":
+        if answer.values is None and answer.status == "cut-short" and steps is None:
             raise SolverError(
                 f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
             )
@@ -295,7 +298,7 @@ def _solution(program: _Program, answer: Answer, assignment: tuple[int, ...], st
         assignment=assignment,
         objective_s=objective_s,
         bound_s=min(max(answer.bound, 0.0) / program.time_scale, objective_s),
-        status="optimal" if answer.status == "optimal" else "time-limit",
+        status="optimal" if answer.status == "optimal" else "cut-short",
         time_s=time.perf_counter() - started,
         root_s=answer.root / program.time_scale if math.isfinite(answer.root) else None,
     )

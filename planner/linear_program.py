@@ -132,7 +132,7 @@ class LinearProgram:
         return cost
 
 
-Status = Literal["optimal", "time-limit", "infeasible"]
+Status = Literal["optimal", "cut-short", "infeasible"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class Answer:
     """What a solver found.
 
     Attributes:
-        status: "time-limit": the best so far, or nothing yet.
+        status: "cut-short": the best so far, or nothing yet.
         values: of the variables; None where there is no solution.
         objective: of that solution, offset included.
         bound: no solution has a lower objective.

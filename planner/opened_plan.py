@@ -8,7 +8,7 @@ import json
 from torch import nn
 
 from cost_model import ClusterSpec
-from planner.assemble import Decision, PlanEntries, decision_from_plan, entries_of
+from planner.assemble import Decision, decision_from_plan, entries_of
 from planner.candidates import TracedModel, check_mesh
 from planner.clock import Clock
 from planner.errors import JobError, PlanMismatchError
@@ -82,21 +82,10 @@ def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPla
             read = _read(search, plan, names, grouping)
         except PlanMismatchError:
             continue
-        if json.loads(_rewritten(plan, entries_of(read.structure, read.decision, names)).to_json()) == said:
+        rewritten = dataclasses.replace(plan, **entries_of(read.structure, read.decision, names).by_field())
+        if json.loads(rewritten.to_json()) == said:
             return read
     return _read(search, plan, names, finest)
-
-
-def _rewritten(plan: ShardingPlan, entries: PlanEntries) -> ShardingPlan:
-    return dataclasses.replace(
-        plan,
-        plan=dict(entries.plan),
-        compute_plan=dict(entries.compute_plan),
-        gradient_plan=dict(entries.gradient_plan),
-        input_plan=dict(entries.input_plan),
-        output_plan=dict(entries.output_plan),
-        fully_shard=dict(entries.fully_shard),
-    )
 
 
 def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:

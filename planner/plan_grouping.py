@@ -14,6 +14,9 @@ from planner.ports import resolve_input_ports, resolve_output_ports
 from planner.regions import block_of
 from planner.traced_module import ModuleNames
 
+_MOST_STARTS = 4
+"""In how many places a plan of ours tells blocks apart; more is somebody else's, and each takes its time to try."""
+
 
 def groupings_of_plan(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> list[Grouping]:
     """Return how ``plan`` may group the blocks, the fewest parts first.
@@ -47,7 +50,8 @@ def groupings_of_plan(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) ->
                 starts.add(index)
                 number += 1
             parts[block] = number
-    coarser = [parted(blocks, modes, apart) for apart in (None, *sorted(starts))]
+    apart = sorted(starts) if len(starts) <= _MOST_STARTS else ()
+    coarser = [parted(blocks, modes, count) for count in (None, *apart)]
     return list(dict.fromkeys([*coarser, Grouping(modes=tuple(modes.items()), parts=tuple(parts.items()))]))
 
 

@@ -185,8 +185,8 @@ class Solution:
 
     @property
     def cut_short(self) -> bool:
-        """Whether time was up before it was proven to be the best."""
-        return self.status == "time-limit"
+        """Whether time, or the steps allowed, ran out before it was proven to be the best."""
+        return self.status == "cut-short"
 
 
 def brute_force(problem: Problem, memory_bytes: float | None) -> tuple[tuple[int, ...], float] | None:

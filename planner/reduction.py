@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from planner import solvers
 from planner.errors import SolverError
-from planner.linear_program import Answer, Indices, LinearProgram
+from planner.linear_program import Answer, Floats, Indices, LinearProgram
 
 _NARROW = 0.01
 """The first limit: this far above the relaxation's objective, relative to it."""
@@ -50,9 +50,10 @@ def solve(
     mip_gap: float,
     at_most: float = math.inf,
     time_limit_s: float | None = None,
+    steps: int | None = None,
     solver: str | None = None,
 ) -> Answer:
-    """Return the best solution of ``program`` within a relative gap, or the best found in the time.
+    """Return the best solution of ``program`` within a relative gap, or the best found in the time or the steps.
 
     Args:
         program: what to solve.
@@ -60,6 +61,8 @@ def solve(
         mip_gap: relative gap at which the solver may stop.
         at_most: the objective from which on a solution is not wanted.
         time_limit_s: for all of it.
+        steps: relaxations to branch through, after which the best so far is the answer, on any machine the same; None:
+            until it is proved to be the best.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
@@ -74,24 +77,34 @@ def solve(
         return Answer(status="infeasible")
     if relaxed.values is None or most_fractional(program, relaxed) is None:
         return dataclasses.replace(relaxed, root=relaxed.objective)
-    found = _narrowed(program, relaxed, zero_one, mip_gap, at_most, deadline, solver)
+    raised = _raised(relaxed, zero_one)
+    if steps is None:
+        found = _narrowed(program, relaxed, raised, mip_gap, at_most, deadline, solver)
+    else:
+        kept = np.flatnonzero(relaxed.objective + raised <= at_most).astype(np.int32)
+        part, root = _part(program, relaxed, kept)
+        found = _whole(program, _branch(part, root, at_most, mip_gap, deadline, solver, steps), kept)
     return dataclasses.replace(found, root=relaxed.objective)
+
+
+def _raised(relaxed: Answer, zero_one: npt.NDArray[np.bool_]) -> Floats:
+    """Return, by variable, by how much the objective rises at least where that is not 0."""
+    assert relaxed.values is not None
+    assert relaxed.reduced_costs is not None
+    # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
+    return np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)
 
 
 def _narrowed(
     program: LinearProgram,
     relaxed: Answer,
-    zero_one: npt.NDArray[np.bool_],
+    raised: Floats,
     mip_gap: float,
     at_most: float,
     deadline: float | None,
     solver: str | None,
 ) -> Answer:
     """Return the answer of a program whose relaxation is not one, from ever more of its variables."""
-    assert relaxed.values is not None
-    assert relaxed.reduced_costs is not None
-    # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
-    raised = np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)
     scale = max(abs(relaxed.objective), _SMALLEST)
     best, width = Answer(status="infeasible"), _NARROW
     while True:
@@ -104,8 +117,8 @@ def _narrowed(
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
         limit = relaxed.objective + width * scale
         bound = max(relaxed.objective, min(part.bound if part.status != "infeasible" else math.inf, limit))
-        if part.status == "time-limit":
-            return dataclasses.replace(best, status="time-limit", bound=bound)
+        if part.status == "cut-short":
+            return dataclasses.replace(best, status="cut-short", bound=bound)
         near = best.values is not None and best.objective - bound <= mip_gap * abs(best.objective)
         if math.isinf(width) or is_last or near or (best.values is not None and best.objective <= limit):
             return best if best.values is None else dataclasses.replace(best, bound=min(bound, best.objective))
@@ -136,13 +149,21 @@ def _solve_part(
     Args:
         relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
     """
-    part = program.part(kept)
-    assert relaxed.values is not None
-    root = dataclasses.replace(relaxed, values=relaxed.values[kept])
-    answer = _branch(part, root, at_most, mip_gap, deadline, solver)
-    if answer is None:
+    part, root = _part(program, relaxed, kept)
+    answer = _branch(part, root, at_most, mip_gap, deadline, solver, _FEW)
+    if answer.status == "cut-short":
         part = bounded(part, at_most)
         answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
+    return _whole(program, answer, kept)
+
+
+def _part(program: LinearProgram, relaxed: Answer, kept: Indices) -> tuple[LinearProgram, Answer]:
+    assert relaxed.values is not None
+    return program.part(kept), dataclasses.replace(relaxed, values=relaxed.values[kept])
+
+
+def _whole(program: LinearProgram, answer: Answer, kept: Indices) -> Answer:
+    """Return the answer to a part of a program as one to the whole."""
     if answer.values is None:
         return answer
     values = np.zeros(program.columns)
@@ -163,20 +184,26 @@ def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
 
 
 def _branch(
-    program: LinearProgram, root: Answer, at_most: float, mip_gap: float, deadline: float | None, solver: str | None
-) -> Answer | None:
-    """Return the best solution by depth-first branching from ``root``; None where that takes more than a few steps."""
+    program: LinearProgram,
+    root: Answer,
+    at_most: float,
+    mip_gap: float,
+    deadline: float | None,
+    solver: str | None,
+    steps: int,
+) -> Answer:
+    """Return the best solution by depth-first branching from ``root``, the best so far after so many ``steps``."""
     open_: list[dict[int, float]] = [{}]
     best, lowest = Answer(status="infeasible"), math.inf
-    for _ in range(_FEW):
+    for _ in range(steps):
         fixed, relaxed = open_.pop(), root
         if fixed:
             try:
                 relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
             except SolverError:
-                return None
-        if relaxed.status == "time-limit":
-            return None
+                break
+        if relaxed.status == "cut-short":
+            break
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
             wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
@@ -188,4 +215,4 @@ def _branch(
                 open_ += [{**fixed, variable: 0.0}, {**fixed, variable: 1.0}]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
-    return None
+    return dataclasses.replace(best, status="cut-short", bound=root.objective)

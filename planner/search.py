@@ -169,6 +169,7 @@ class Search:
         *,
         mip_gap: float | None = None,
         deadline: float | None = None,
+        steps: int | None = None,
         capped: bool = True,
     ) -> Candidate | None:
         """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
@@ -177,6 +178,7 @@ class Search:
             floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
             mip_gap: relative gap at which the solver may stop; None takes the job's.
             deadline: the best so far is returned at this time (of `time.perf_counter`).
+            steps: relaxations to branch through, after which the best so far is returned; None: all it takes.
             capped: whether it has to fit.
 
         Raises:
@@ -191,6 +193,7 @@ class Search:
                     mip_gap=self.job.mip_gap if mip_gap is None else mip_gap,
                     time_limit_s=left_s(deadline),
                     at_most_s=at_most_s,
+                    steps=steps,
                 )
             if solution is None:
                 return None

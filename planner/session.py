@@ -257,12 +257,7 @@ class PlanningSession:
         )
         return ShardingPlan(
             mesh=PlanMesh.of(run.mesh, "cpu" if cluster.device.kind == "cpu" else "cuda"),
-            plan=dict(entries.plan),
-            compute_plan=dict(entries.compute_plan),
-            gradient_plan=dict(entries.gradient_plan),
-            input_plan=dict(entries.input_plan),
-            output_plan=dict(entries.output_plan),
-            fully_shard=dict(entries.fully_shard),
+            **entries.by_field(),
             activation_checkpointing=fold_names(dict(run.grouping.modes), self._module.names.modules),
             micro_batches=run.micro_batches,
             estimate=candidate.estimate,
@@ -358,7 +353,7 @@ def build_plan(
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
-            may then take several times as long.
+            then takes up to three times as long.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
         progress: told of each stage.
 

@@ -120,9 +120,11 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
         return Answer(status="infeasible")
     if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
         raise _broke_off(solver.modelStatusToString(status))
-    solved: Status = "time-limit" if status == states.kTimeLimit else "optimal"
-    if status == states.kTimeLimit and info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return Answer(status="time-limit", bound=float(info.mip_dual_bound) if mip else -math.inf)
+    solved: Status = "cut-short" if status == states.kTimeLimit else "optimal"
+    # A relaxation that was not solved to its end bounds nothing.
+    feasible = mip and info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    if status == states.kTimeLimit and not feasible:
+        return Answer(status="cut-short", bound=float(info.mip_dual_bound) if mip else -math.inf)
     solution, objective = solver.getSolution(), float(info.objective_function_value)
     return Answer(
         status=solved,
@@ -151,12 +153,12 @@ def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, 
     limited = model.sol_status == pulp.LpSolutionIntegerFeasible
     if status != pulp.LpStatusOptimal or any(value is None for value in found):
         if time_limit_s is not None:
-            return Answer(status="time-limit")
+            return Answer(status="cut-short")
         raise _broke_off(pulp.LpStatus[status])
     values = np.asarray(found, np.float64)
     objective = float(program.cost() @ values) + program.objective.constant
     return Answer(
-        status="time-limit" if limited else "optimal",
+        status="cut-short" if limited else "optimal",
         values=values,
         objective=objective,
         # CBC's command tells no bound: what its gap allows, and nothing where it ran out of time.

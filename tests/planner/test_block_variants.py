@@ -7,14 +7,21 @@ from typing import Any
 
 import families
 import pytest
+from typer.testing import CliRunner
 
+from api.cli import app
 from api.configs import find_config
 from api.models import load_model, quiet_libraries
+from api.planning import opened_request
+from api.schemas import PlanRequest
+from planner.blocks import Blocks
 from planner.errors import JobError, PlanMismatchError
 from planner.job import Checkpointing
 from planner.opened_plan import estimate_plan
-from planner.plan import ShardingPlan
+from planner.plan import PlanMesh, ShardingPlan
+from planner.plan_grouping import groupings_of_plan
 from planner.session import PlanningSession
+from planner.traced_module import ModuleNames
 
 BATCH = 8
 MESH = "dp=2,tp=2"
@@ -121,3 +128,41 @@ def test_checkpointing_a_module_that_is_no_block_has_no_price() -> None:
     module, inputs = families.make("llama", BATCH)
     with pytest.raises(PlanMismatchError, match=r"model\.layers\.0\.mlp"):
         estimate_plan(module, ShardingPlan.from_dict(document), example_inputs=inputs)
+
+
+@pytest.mark.parametrize(("every", "tried"), [(1, 1), (2, 2), (6, 4)])
+def test_few_groupings_of_a_plan_are_tried(every: int, tried: int) -> None:
+    """A plan that tells blocks apart in ten places is not ours, and has one grouping besides the coarsest."""
+    names = tuple(f"layers.{index}" for index in range(12))
+    blocks = Blocks(of_region={}, representatives=(names[0],), lists={"layers.*": names})
+    again = dict.fromkeys((name for index, name in enumerate(names) if index % every == 0), "full")
+    plan = ShardingPlan(mesh=PlanMesh(names=("dp",), shape=(4,)), activation_checkpointing=again)
+    found = groupings_of_plan(plan, blocks, ModuleNames(parameters=(), modules=("", *names)))
+    assert len(found) == tried
+    assert dict(found[0].modes) == again
+    assert len({number for _, number in found[-1].parts}) == (1 if every == 1 else 12 if every == 2 else 4)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_it_is_asked_for_by_name(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[PlanRequest] = []
+
+    def noted(request: PlanRequest, **_: Any) -> ShardingPlan:
+        seen.append(request)
+        raise JobError("that is enough.")
+
+    monkeypatch.setattr("api.cli.plan_of", noted)
+    command = [
+        "plan",
+        "gpt2",
+        "--cluster",
+        "4xtoy",
+        "--batch",
+        "4",
+        "--seq",
+        "16",
+        *(["--vary-blocks"] if asked else []),
+    ]
+    assert CliRunner().invoke(app, command).exit_code == 2
+    assert [request.vary_blocks for request in seen] == [asked]
+    assert opened_request(seen[0], allow_local=False).job["vary_blocks"] is asked

@@ -1,0 +1,145 @@
+"""Plans beside what people ran: every published 16-bit run of a model that ships as a preset, and the plan of its job.
+
+    cd benchmarks && python against_published.py --truth ../../shared/truth [--model llama-3.1-8b] [--devices 64]
+
+For each run: what was measured, what `shardplan estimate` says of its configuration, and what the plan for the same
+model, cluster, batch and sequence would take. The two prices come from two models of a step (docs/accuracy.md): that of
+configurations has constants fitted to whole runs, that of plans adds up ops, and has none. So a plan's price is less,
+by what the frameworks lose; what is to be seen here is whether any configuration beats the plan by more than that.
+Exit code 1 where a configuration is priced faster than the plan, or nothing fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from published.configurations import UnknownConfigurationError, configuration_of, measured_step_s, precision_class
+from published.frameworks import assumptions_of
+from published.machines import UnknownMachineError, cluster_of
+from published.models import UnknownModelError, model_of
+from published.rows import number, read
+from rich.console import Console
+from rich.table import Table
+
+from api.models import load_model, quiet_libraries
+from cost_model import ClusterSpec
+from cost_model.step import step_time
+from planner import PlanningSession, ShardingPlan
+from planner.errors import PlannerError
+
+PRESETS = {
+    "Llama3-8B": "llama-3.1-8b",
+    "Llama3.1-8B": "llama-3.1-8b",
+    "Llama3-70B": "llama-3.1-70b",
+    "Llama3.1-70B": "llama-3.1-70b",
+    "Llama3.1-405B": "llama-3.1-405b",
+    "Qwen3-8B": "qwen3-8b",
+}
+"""Preset by the model's name in the file. (Llama 3 has the dimensions of Llama 3.1.)"""
+
+COLUMNS = ("row", "model", "devices", "batch x seq", "configuration", "measured", "its price", "plan", "its price", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedRun:
+    """One row: its job, its configuration, and the seconds of a step."""
+
+    row_id: str
+    preset: str
+    cluster: ClusterSpec
+    batch: int
+    seq: int
+    configuration: str
+    measured_s: float
+    priced_s: float
+
+    @property
+    def job(self) -> tuple[str, ClusterSpec, int, int]:
+        """What a plan is made for."""
+        return self.preset, self.cluster, self.batch, self.seq
+
+
+def runs_of(folder: Path) -> Iterator[PublishedRun]:
+    """Yield the 16-bit runs of presets whose configuration and machine are known."""
+    for row in read(folder, "training_runs.csv"):
+        preset = PRESETS.get(row["model"])
+        assumed = assumptions_of(row)
+        if preset is None or assumed is None or precision_class(row["precision"]) != "16-bit":
+            continue
+        try:
+            spec, parallel, cluster = model_of(row), configuration_of(row, assumed), cluster_of(row)
+            measured_s = measured_step_s(row, spec, parallel)
+            if measured_s is None:
+                continue
+            yield PublishedRun(
+                row_id=row["row_id"],
+                preset=preset,
+                cluster=cluster,
+                batch=parallel.global_batch,
+                seq=parallel.seq,
+                configuration=_degrees(row),
+                measured_s=measured_s,
+                priced_s=step_time(spec, parallel, cluster).total_s,
+            )
+        except (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError):
+            continue
+
+
+def _degrees(row: Mapping[str, str]) -> str:
+    degrees = [f"{name}={value:.0f}" for name in ("fsdp", "tp", "pp", "cp") if (value := number(row, name) or 1) > 1]
+    return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
+
+
+def plan_of(run: PublishedRun) -> ShardingPlan | str:
+    """Return the plan for a run's job, or why there is none."""
+    with quiet_libraries():
+        source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        try:
+            session = PlanningSession(source.module, cluster=run.cluster, batch=run.batch, seq=run.seq)
+            return session.plan()
+        except PlannerError as error:
+            return str(error).splitlines()[0]
+
+
+def main() -> int:
+    """Plan and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
+    parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
+    parser.add_argument("--devices", type=int, help="runs on so many devices alone")
+    arguments = parser.parse_args()
+    wanted = [
+        run
+        for run in runs_of(arguments.truth)
+        if arguments.model in (None, run.preset) and arguments.devices in (None, run.cluster.size)
+    ]
+    table = Table(*COLUMNS)
+    plans: dict[tuple[str, ClusterSpec, int, int], ShardingPlan | str] = {}
+    worse = 0
+    for number_of, run in enumerate(sorted(wanted, key=lambda run: (run.preset, run.cluster.size, run.row_id)), 1):
+        if run.job not in plans:
+            print(f"{number_of}/{len(wanted)}: {run.preset} on {run.cluster.name}", file=sys.stderr)
+            plans[run.job] = plan_of(run)
+        plan = plans[run.job]
+        cells = [run.row_id, run.preset, str(run.cluster.size), f"{run.batch} x {run.seq}", run.configuration]
+        cells += [f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
+        if isinstance(plan, str) or plan.estimate is None:
+            worse += 1
+            table.add_row(*cells, "none", "", str(plan)[:60])
+            continue
+        seconds = plan.estimate.step_time_s
+        slower = seconds > run.priced_s
+        worse += slower
+        what = f"{plan.mesh.spec} x{plan.micro_batches} {plan.job.ac}"
+        table.add_row(*cells, what, f"{seconds:.3f}", f"{run.priced_s / seconds:.2f}" + (" SLOWER" if slower else ""))
+    Console(width=170).print(table)
+    print(f"{len(wanted)} runs, {len(plans)} plans; a configuration is priced faster, or nothing fits, in {worse}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
