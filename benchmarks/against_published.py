@@ -1,19 +1,23 @@
 """Plans beside what people ran: every published 16-bit run of a model that ships as a preset, and the plan of its job.
 
     cd benchmarks && python against_published.py --truth ../../shared/truth [--model llama-3.1-8b] [--devices 64]
+    cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
-For each run: what was measured, what `shardplan estimate` says of its configuration, and what the plan for the same
-model, cluster, batch and sequence would take. The two prices come from two models of a step (docs/accuracy.md): that of
-configurations has constants fitted to whole runs, that of plans adds up ops, and has none. So a plan's price is less,
-by what the frameworks lose; what is to be seen here is whether any configuration beats the plan by more than that.
-Exit code 1 where a configuration is priced faster than the plan, or nothing fits.
+For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
+cluster, batch and sequence. The two prices come from two models of a step (docs/accuracy.md). Exit code 1 where a
+configuration is priced faster than the plan, or nothing fits.
+
+``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
+micro-batches and checkpointing. How far that is off is what a plan's price is worth. (What differs: the kernels that a
+framework fuses or compiles, and torchtitan's selective checkpointing, which runs every other product again.)
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +31,7 @@ from rich.table import Table
 
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
+from cost_model.parallelism import ParallelSpec
 from cost_model.step import step_time
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
@@ -41,6 +46,7 @@ PRESETS = {
 }
 """Preset by the model's name in the file. (Llama 3 has the dimensions of Llama 3.1.)"""
 
+SAME_COLUMNS = ("row", "model", "device", "devices", "framework", "checkpointing", "measured", "as a plan", "off")
 COLUMNS = ("row", "model", "devices", "batch x seq", "configuration", "measured", "its price", "plan", "its price", "")
 
 
@@ -56,6 +62,8 @@ class PublishedRun:
     configuration: str
     measured_s: float
     priced_s: float
+    framework: str
+    parallel: ParallelSpec
 
     @property
     def job(self) -> tuple[str, ClusterSpec, int, int]:
@@ -84,6 +92,8 @@ def runs_of(folder: Path) -> Iterator[PublishedRun]:
                 configuration=_degrees(row),
                 measured_s=measured_s,
                 priced_s=step_time(spec, parallel, cluster).total_s,
+                framework=row["framework"],
+                parallel=parallel,
             )
         except (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError):
             continue
@@ -105,22 +115,65 @@ def plan_of(run: PublishedRun) -> ShardingPlan | str:
             return str(error).splitlines()[0]
 
 
+def same_as_a_plan(run: PublishedRun) -> float | None:
+    """Return what the run's own configuration is priced at as a plan; None where no plan is the same."""
+    parallel = run.parallel
+    split = parallel.zero != 3 or parallel.replicate > 1 or parallel.shard != run.cluster.size
+    if split or parallel.checkpointing == "attention" or parallel.implementation.optimizer_on_host:
+        return None
+    with quiet_libraries():
+        source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        session = PlanningSession(
+            source.module,
+            cluster=run.cluster,
+            batch=run.batch,
+            seq=run.seq,
+            micro_batches=parallel.micro_batches,
+            ac=parallel.checkpointing,
+        )
+        # Whether it fits is another question: memory is judged row by row in accuracy.py.
+        estimate = session.plan(planner="fully-sharded", memory_bytes=2**50).estimate
+    return None if estimate is None else estimate.step_time_s
+
+
+def show_same(runs: Sequence[PublishedRun]) -> int:
+    """Print each run's own configuration priced as a plan; return 0."""
+    table, off = Table(*SAME_COLUMNS), []
+    for run in runs:
+        seconds = same_as_a_plan(run)
+        if seconds is None:
+            continue
+        off.append(seconds / run.measured_s - 1)
+        cells = (run.row_id, run.preset, run.cluster.device.name, str(run.cluster.size), run.framework)
+        numbers = (f"{run.measured_s:.3f}", f"{seconds:.3f}", f"{off[-1]:+.0%}")
+        table.add_row(*cells, run.parallel.checkpointing, *numbers)
+    Console(width=150).print(table)
+    if off:
+        mean, median = statistics.fmean(map(abs, off)), statistics.median(map(abs, off))
+        print(f"{len(off)} runs: {mean:.1%} off on average, median {median:.1%}, signed {statistics.fmean(off):+.1%}")
+    return 0
+
+
 def main() -> int:
     """Plan and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
     parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
+    parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
     wanted = [
         run
         for run in runs_of(arguments.truth)
         if arguments.model in (None, run.preset) and arguments.devices in (None, run.cluster.size)
     ]
+    wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
+    if arguments.same:
+        return show_same(wanted)
     table = Table(*COLUMNS)
     plans: dict[tuple[str, ClusterSpec, int, int], ShardingPlan | str] = {}
     worse = 0
-    for number_of, run in enumerate(sorted(wanted, key=lambda run: (run.preset, run.cluster.size, run.row_id)), 1):
+    for number_of, run in enumerate(wanted, 1):
         if run.job not in plans:
             print(f"{number_of}/{len(wanted)}: {run.preset} on {run.cluster.name}", file=sys.stderr)
             plans[run.job] = plan_of(run)

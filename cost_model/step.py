@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cost_model.cluster import ClusterSpec
 from cost_model.compute import stream_bytes_per_s
-from cost_model.devices import DeviceSpec
+from cost_model.in_step import taken_share
 from cost_model.layer_time import LayerTime, layer_time
 from cost_model.parallelism import ParallelSpec
 from cost_model.pipeline import idle_share
@@ -33,17 +33,6 @@ socket at 60 %, two sockets, eight ranks."""
 
 HOST_LINK_BYTES_PER_S = 25e9
 """PCIe between device and host under load. Assumed."""
-
-
-NCCL_PROCESSORS = 24
-"""Processors that a collective's kernel holds: one for each channel, and NCCL's logs of nodes of eight devices say
-"24 coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). Fitted freely the slow-down came out as
-nothing: calibration rows cannot tell it from a lower share of the matrix rate."""
-
-
-def _taken_share(device: DeviceSpec) -> float:
-    """Return the share of the device's processors that a collective keeps from compute while it runs."""
-    return min(1.0, NCCL_PROCESSORS / device.processors) if device.processors else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +105,7 @@ def step_time(
         pipeline_send_s=count * send,
         bubble_s=idle * (chunks + send),
         data_s=exposed,
-        slowdown_s=hidden * _taken_share(cluster.device),
+        slowdown_s=hidden * taken_share(cluster.device),
         optimizer_s=_optimizer_seconds(spec, parallel, cluster, fitted),
     )
 

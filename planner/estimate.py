@@ -98,8 +98,8 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     """Return seconds and bytes of one step under ``decision``."""
     price = itemise(formulator, structure, decision)
     total = price.charge
-    forward = phase_time_s(total, quantity.COMPUTE_FORWARD, quantity.BLOCKING_FORWARD, quantity.PREFETCH_FORWARD)
-    backward = phase_time_s(total, quantity.COMPUTE_BACKWARD, quantity.BLOCKING_BACKWARD, quantity.PREFETCH_BACKWARD)
+    forward = phase_time_s(total, quantity.FORWARD)
+    backward = phase_time_s(total, quantity.BACKWARD)
     compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
     step = step_time_s(total)
     optimizer = _optimizer_s(formulator, structure, decision)

@@ -7,8 +7,8 @@
                                                                                 x[consumer,c]
     units       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
     quantities  Q[name] = constant + sum of the charges of x, f and u
-    time        F >= compute + sum of blocking; F >= blocking[l] + prefetch[l] for each link l; B likewise for the
-    backward
+    time        F >= compute + slowdown + sum of blocking; F >= blocking[l] + prefetch[l] for each link l;
+                B likewise for the backward
     memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment
     minimise    F + B + exposed
 
@@ -167,13 +167,12 @@ def _time(program: _Program) -> None:
     links = problems._links(quantities.names)
     exposed = quantities.sum([problems.EXPOSED], scale)
     phases = []
-    for compute, blocking, prefetch in (
-        (problems.COMPUTE_FORWARD, problems.BLOCKING_FORWARD, problems.PREFETCH_FORWARD),
-        (problems.COMPUTE_BACKWARD, problems.BLOCKING_BACKWARD, problems.PREFETCH_BACKWARD),
-    ):
+    for compute, slowdown, blocking, prefetch in (problems.FORWARD, problems.BACKWARD):
         phase = linear.variable()
         phases.append(phase)
-        linear.at_most(quantities.sum([compute, *(blocking + link for link in links)], scale).less(phase), 0.0)
+        linear.at_most(
+            quantities.sum([compute, slowdown, *(blocking + link for link in links)], scale).less(phase), 0.0
+        )
         for link in links:
             linear.at_most(quantities.sum([blocking + link, prefetch + link], scale).less(phase), 0.0)
     linear.objective = Expression(

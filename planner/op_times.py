@@ -14,6 +14,7 @@ from cost_model.attention import attention_time_s
 from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s
+from cost_model.in_step import in_step
 from planner.graph import Op, Value
 from planner.profile import ATTENTION, OpProfile
 
@@ -71,12 +72,13 @@ class OpTimes:
     """Times of ops on one kind of device, remembered by the shapes of their pieces.
 
     A device that waits for its host (``host_op_s``) is charged for everything that is dispatched: views, what a
-    backward is made of, sums of gradients. One that does not is charged for one kernel per op and pass.
+    backward is made of. One that does not is charged for one kernel per op and pass, as it runs inside a step.
     """
 
     def __init__(self, device: DeviceSpec, flash_attention: bool) -> None:
         self._host_op_s = device.host_op_s
         self._device = dataclasses.replace(device, kernel_launch_s=0.0) if self._host_op_s else device
+        self._in_step = in_step(device)
         self._kernel = "flash" if flash_attention else "unfused"
         self._known: dict[tuple[object, ...], OpTime] = {}
 
@@ -114,10 +116,9 @@ class OpTimes:
         return self._known[key]
 
     def sum_s(self, nbytes: float) -> float:
-        """Return the seconds of adding a gradient of ``nbytes`` to another; 0.0 where the host is not waited for."""
-        if not self._host_op_s:
-            return 0.0
-        return 3 * nbytes / stream_bytes_per_s(self._device) + self._host_op_s
+        """Return the seconds of adding a gradient of ``nbytes`` to another."""
+        stream_s = 3 * nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
+        return stream_s + (self._host_op_s or self._device.kernel_launch_s)
 
     def _with_host(self, time: OpTime, profile: OpProfile) -> OpTime:
         if not self._host_op_s:
@@ -157,7 +158,8 @@ class OpTimes:
     def _product_s(self, m: int, n: int, k: int, batch: int, output: Value, dtype: str) -> float:
         itemsize = output.dtype.itemsize
         aligned = k * itemsize % _ROW_NBYTES == 0 and n * itemsize % _ROW_NBYTES == 0
-        return gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=dtype, aligned=aligned)
+        alone_s = gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=dtype, aligned=aligned)
+        return alone_s / self._in_step.gemm_share
 
     def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
         batch, heads, seq_q, head_dim = shapes[0]
@@ -208,7 +210,8 @@ class OpTimes:
             dtype=dtype,
             matmul=matmul,
         )
-        return OpTime(forward_s, backward_s)
+        share_of_rate = self._in_step.gemm_share if matmul else self._in_step.stream_share
+        return OpTime(forward_s / share_of_rate, backward_s / share_of_rate)
 
 
 def _is_causal(op: Op) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.compute import stream_bytes_per_s
+from cost_model.in_step import in_step
 from cost_model.layout import Layout, sharded_dim, split_factor
 from planner import problem as quantity
 from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
@@ -235,9 +236,11 @@ class ParameterPricer:
             calls=count if once else count * self._run.micro_batches,
             prefix=self._hidden_backward,
         )
-        if price is None or not first or not self._overlaps:
+        if price is None or not self._overlaps:
             return price
-        return add_prices([price, Price(charge={quantity.EXPOSED: sum(price.charge.values())})])
+        seconds = sum(price.charge.values())
+        more = {quantity.SLOWDOWN_BACKWARD: self._slowdown_s(seconds)} | ({quantity.EXPOSED: seconds} if first else {})
+        return add_prices([price, Price(charge=more)])
 
     # --- with its block ------------------------------------------------------------------------------------------
 
@@ -314,12 +317,20 @@ class ParameterPricer:
         link, passes = self._communication.link(axis), self._run.micro_batches
         calls = block.count * passes
         exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
+        forward_s = (calls - exposed_gathers) * gather_s
+        backward_s = calls * gather_s + (calls - exposed_reductions) * reduce_s
         charge = {
-            self._hidden_forward + link: (calls - exposed_gathers) * gather_s,
-            self._hidden_backward + link: calls * gather_s + (calls - exposed_reductions) * reduce_s,
+            self._hidden_forward + link: forward_s,
+            self._hidden_backward + link: backward_s,
             quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
+            quantity.SLOWDOWN_FORWARD: self._slowdown_s(forward_s),
+            quantity.SLOWDOWN_BACKWARD: self._slowdown_s(backward_s),
         }
         return Price(charge=charge)
+
+    def _slowdown_s(self, hidden_s: float) -> float:
+        """Return by how much compute takes longer where so many seconds of communication run beside it."""
+        return hidden_s * in_step(self._run.cluster.device).taken_share if self._overlaps else 0.0
 
     @property
     def _copying_s_per_byte(self) -> float:

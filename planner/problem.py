@@ -11,6 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Charge = Mapping[str, float]
 """Quantity name -> amount. Names: see `step_time_s` and `peak_bytes`."""
@@ -19,6 +20,8 @@ COMPUTE_FORWARD = "compute.forward"
 COMPUTE_BACKWARD = "compute.backward"
 EXPOSED = "exposed"
 MEMORY = "memory."
+SLOWDOWN_FORWARD = "slowdown.forward"
+SLOWDOWN_BACKWARD = "slowdown.backward"
 BLOCKING_FORWARD = "blocking.forward."
 BLOCKING_BACKWARD = "blocking.backward."
 PREFETCH_FORWARD = "prefetch.forward."
@@ -140,23 +143,35 @@ def _links(names: Iterator[str] | Sequence[str]) -> list[str]:
     return sorted({name[len(prefix) :] for name in names for prefix in prefixes if name.startswith(prefix)})
 
 
-def phase_time_s(total: Mapping[str, float], compute: str, blocking: str, prefetch: str) -> float:
+class PhaseQuantities(NamedTuple):
+    """Quantities of a phase: names of what computes and what that is slowed by, prefixes of those of a link."""
+
+    compute: str
+    slowdown: str
+    blocking: str
+    prefetch: str
+
+
+FORWARD = PhaseQuantities(COMPUTE_FORWARD, SLOWDOWN_FORWARD, BLOCKING_FORWARD, PREFETCH_FORWARD)
+BACKWARD = PhaseQuantities(COMPUTE_BACKWARD, SLOWDOWN_BACKWARD, BLOCKING_BACKWARD, PREFETCH_BACKWARD)
+
+
+def phase_time_s(total: Mapping[str, float], phase: PhaseQuantities) -> float:
     """Return the seconds of one phase: compute and blocking communication, or the busiest link if that is more."""
-    links = _links(list(total))
+    blocking, prefetch, links = phase.blocking, phase.prefetch, _links(list(total))
     blocked = sum(total.get(blocking + link, 0.0) for link in links)
     busiest = max((total.get(blocking + link, 0.0) + total.get(prefetch + link, 0.0) for link in links), default=0.0)
-    return max(total.get(compute, 0.0) + blocked, busiest)
+    return max(total.get(phase.compute, 0.0) + total.get(phase.slowdown, 0.0) + blocked, busiest)
 
 
 def step_time_s(total: Mapping[str, float]) -> float:
     """Return the seconds of a step from the totals of its quantities.
 
-    Forward and backward each take their compute plus their blocking communication, or, where a link is the bottleneck,
-    all that this link carries; what is exposed in any case (first gather, last reduction, optimizer) is added.
+    Forward and backward each take their compute, what communication beside it slows that by, and their blocking
+    communication, or, where a link is the bottleneck, all that this link carries; what is exposed in any case (first
+    gather, last reduction, optimizer) is added.
     """
-    forward = phase_time_s(total, COMPUTE_FORWARD, BLOCKING_FORWARD, PREFETCH_FORWARD)
-    backward = phase_time_s(total, COMPUTE_BACKWARD, BLOCKING_BACKWARD, PREFETCH_BACKWARD)
-    return forward + backward + total.get(EXPOSED, 0.0)
+    return phase_time_s(total, FORWARD) + phase_time_s(total, BACKWARD) + total.get(EXPOSED, 0.0)
 
 
 def peak_bytes(total: Mapping[str, float]) -> float:

@@ -8,11 +8,22 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from planner.problem import COMPUTE_BACKWARD, COMPUTE_FORWARD, Edge, Node, Problem, Unit
+from planner.problem import (
+    COMPUTE_BACKWARD,
+    COMPUTE_FORWARD,
+    SLOWDOWN_BACKWARD,
+    SLOWDOWN_FORWARD,
+    Edge,
+    Node,
+    Problem,
+    Unit,
+)
 
 TIMES = (
     COMPUTE_FORWARD,
     COMPUTE_BACKWARD,
+    SLOWDOWN_FORWARD,
+    SLOWDOWN_BACKWARD,
     "exposed",
     *(
         f"{kind}.{phase}.{link}"

@@ -18,6 +18,7 @@ from planner.estimate import itemise
 from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.problem import (
+    FORWARD,
     InfeasibleAssignmentError,
     peak_bytes,
     phase_time_s,
@@ -144,7 +145,8 @@ def every_time_and_peak(few: Formulation) -> dict[tuple[int, ...], tuple[float, 
 
 def test_time_of_hand_worked_totals() -> None:
     total = {
-        "compute.forward": 3.0,
+        "compute.forward": 2.5,
+        "slowdown.forward": 0.5,
         "blocking.forward.a": 1.0,
         "blocking.forward.b": 0.5,
         "prefetch.forward.a": 2.0,  # 3 + 1.5 > 1 + 2: hidden
@@ -153,7 +155,7 @@ def test_time_of_hand_worked_totals() -> None:
         "prefetch.backward.a": 4.0,  # 1 + 0.5 < 0.5 + 4: the link is the bottleneck
         "exposed": 0.25,
     }
-    assert phase_time_s(total, "compute.forward", "blocking.forward.", "prefetch.forward.") == 4.5
+    assert phase_time_s(total, FORWARD) == 4.5
     assert step_time_s(total) == 4.5 + 4.5 + 0.25
     assert step_time_s({}) == 0.0
 

@@ -1,0 +1,58 @@
+"""What kernels lose inside a step against kernels alone on an idle device: heat, cold caches, NCCL beside them.
+
+The shares are those of ``step_constants.toml``, fitted to whole published runs; what NCCL takes is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cost_model.devices import DeviceSpec
+from cost_model.step_constants import gemm_share, shipped_constants
+
+NCCL_PROCESSORS = 24
+"""Processors that a collective's kernel holds: one for each channel, and NCCL's logs of nodes of eight devices say
+"24 coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). Fitted freely the slow-down came out as
+nothing: calibration rows cannot tell it from a lower share of the matrix rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InStep:
+    """How a device computes inside a step.
+
+    Attributes:
+        gemm_share: share of a matrix product's rate alone.
+        stream_share: share of the streaming rate that element-wise kernels reach, one by one.
+        taken_share: share of compute that is lost while a collective runs beside it.
+    """
+
+    gemm_share: float = 1.0
+    stream_share: float = 1.0
+    taken_share: float = 0.0
+
+
+AS_ALONE = InStep()
+"""A step's kernels are as fast as they were measured, in a step or on a device that is only there for tests."""
+
+
+@functools.lru_cache(maxsize=256)
+def in_step(device: DeviceSpec) -> InStep:
+    """Return how ``device`` computes inside a step, by the constants that ship.
+
+    Devices without an architecture (CPUs, ``toy``) and those whose host was measured (``host_op_s``) are as alone:
+    nothing was fitted to them.
+    """
+    if not device.architecture or device.host_op_s:
+        return AS_ALONE
+    constants = shipped_constants()
+    return InStep(
+        gemm_share=gemm_share(constants, device),
+        stream_share=constants.stream_share,
+        taken_share=taken_share(device),
+    )
+
+
+def taken_share(device: DeviceSpec) -> float:
+    """Return the share of the device's processors that a collective keeps from compute while it runs."""
+    return min(1.0, NCCL_PROCESSORS / device.processors) if device.processors else 0.0
