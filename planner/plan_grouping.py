@@ -52,7 +52,9 @@ def groupings_of_plan(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) ->
             parts[block] = number
     apart = sorted(starts) if len(starts) <= _MOST_STARTS else ()
     coarser = [parted(blocks, modes, count) for count in (None, *apart)]
-    return list(dict.fromkeys([*coarser, Grouping(modes=tuple(modes.items()), parts=tuple(parts.items()))]))
+    told_apart = tuple(parts.items()) if len(set(parts.values())) > 1 else ()
+    finest = Grouping(modes=tuple(modes.items()), parts=told_apart)
+    return [*(grouping for grouping in dict.fromkeys(coarser) if grouping != finest), finest]
 
 
 def _entries_by_block(
