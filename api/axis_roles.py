@@ -47,7 +47,12 @@ class _Weights:
 
 def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
     """Return the role of each axis of the plan's mesh, outermost first."""
-    return tuple(_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.mesh.axes))
+    roles = [_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.layout_mesh.axes)]
+    if plan.pipeline is not None:
+        stages = len(plan.pipeline.stages)
+        detail = f"{stages} stages, {plan.pipeline.schedule}"
+        roles.insert(0, AxisRole(axis=plan.mesh.names[0], size=stages, role="PP", details=(detail,)))
+    return tuple(roles)
 
 
 def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:

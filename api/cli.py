@@ -17,6 +17,7 @@ from api.cli_options import (
     Cluster,
     DataAxes,
     Dtype,
+    ExecutableOnly,
     Json,
     MemoryGb,
     Mesh,
@@ -61,6 +62,7 @@ def plan_command(
     pin: Pins = None,
     data_axis: DataAxes = None,
     vary_blocks: VaryBlocks = False,
+    executable_only: ExecutableOnly = True,
     time_limit: TimeLimit = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
@@ -85,6 +87,7 @@ def plan_command(
             pins=tuple(pin or ()),
             data_axes=tuple(data_axis or ()),
             vary_blocks=vary_blocks,
+            executable_only=executable_only,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit)
         if output is not None:

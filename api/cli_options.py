@@ -48,6 +48,13 @@ VaryBlocks = Annotated[
         "--vary-blocks", help="Let the first of equal blocks differ from the rest where that pays; takes longer."
     ),
 ]
+ExecutableOnly = Annotated[
+    bool,
+    typer.Option(
+        "--executable-only/--no-executable-only",
+        help="Only plans that shard_module can run; --no-executable-only tries pipelines as well.",
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
 ]

@@ -32,7 +32,7 @@ class PlanDiff:
     """Every difference of two plans.
 
     Attributes:
-        settings: how they run: mesh, micro-batches, checkpointing, job, cluster, fingerprint.
+        settings: how they run: mesh, pipeline, micro-batches, checkpointing, job, cluster, fingerprint.
         seconds: parts of the step, and each kind of collective by axis and phase.
         nbytes: the peak per device, and each role's part of it.
         layouts: keys of the layouts that only one of them has, or both otherwise.
@@ -74,7 +74,7 @@ def diff_plans(left: ShardingPlan, right: ShardingPlan) -> PlanDiff:
 def _settings(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:
     if left["micro_batches"] != right["micro_batches"]:
         yield Change(field="micro_batches", key="", left=left["micro_batches"], right=right["micro_batches"])
-    for field in ("mesh", "activation_checkpointing", "job", "cluster", "fingerprint"):
+    for field in ("mesh", "pipeline", "activation_checkpointing", "job", "cluster", "fingerprint"):
         yield from _by_key(field, left.get(field) or {}, right.get(field) or {})
 
 

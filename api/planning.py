@@ -105,6 +105,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "pins": request.pins,
         "data_axes": request.data_axes,
         "vary_blocks": request.vary_blocks,
+        "executable_only": request.executable_only,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from api.axis_roles import axis_roles, weight_layouts
 from cost_model.layout import Layout, format_layout
-from planner.plan import CollectiveEstimate, Estimate, Job, ShardingPlan, SolverReport
+from planner.plan import CollectiveEstimate, Estimate, Job, Pipeline, ShardingPlan, SolverReport
 from planner.report import MeshReport
 
 _COLLECTIVES_SHOWN = 12
@@ -34,12 +34,15 @@ _ROLES = {
 def show_plan(plan: ShardingPlan, console: Console) -> None:
     """Print what a person wants to know of a plan: its axes, its price, how good it is, and its notes."""
     console.print(_heading(plan), "", _axes_table(plan), "", _weights_table(plan), sep="\n")
+    if plan.pipeline is not None:
+        console.print("", _stages_table(plan.pipeline), sep="\n")
     if plan.activation_checkpointing:
         console.print("\nActivation checkpointing: " + _checkpointing(plan.activation_checkpointing))
     if plan.estimate is None:
         console.print("\nNobody has priced this plan: `shardplan estimate MODEL PLAN` does.")
     else:
-        console.print("", _step_table(plan.estimate, plan.job), "", _memory_table(plan.estimate, plan.job), sep="\n")
+        step, memory = _step_table(plan.estimate, plan.job, plan.pipeline), _memory_table(plan.estimate, plan.job)
+        console.print("", step, "", memory, sep="\n")
         console.print("", _collectives_table(plan.estimate), "", sep="\n")
     if plan.solver is not None:
         console.print(_solver(plan.solver))
@@ -83,6 +86,14 @@ def _axes_table(plan: ShardingPlan) -> Table:
     return table
 
 
+def _stages_table(pipeline: Pipeline) -> Table:
+    table = new_table("Stage>", "Modules", "Each micro-batch>", "Peak>")
+    for index, stage in enumerate(pipeline.stages):
+        seconds, nbytes = duration(stage.micro_batch_s), size(stage.peak_memory_bytes)
+        table.add_row(str(index), ", ".join(stage.modules), seconds, nbytes)
+    return table
+
+
 def _checkpointing(modes: Mapping[str, str]) -> str:
     return ", ".join(f"{mode} for {pattern}" for pattern, mode in modes.items())
 
@@ -99,7 +110,7 @@ def _weights_table(plan: ShardingPlan) -> RenderableType:
             rows.setdefault(("", f"Sharder {value}", ""), []).append(key)
     if not rows:
         return Text("No weight is split.")
-    axes = ", ".join(plan.mesh.names)
+    axes = ", ".join(plan.layout_mesh.names)
     table = new_table("In", "Weights", f"Stored ({axes})", f"Used ({axes})")
     for (prefix, stored_text, used_text), names in rows.items():
         more = len(names) - _NAMES_SHOWN
@@ -112,7 +123,7 @@ def _layout(layout: Layout) -> str:
     return ", ".join(format_layout(layout))
 
 
-def _step_table(estimate: Estimate, job: Job) -> Table:
+def _step_table(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> Table:
     table = new_table("Step", "Time>", "Share>", "")
     hidden_s = max(estimate.communication_s - estimate.exposed_communication_s, 0.0)
     waits = f"{duration(estimate.exposed_communication_s)} of it waiting for communication"
@@ -125,6 +136,7 @@ def _step_table(estimate: Estimate, job: Job) -> Table:
         "backward": estimate.backward_s,
         "gradient reduction": estimate.grad_reduce_s,
         "optimizer": estimate.optimizer_s,
+        **({} if pipeline is None else {"waiting for other stages": pipeline.idle_s}),
     }
     for name, value in rows.items():
         share = f"{value / estimate.step_time_s:.1%}" if estimate.step_time_s > 0 else ""

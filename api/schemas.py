@@ -66,6 +66,8 @@ class PlanRequest(BaseModel):
     """Mesh axes that split the batch alone."""
     vary_blocks: bool = False
     """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
+    executable_only: bool = True
+    """Whether only plans are wanted that ``executor.shard_module`` can run; false tries pipelines as well."""
     planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property

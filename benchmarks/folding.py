@@ -27,9 +27,10 @@ from torch import nn
 from api.configs import find_config
 from api.models import load_model, quiet_libraries
 from cost_model.layout import MeshSpec
-from planner.assemble import Decision, decision_from_plan, decision_of, entries_of
+from planner.assemble import Decision, decision_from_plan, decision_of
 from planner.candidates import TracedModel
 from planner.clock import Clock
+from planner.entries import entries_of
 from planner.errors import SolverError
 from planner.estimate import estimate
 from planner.formulate import Formulation, Formulator

@@ -41,6 +41,7 @@ class Row:
         group: "layers", "devices", "axes" or "check-N", a check of issue 4.
         layers: in place of the preset's; None leaves them.
         mesh, micro_batches, ac: given, or None to have them found.
+        pipelines: whether pipelines are searched as well.
         asked_s: what the issue asks for, None where it does not.
     """
 
@@ -54,6 +55,7 @@ class Row:
     mesh: str | None = None
     micro_batches: int | None = None
     ac: str | None = None
+    pipelines: bool = False
     asked_s: float | None = None
 
     @property
@@ -106,9 +108,12 @@ def rows() -> Iterator[Row]:
     )  # fmt: skip
     yield given
     yield dataclasses.replace(given, name="check-1-free", micro_batches=None, ac=None)
-    yield Row(
-        name="check-3", group="check-3", preset="llama-3.1-405b", devices=16384, batch=2048, asked_s=60.0
-    )  # fmt: skip
+    for pipelines in (False, True):
+        name = "check-3-pipelines" if pipelines else "check-3"
+        yield Row(
+            name=name, group="check-3", preset="llama-3.1-405b", devices=16384, batch=2048, pipelines=pipelines,
+            asked_s=60.0,
+        )  # fmt: skip
     for preset, sizes in (
         ("llama-3.1-8b", (1, 8, 64, 512)),
         ("llama-3.1-70b", (64, 512)),
@@ -149,7 +154,7 @@ def measure(row: Row) -> Outcome:
         with quiet_libraries():
             session = PlanningSession(
                 source.module, cluster=row.cluster, batch=row.batch, seq=row.seq, micro_batches=row.micro_batches,
-                ac=row.ac,
+                ac=row.ac, executable_only=not row.pipelines,
             )  # fmt: skip
             plan = session.plan(mesh=row.mesh)
         assert plan.estimate is not None

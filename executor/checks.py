@@ -40,6 +40,7 @@ def check_plan(
         sharders: by the names that the plan uses.
 
     Raises:
+        PlanError: the plan has a pipeline.
         PlanTypeError: a value, or a Sharder, of the wrong type.
         PlanMismatchError: the plan is for another mesh, model or torch, or the module is sharded already.
         EmptyPathError: a Sharder for the root.
@@ -50,6 +51,7 @@ def check_plan(
         PlanKeyError: a module or a parameter that ``fully_shard`` cannot take.
     """
     plan.validate()
+    plan.check_runs()
     _check_mesh(plan.mesh, mesh)
     _check_sharders(plan, {} if sharders is None else sharders)
     paths = sharder_paths(module, plan)

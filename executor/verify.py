@@ -93,8 +93,9 @@ def verify(
         micro_batches: of a step; None is the plan's number.
 
     Raises:
-        PlanError: the plan has no estimate, or does not fit the module.
+        PlanError: the plan has no estimate, does not fit the module, or has a pipeline.
     """
+    plan.check_runs()
     if plan.estimate is None:
         raise PlanError("The plan has no estimate to verify.", what_to_do="Price it first: shardplan estimate.")
     expected: Counts = Counter()

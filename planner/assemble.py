@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,8 +14,8 @@ from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
-from planner.ports import PortSpec, input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
-from planner.regions import Region, block_of
+from planner.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
+from planner.regions import Region
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure, hook_key
 from planner.traced_module import ModuleNames
@@ -33,22 +31,6 @@ class Decision:
     stored: tuple[StoredChoice, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanEntries:
-    """The layouts of a plan, by its fields."""
-
-    plan: Mapping[str, Layout]
-    compute_plan: Mapping[str, Layout]
-    gradient_plan: Mapping[str, Layout]
-    input_plan: Mapping[str, PortSpec]
-    output_plan: Mapping[str, PortSpec]
-    fully_shard: Mapping[str, tuple[str, ...]]
-
-    def by_field(self) -> dict[str, Any]:
-        """Return the fields of a `ShardingPlan` that these are."""
-        return {field.name: dict(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
     """Return what ``assignment`` chooses."""
     regions = len(formulation.strategies)
@@ -56,133 +38,6 @@ def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision
         strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
         stored=tuple(choices[c] for choices, c in zip(formulation.stored, assignment[regions:-1], strict=True)),
     )
-
-
-def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Return ``entries`` with a pattern in place of keys that differ in block numbers only and agree.
-
-    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one; otherwise those
-    of blocks in a row that agree are one key, such as ``layers.{0-7}.mlp``.
-    """
-    matched: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        matched[_pattern(name)].append(name)
-    agreed = {
-        pattern
-        for pattern, found in matched.items()
-        if len(found) > 1 and all(name in entries and entries[name] == entries[found[0]] for name in found)
-    }
-    apart = {name: entry for name, entry in entries.items() if _pattern(name) not in agreed}
-    rows = _rows(apart)
-    return {_pattern(name) if _pattern(name) in agreed else rows[name]: entry for name, entry in entries.items()}
-
-
-def _rows(entries: Mapping[str, T]) -> dict[str, str]:
-    """Return name -> key that also names those of the blocks before and after it that agree."""
-    lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for name in entries:
-        block = block_of(name)
-        if block is not None:
-            start = block[: -len(block.rpartition(".")[2])]
-            lists[start, name[len(block) :]][int(block[len(start) :])] = name
-    keys = {name: name for name in entries}
-    for (start, end), by_number in lists.items():
-        for row in _in_a_row({number: entries[name] for number, name in by_number.items()}):
-            if len(row) > 1:
-                keys.update({by_number[number]: f"{start}{{{row[0]}-{row[-1]}}}{end}" for number in row})
-    return keys
-
-
-def _in_a_row(entries: Mapping[int, T]) -> list[list[int]]:
-    """Return the numbers in order, in rows of those that follow each other and have the same entry."""
-    rows: list[list[int]] = []
-    for number in sorted(entries):
-        if rows and number == rows[-1][-1] + 1 and entries[number] == entries[rows[-1][-1]]:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    return rows
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
-def entries_of(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
-    """Return the plan's layouts for ``decision``."""
-    regions = structure.regions
-    stored: dict[str, Layout] = {}
-    gradients: dict[str, Layout] = {}
-    by_value: dict[str, StoredChoice] = {}
-    together: dict[str, list[str]] = defaultdict(list)
-    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
-        for value in parameter.values:
-            by_value[value] = choice
-            if choice.gathered_over is not None:
-                (name,) = regions.graph.parameters[value]
-                block = block_of(name)
-                assert block is not None
-                together[block].append(name[len(block) + 1 :])
-            for name in regions.graph.parameters[value]:
-                stored[name] = choice.stored
-                if choice.accumulated is not None:
-                    gradients[name] = choice.accumulated
-    names = module.parameters
-    mesh_axes = len(next(iter(stored.values()))) if stored else 0
-    for name in names:
-        if name not in stored and mesh_axes:
-            stored[name] = replicated(mesh_axes)
-    compute: dict[str, Layout] = {}
-    inputs: dict[str, dict[str, Port]] = defaultdict(dict)
-    outputs: dict[str, dict[str, Port]] = defaultdict(dict)
-    for region in regions.regions:
-        strategy = decision.strategies[regions.class_of[region.index]]
-        for position, slot in enumerate(region.slots):
-            layout = strategy.forward[position]
-            if slot.origin == "parameter" and slot.parameter is not None and layout is not None:
-                if layout != by_value[slot.value.name].stored:
-                    compute[slot.parameter] = layout
-            elif slot.origin == "entry" and slot.boundary is not None:
-                port = _port(structure, decision, region, position, strategy)
-                if port is not None:
-                    fqn, direction, path = hook_key(regions, slot.boundary)
-                    (inputs if direction == "input" else outputs)[fqn][path] = port
-    modules = module.modules
-    # Of one parameter all fields speak by one key.
-    layouts = fold_names({name: (stored.get(name), compute.get(name), gradients.get(name)) for name in names}, names)
-    return PlanEntries(
-        plan={key: layout for key, (layout, _, _) in layouts.items() if layout is not None},
-        compute_plan={key: layout for key, (_, layout, _) in layouts.items() if layout is not None},
-        gradient_plan={key: layout for key, (_, _, layout) in layouts.items() if layout is not None},
-        input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(inputs, modules).items()},
-        output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(outputs, modules).items()},
-        fully_shard=fold_names({block: tuple(sorted(held)) for block, held in together.items()}, modules),
-    )
-
-
-def _spec(ports: Mapping[str, Port]) -> PortSpec:
-    """Return the shortest way to write ports by argument name."""
-    return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
-
-
-def _port(structure: Structure, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
-    """Return the port of an entry, None where nothing changes there."""
-    slot = region.slots[position]
-    layout, gradient = strategy.forward[position], strategy.gradient[position]
-    assert layout is not None
-    if slot.source is None:
-        if slot.value.kind == "input":
-            return Port(layout=layout)
-        whole = replicated(len(layout))
-        return Port(layout=layout, source=whole) if layout != whole else None
-    link = next(
-        link for link in structure.regions.links if link.consumer == region.index and link.consumer_slot == position
-    )
-    producer = decision.strategies[structure.regions.class_of[link.producer]]
-    source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
-    if (source, source_gradient) == (layout, gradient):
-        return None
-    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient)
 
 
 class _Reader:

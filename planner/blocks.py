@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from planner.regions import RegionGraph, block_of
@@ -29,8 +30,13 @@ class Blocks:
         return tuple(block for blocks in self.lists.values() for block in blocks[:count])
 
 
-def find_blocks(regions: RegionGraph) -> Blocks:
-    """Return the repeated modules that hold parameters: children of a numbered list with at least two of a kind."""
+def find_blocks(regions: RegionGraph, known: AbstractSet[str] = frozenset()) -> Blocks:
+    """Return the repeated modules that hold parameters: children of a numbered list with at least two of a kind.
+
+    Args:
+        known: patterns of lists that are such, however few of their blocks are here: of a pipeline stage, the whole
+            model's.
+    """
     of_region: dict[int, str] = {}
     contents: dict[str, list[int]] = defaultdict(list)
     with_parameters: set[str] = set()
@@ -46,7 +52,8 @@ def find_blocks(regions: RegionGraph) -> Blocks:
     for block in contents:
         if block in with_parameters:
             siblings[re.sub(r"\d+$", "*", block)].append(block)
-    repeated = {block for blocks in siblings.values() if len(blocks) > 1 for block in blocks}
+    lists = {pattern: blocks for pattern, blocks in siblings.items() if len(blocks) > 1 or pattern in known}
+    repeated = {block for blocks in lists.values() for block in blocks}
     kinds: dict[Hashable, str] = {}
     for block in contents:
         if block in repeated:
@@ -54,11 +61,7 @@ def find_blocks(regions: RegionGraph) -> Blocks:
     return Blocks(
         of_region={index: block for index, block in of_region.items() if block in repeated},
         representatives=tuple(kinds.values()),
-        lists={
-            pattern: tuple(sorted(blocks, key=_number))
-            for pattern, blocks in sorted(siblings.items())
-            if len(blocks) > 1
-        },
+        lists={pattern: tuple(sorted(blocks, key=_number)) for pattern, blocks in sorted(lists.items())},
     )
 
 

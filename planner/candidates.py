@@ -26,6 +26,7 @@ class TracedModel:
 
     Attributes:
         fold: whether equal blocks share their decisions; see `build_regions`.
+        lists: patterns of the whole model's lists of blocks, where this is one stage of it.
     """
 
     graph: OpGraph
@@ -33,7 +34,9 @@ class TracedModel:
     is_open: bool
     flash_attention: bool
     fold: bool = True
-    _regions: dict[int, tuple[RegionGraph, GraphProfile, Blocks]] = field(default_factory=dict)
+    lists: frozenset[str] = frozenset()
+    _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
+    _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
     _structures: dict[tuple[int, Grouping], Structure] = field(default_factory=dict)
 
@@ -55,18 +58,17 @@ class TracedModel:
     @property
     def blocks(self) -> Blocks:
         """The repeated modules."""
-        return self._at(self._base_batch)[2]
+        return self._at(self._base_batch)[1]
 
     @property
     def _base_batch(self) -> int:
         return BASE_BATCH if self.is_open else self.traced_batch
 
-    def _at(self, batch: int) -> tuple[RegionGraph, GraphProfile, Blocks]:
+    def _at(self, batch: int) -> tuple[RegionGraph, Blocks]:
         if batch not in self._regions:
             graph = at_batch(self.graph, self.traced_batch, batch) if self.is_open else self.graph
             regions = build_regions(graph, fold=self.fold)
-            found = profile(graph, flash_attention=self.flash_attention)
-            self._regions[batch] = regions, found, find_blocks(regions)
+            self._regions[batch] = regions, find_blocks(regions, self.lists)
         return self._regions[batch]
 
     def grouping(self, ac: str, apart: int | None = None) -> Grouping:
@@ -78,11 +80,12 @@ class TracedModel:
     def structure(self, batch: int, grouping: Grouping = ALIKE) -> Structure:
         """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
         if (batch, grouping) not in self._structures:
-            regions, found, blocks = self._at(batch)
+            regions, blocks = self._at(batch)
+            found = self.profile(batch)
             if grouping.parts and self.fold:
                 parts = dict(grouping.parts)
                 regions = in_parts(regions, lambda region: parts.get(block_of(region.fqn) or ""))
-                blocks = find_blocks(regions)
+                blocks = find_blocks(regions, self.lists)
             known = next((structure for (_, other), structure in self._structures.items() if other == grouping), None)
             structure = None if known is None else at_another_batch(known, regions, found)
             self._structures[batch, grouping] = structure or build_structure(
@@ -92,7 +95,9 @@ class TracedModel:
 
     def profile(self, batch: int) -> GraphProfile:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
-        return self._at(batch)[1]
+        if batch not in self._profiles:
+            self._profiles[batch] = profile(self.graph_at(batch), flash_attention=self.flash_attention)
+        return self._profiles[batch]
 
     def graph_at(self, batch: int) -> OpGraph:
         """Return the graph at a micro-batch of ``batch`` samples."""
@@ -127,18 +132,23 @@ def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
 def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
     total = sum(
-        forward_s + again_s + backward_s for forward_s, again_s, backward_s in _whole(traced, times, run, batch)
+        forward_s + again_s + backward_s for _, forward_s, again_s, backward_s in _whole(traced, times, run, batch)
     )
-    return total / run.mesh.size * run.micro_batches
+    return total / run.mesh.size * run.passes
 
 
 def least_recompute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return what no plan of ``run`` can beat in running blocks again, perfectly split."""
-    return sum(again_s for _, again_s, _ in _whole(traced, times, run, batch)) / run.mesh.size * run.micro_batches
+    return sum(again_s for _, _, again_s, _ in _whole(traced, times, run, batch)) / run.mesh.size * run.passes
 
 
-def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[float, float, float]]:
-    """Yield the seconds of each op unsplit: its forward, that again where a block is run again, and its backward.
+def op_seconds(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> dict[str, float]:
+    """Return op -> seconds of one micro-batch, unsplit, forward and backward."""
+    return {name: sum(seconds) for name, *seconds in _whole(traced, times, run, batch)}
+
+
+def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[str, float, float, float]]:
+    """Yield each op and its seconds unsplit: its forward, that again where a block is run again, and its backward.
 
     One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
     """
@@ -153,22 +163,22 @@ def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterato
         profile = profiles[op.name]
         whole = times.of(op, inputs, output, [v.shape for v in inputs], output.shape, profile, 1.0, 1)
         if not run.job.training:
-            yield whole.forward_s, 0.0, 0.0
+            yield op.name, whole.forward_s, 0.0, 0.0
             continue
         mode = modes.get(op.name)
         recomputed = mode == "full" or (mode == "selective" and profile.flops == 0)
-        yield whole.forward_s, whole.forward_s if recomputed else 0.0, whole.backward_s
+        yield op.name, whole.forward_s, whole.forward_s if recomputed else 0.0, whole.backward_s
 
 
 def _planned_ops(traced: TracedModel, batch: int) -> set[str]:
     """Return the ops that regions are made of: all but those on plain values, which every rank runs whole."""
-    regions, _, _ = traced._at(batch)
+    regions, _ = traced._at(batch)
     return {region_op.op.name for region in regions.regions for region_op in region.ops}
 
 
 def _modes_of_ops(traced: TracedModel, batch: int, grouping: Grouping) -> dict[str, CheckpointingMode]:
     """Return op -> how its block is checkpointed, of those whose block is."""
-    regions, _, blocks = traced._at(batch)
+    regions, blocks = traced._at(batch)
     modes = dict(grouping.modes)
     return {
         region_op.op.name: modes[block]

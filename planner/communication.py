@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cost_model import ClusterSpec, axis_group, moving_time_s
+from cost_model import AxisGroup, ClusterSpec, axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
@@ -82,6 +82,11 @@ class Exchange(NamedTuple):
     has_backward: bool
 
 
+def link_of(group: AxisGroup) -> str:
+    """Name the wires that a group of ranks communicates over."""
+    return "between-nodes" if group.nodes > 1 else "inside-node"
+
+
 class Communication:
     """Prices of communication on ``mesh`` of ``cluster``.
 
@@ -94,7 +99,7 @@ class Communication:
         self._mesh = mesh
         self._cluster = cluster
         self._groups = [axis_group(mesh, name, cluster) for name in mesh.names]
-        self._links = ["between-nodes" if group.nodes > 1 else "inside-node" for group in self._groups]
+        self._links = [link_of(group) for group in self._groups]
         self._paths = RedistributionPlanner(mesh.shape, self.time_s)
         self._moves: dict[tuple[object, ...], Price | None] = {}
         self._exchanged: dict[Exchange, dict[tuple[int, int], Price | None]] = {}

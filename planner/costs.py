@@ -9,23 +9,25 @@ stands for. The integer program and the estimator both ask here, so that they ca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from cost_model import moving_time_s
 from cost_model.layout import Layout, shard_counts, split_factor
 from planner import problem as quantity
-from planner.communication import Communication, Exchange, Port, Price, add_prices
+from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices, link_of
 from planner.graph import Value
 from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_times import OpTime, OpTimes
 from planner.profile import GraphProfile
-from planner.regions import Region, RegionOp, find_op_inputs
+from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
-from planner.run import Run
+from planner.run import PIPELINE_AXIS, Run, StagePlace
 from planner.strategies.enumerate import Strategy
 from planner.strategies.own_rules import inner_collectives, work_split
+from planner.tallies import Tally
 from planner.timeline import ClassTimeline
 
 
@@ -44,7 +46,7 @@ class Pricer:
     def exchange(self, value: Value) -> Exchange:
         """Return what is exchanged where an activation like ``value`` is redistributed, once per micro-batch."""
         return Exchange(
-            value.shape, value.dtype.itemsize, self.run.micro_batches, value.requires_grad and self.run.job.training
+            value.shape, value.dtype.itemsize, self.run.passes, value.requires_grad and self.run.job.training
         )
 
     def redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price | None:
@@ -53,14 +55,14 @@ class Pricer:
         None where there is no path, or where the tensor has a gradient on one side only.
         """
         ports = self.communication.ports
-        exchanged = self.exchange(value)._replace(calls=count * self.run.micro_batches)
+        exchanged = self.exchange(value)._replace(calls=count * self.run.passes)
         return self.communication.exchange(exchanged, ports.number(source), ports.number(target))
 
     def recomputed_redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price:
         """Return the price of repeating ``count`` forward redistributions while blocks are recomputed."""
         assert source[0] is not None
         assert target[0] is not None
-        calls = count * self.run.micro_batches
+        calls = count * self.run.passes
         price = self._move(value, source[0], target[0], "recompute", calls, quantity.BLOCKING_BACKWARD)
         assert price is not None
         return price
@@ -79,6 +81,25 @@ class Pricer:
         if layout is None:
             return min(value.nbytes, self._profile.storage_nbytes[value.name])
         return value.nbytes / split_factor(layout, self.run.mesh.shape)
+
+    def _handed_over(self, region: Region, strategy: Strategy) -> Iterator[Price]:
+        """Yield what a pipeline stage sends: what it hands on, and the gradient of what it was handed."""
+        if self.run.place is None:
+            return
+        for slot, layout, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
+            if is_sent(region, slot):
+                yield self._sent(self.run.place, slot.value, layout, "forward", quantity.BLOCKING_FORWARD)
+            if is_received(slot) and self.run.job.training:
+                yield self._sent(self.run.place, slot.value, gradient, "backward", quantity.BLOCKING_BACKWARD)
+
+    def _sent(self, place: StagePlace, value: Value, layout: Layout | None, phase: Phase, prefix: str) -> Price:
+        """Return the price of one message per micro-batch from each rank to its own in the next stage, or back."""
+        group, nbytes = place.group(self.run.mesh), round(self.local_nbytes(value, layout))
+        time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
+        found = Collective(
+            kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=self.run.passes, time_s=time_s
+        )
+        return Price(charge={prefix + link_of(group): self.run.passes * time_s}, collectives=(found,))
 
     def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
         """Return the seconds of one op on one device's pieces."""
@@ -123,14 +144,16 @@ class Pricer:
             mode: how the block that the region is in is checkpointed, None where it is in none that is.
             moments: at which memory is added up.
             alive: what of the regions is alive at them.
-            arguments: slots that show what the model is called with; the caller holds that, for one micro-batch.
+            arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
+                flight. Of a stage also what it hands on, which waits for its gradient.
         """
         charge: dict[str, float] = defaultdict(float)
         for slot in arguments:
             held = region.slots[slot].value
-            charge[quantity.MEMORY + "activations"] += self.local_nbytes(held, strategy.forward[slot])
-        prices: list[Price] = []
-        calls = count * self.run.micro_batches
+            nbytes = self.local_nbytes(held, strategy.forward[slot])
+            charge[quantity.MEMORY + "activations"] += self.run.in_flight * nbytes
+        prices = list(self._handed_over(region, strategy))
+        calls = count * self.run.passes
         recomputes = mode is not None
         for region_op in region.ops:
             forward_s, backward_s = self._op_time(region, region_op, strategy)
@@ -179,8 +202,11 @@ class Pricer:
                 cached[index] = profile.cached_extra_nbytes / split
                 working[index] = profile.backward_extra_nbytes / split
                 running[index] = profile.forward_peak_nbytes / split
+        others = self.run.in_flight - 1
+        held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached if others else 0.0
+        there = np.array([others * held if moment.position >= 0 else 0.0 for moment in moments])
         rows = {
-            "activations": made @ alive.saved + extra @ alive.saved_extra + cached @ alive.cached_extra,
+            "activations": made @ alive.saved + extra @ alive.saved_extra + cached @ alive.cached_extra + there,
             "recomputed_block": made @ alive.recomputed + extra @ alive.recomputed_extra + running @ alive.runs,
             "transient": gradients @ alive.gradients + working @ alive.works,
         }
@@ -201,10 +227,14 @@ class Pricer:
             default=0.0,
         )
 
-    def copy(self, value: Value, layout: Layout, alive: Mapping[str, int]) -> Price:
-        """Return the price of keeping copies of ``value`` in ``layout``; ``alive``: moment's quantity -> how many."""
+    def copy(self, value: Value, layout: Layout, tally: Tally, moments: Sequence[Moment]) -> Price:
+        """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says."""
         nbytes = self.local_nbytes(value, layout)
-        return Price(charge={name: count * nbytes for name, count in alive.items()})
+        charge = {name: count * nbytes for name, count in tally.alive.items()}
+        others = tally.held * (self.run.in_flight - 1)
+        for name in (moment.quantity("activations") for moment in moments if others and moment.position >= 0):
+            charge[name] = charge.get(name, 0.0) + others * nbytes
+        return Price(charge=charge)
 
 
 def _piece(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:

@@ -70,18 +70,19 @@ class _Itemiser:
                     yield self._pricer.recomputed_redistribution(self._value(tally), source, target, tally.count)
 
     def _copies(self) -> Iterator[Price]:
+        moments = self._structure.timeline.moments
         for tally in self._structure.kept:
             kept = (source[0] for source, target in self._wanted(tally) if tally.always or source[0] == target[0])
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
-                yield self._pricer.copy(self._value(tally), layout, tally.alive)
+                yield self._pricer.copy(self._value(tally), layout, tally, moments)
         for tally in self._structure.copied:
             for source, target in self._wanted(tally):
                 if source[0] != target[0] and target[0] is not None:
-                    yield self._pricer.copy(self._value(tally), target[0], tally.alive)
+                    yield self._pricer.copy(self._value(tally), target[0], tally, moments)
         for tally in self._structure.passed:
             gradient = self._wanted(tally)[0][0][1]
             if gradient is not None and any(target[1] != gradient for _, target in self._wanted(tally)):
-                yield self._pricer.copy(self._value(tally), gradient, tally.alive)
+                yield self._pricer.copy(self._value(tally), gradient, tally, moments)
 
 
 def _some(price: Price | None) -> Price:

@@ -182,10 +182,10 @@ class Formulator:
         saved = {name for profile in structure.profile.ops.values() for name in profile.saved}
         values = structure.regions.graph.values
         plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
-        device = self.pricer.run.cluster.device
+        run = self.pricer.run
         return {
-            quantity.MEMORY + "reserve": float(reserve_bytes(device)),
-            quantity.MEMORY + "activations": float(plain if self.pricer.run.job.training else 0),
+            quantity.MEMORY + "reserve": float(reserve_bytes(run.cluster.device)),
+            quantity.MEMORY + "activations": float(plain * run.in_flight if run.job.training else 0),
         }
 
     # --- edges ---------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Formulator:
             self._charge_copies(edges, charges)
 
     def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
-        ports, copy = self._ports, self.pricer.copy
+        ports, copy, moments = self._ports, self.pricer.copy, self._structure.timeline.moments
         for tally in self._structure.kept:
             value = self._value(tally)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
@@ -255,13 +255,13 @@ class Formulator:
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally.alive).charge)
+                charges.add(tuple(found), copy(value, layout, tally, moments).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
             for p, q, members in meeting(edges, tally.edges):
                 layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
                 if layout_q is not None and layout_p != layout_q:
-                    charges.add(members, copy(value, layout_q, tally.alive).charge)
+                    charges.add(members, copy(value, layout_q, tally, moments).charge)
         for tally in self._structure.passed:
             value = self._value(tally)
             by_layout = defaultdict(list)
@@ -270,7 +270,7 @@ class Formulator:
                 if gradient is not None and gradient != ports.port(q)[1]:
                     by_layout[gradient] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally.alive).charge)
+                charges.add(tuple(found), copy(value, layout, tally, moments).charge)
 
     def _value(self, tally: Tally) -> Value:
         key = self._structure.edges[tally.edges[0]]

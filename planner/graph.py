@@ -92,12 +92,16 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """An output of the root module; ``is_loss`` marks the scalar that training differentiates."""
+    """An output of the root module; ``is_loss`` marks the scalar that training differentiates.
+
+    ``is_sent`` marks what a pipeline stage hands to the next, which sends its gradient back.
+    """
 
     value: str
     path: str
     crossings: tuple[Crossing, ...]
     is_loss: bool
+    is_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

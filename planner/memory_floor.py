@@ -26,6 +26,20 @@ def least_alive_bytes(structure: Structure) -> float:
     return float(most.max(initial=0.0))
 
 
+def least_held_bytes(structure: Structure) -> float:
+    """Return the activations that a forward leaves for its backward, of all devices together, counted likewise."""
+    profile, total = structure.profile, 0.0
+    for index, alive in enumerate(structure.timeline.classes):
+        region = structure.representative(index)
+        for slot, count in zip(region.slots, alive.held, strict=True):
+            value = slot.value
+            total += count * min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes))
+        for region_op, extra, cached in zip(region.ops, alive.held_extra, alive.held_cached, strict=True):
+            op = profile.ops[region_op.op.name]
+            total += extra * op.saved_extra_nbytes + cached * op.cached_extra_nbytes
+    return float(total)
+
+
 def least_state_bytes(structure: Structure, job: Job) -> float:
     """Return the bytes of parameters and optimizer states, of all devices together; gradients are not counted.
 

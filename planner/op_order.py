@@ -87,12 +87,13 @@ class OpOrder:
         values = self.regions.graph.values
         if self.passes_on(op):
             return []
-        return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind == "activation"]
+        return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
 
     def _follow_gradients(self) -> None:
         """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
         values = self.regions.graph.values
-        held: dict[str, str] = {}
+        sent = [self.root(o.value) for o in self.regions.graph.outputs if o.is_sent and values[o.value].requires_grad]
+        held = dict(zip(sent, sent, strict=True))
         for position in range(len(self.ops) - 1, -1, -1):
             op = self.ops[position]
             self.gradients[position] = tuple(dict.fromkeys(held.values()))
@@ -102,7 +103,7 @@ class OpOrder:
             outputs = {self.root(name) for name in op.outputs}
             arrived = next((held[name] for name in outputs if name in held), None)
             made = set(self.new_gradients(op))
-            sources = {self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind == "activation"}
+            sources = {self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"}
             for name in outputs - sources:
                 held.pop(name, None)
             for name in sources:

@@ -8,9 +8,10 @@ import json
 from torch import nn
 
 from cost_model import ClusterSpec
-from planner.assemble import Decision, decision_from_plan, entries_of
+from planner.assemble import Decision, decision_from_plan
 from planner.candidates import TracedModel, check_mesh
 from planner.clock import Clock
+from planner.entries import entries_of
 from planner.errors import JobError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint
@@ -126,6 +127,7 @@ def open_plan(
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
+    plan.check_runs()
     found = plan.fingerprint.get("model")
     if found is not None and found != model_fingerprint(model):
         raise PlanMismatchError(

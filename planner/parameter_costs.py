@@ -182,7 +182,7 @@ class ParameterPricer:
         """
         layout, gradient = use
         assert layout is not None
-        calls = count * self._run.micro_batches
+        calls = count * self._run.passes
         forward = self._gather(value, choice.stored, layout, "forward", calls, quantity.BLOCKING_FORWARD)
         if forward is None:
             return None
@@ -233,7 +233,7 @@ class ParameterPricer:
             gradient,
             target,
             phase="grad_reduce" if once else "backward",
-            calls=count if once else count * self._run.micro_batches,
+            calls=count if once else count * self._run.passes,
             prefix=self._hidden_backward,
         )
         if price is None or not self._overlaps:
@@ -290,7 +290,7 @@ class ParameterPricer:
     def block_collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int) -> Price:
         """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
         name = self._run.mesh.names[axis]
-        calls = block.count * self._run.micro_batches
+        calls = block.count * self._run.passes
         rows: list[tuple[CollectiveKind, Phase, int]] = [
             ("all_gather", "forward", itemsize),
             ("all_gather", "backward", itemsize),
@@ -314,7 +314,7 @@ class ParameterPricer:
         reduce = self._line("reduce_scatter", axis, block, self._reduce_itemsize)
         gather_s = gather.latency_s if latency else numel * itemsize * gather.seconds_per_byte
         reduce_s = reduce.latency_s if latency else numel * self._reduce_itemsize * reduce.seconds_per_byte
-        link, passes = self._communication.link(axis), self._run.micro_batches
+        link, passes = self._communication.link(axis), self._run.passes
         calls = block.count * passes
         exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
         forward_s = (calls - exposed_gathers) * gather_s

@@ -10,13 +10,13 @@ from typing import Any
 
 from cost_model.layout import Layout, LayoutError, MeshSpec, parse_layout
 from planner import plan_file, plan_json
-from planner.errors import MeshError, PlannerError
+from planner.errors import MeshError, PlanError, PlannerError
 from planner.job import CheckpointingMode, Job
 from planner.patterns import check_pattern
 from planner.plan_checks import check_layout, check_names, check_ports, wrong_type
 from planner.plan_json import FORMAT_VERSION
 from planner.ports import Port, PortSpec, is_layout, normalised, ports_of
-from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase, SolverReport
+from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase, Pipeline, PipelineStage, SolverReport
 
 __all__ = [
     "FORMAT_VERSION",
@@ -26,6 +26,8 @@ __all__ = [
     "Estimate",
     "Job",
     "Phase",
+    "Pipeline",
+    "PipelineStage",
     "PlanMesh",
     "Port",
     "PortSpec",
@@ -84,7 +86,8 @@ class ShardingPlan:
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
         activation_checkpointing: modules -> "full" or "selective".
         micro_batches: per step; their gradients accumulate.
-        pipeline: always None in this version.
+        pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
+            other axes. None: every device has a part of every module.
         estimate: seconds and bytes of a step; None where nobody has priced the plan.
         solver: how the plan was found.
         job: what the estimate is for.
@@ -105,7 +108,7 @@ class ShardingPlan:
     return_local_tensor: tuple[str, ...] = ()
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     micro_batches: int = 1
-    pipeline: None = None
+    pipeline: Pipeline | None = None
     estimate: Estimate | None = None
     solver: SolverReport | None = None
     job: Job = field(default_factory=Job)
@@ -163,7 +166,25 @@ class ShardingPlan:
         for name, key in self._keys():
             check_pattern(key, field=name)
         for name, key, layout in self.layouts():
-            check_layout(name, key, layout, self.mesh)
+            check_layout(name, key, layout, self.layout_mesh)
+
+    @property
+    def layout_mesh(self) -> MeshSpec:
+        """The mesh that layouts are on: of one stage, where the model is cut into a pipeline."""
+        return self.mesh.spec if self.pipeline is None else MeshSpec(axes=self.mesh.axes[1:])
+
+    def check_runs(self) -> None:
+        """Refuse a plan with parts that nothing here can run or price again.
+
+        Raises:
+            PlanError: it has a pipeline.
+        """
+        if self.pipeline is not None:
+            raise PlanError(
+                f"The plan has a pipeline of {len(self.pipeline.stages)} stages, which cannot be run, verified or "
+                "priced again yet.",
+                what_to_do="Plan with --executable-only (executable_only=True), which leaves pipelines out.",
+            )
 
     def layouts(self) -> Iterator[tuple[str, str, Layout]]:
         """Yield (field, key, layout) for every layout in the plan."""
@@ -198,7 +219,7 @@ class ShardingPlan:
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "micro_batches": self.micro_batches,
-            "pipeline": self.pipeline,
+            "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
             "estimate": None if self.estimate is None else _json_values(self.estimate),
             "solver": None if self.solver is None else _json_values(self.solver),
             "job": _json_values(self.job),
@@ -262,7 +283,12 @@ class ShardingPlan:
         return plan_json.json_schema()
 
 
-def _json_values(value: Estimate | SolverReport | Job) -> dict[str, Any]:
+def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
+    stages = [{**_json_values(stage)} for stage in pipeline.stages]
+    return {**_json_values(pipeline), "stages": stages}
+
+
+def _json_values(value: Estimate | Pipeline | PipelineStage | SolverReport | Job) -> dict[str, Any]:
     values = dataclasses.asdict(value)
     return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
 
@@ -281,5 +307,10 @@ def _check_containers(plan: ShardingPlan) -> None:
     for key, mode in plan.activation_checkpointing.items():
         if mode not in ("full", "selective"):
             raise wrong_type("activation_checkpointing", key, mode, 'Give "full" or "selective".')
+    if plan.pipeline is not None and (plan.mesh.names[0], plan.mesh.shape[0]) != ("pp", len(plan.pipeline.stages)):
+        raise MeshError(
+            f"A pipeline of {len(plan.pipeline.stages)} stages on the mesh {plan.mesh}.",
+            what_to_do="Give the mesh an outermost axis pp with one rank for each stage.",
+        )
     if plan.micro_batches < 1:
         raise MeshError(f"A plan has {plan.micro_batches} micro-batches.", what_to_do="Give at least 1.")

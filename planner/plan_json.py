@@ -14,7 +14,7 @@ from cost_model.layout import Layout, format_layout, parse_layout
 from planner.errors import JobError, PlanFormatError
 from planner.job import CheckpointingMode, Job
 from planner.ports import Port, PortSpec
-from planner.report import Estimate, SolverReport
+from planner.report import Estimate, Pipeline, SolverReport
 
 FORMAT_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
@@ -100,8 +100,8 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> mode."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step, whose gradients accumulate."""
-    pipeline: None = None
-    """Pipeline stages; none in this version."""
+    pipeline: Pipeline | None = None
+    """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""
     estimate: Estimate | None = None
     solver: SolverReport | None = None
     job: Job = Job()

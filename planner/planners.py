@@ -41,6 +41,9 @@ class _LocalPlanner(ShardingPlanner):
     def _tp_plan(self) -> Mapping[str, str] | None:
         return None
 
+    def _executable_only(self) -> bool:
+        return True
+
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for ``module``.
 
@@ -63,14 +66,23 @@ class _LocalPlanner(ShardingPlanner):
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
+            executable_only=self._executable_only(),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ILPShardingPlanner(_LocalPlanner):
-    """The main planner: the fastest plan that fits, by integer programming."""
+    """The main planner: the fastest plan that fits, by integer programming.
 
+    Attributes:
+        executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too.
+    """
+
+    executable_only: bool = True
     kind = "ilp"
+
+    def _executable_only(self) -> bool:
+        return self.executable_only
 
 
 @dataclass(frozen=True, kw_only=True)

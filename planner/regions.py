@@ -120,7 +120,7 @@ class _Frames:
                 if crossings and graph.values[value].kind != "parameter":
                     self._paths[value, op.call] = crossings
         for output in graph.outputs:
-            if output.is_loss:
+            if output.is_loss or output.is_sent:
                 self._paths[output.value, OUTSIDE] = output.crossings
         for model_input in graph.inputs:
             crossing = Crossing(call=0, direction="input", path=model_input.path)
@@ -143,6 +143,16 @@ class _Frames:
     def _parent(self, call: int) -> int:
         parent = self._graph.calls[call].parent
         return OUTSIDE if parent is None else parent
+
+
+def is_sent(region: Region, slot: Slot) -> bool:
+    """Tell whether a slot shows what a pipeline stage hands on; beside that only the loss is seen outside."""
+    return region.call == OUTSIDE and slot.origin == "entry" and bool(slot.value.shape)
+
+
+def is_received(slot: Slot) -> bool:
+    """Tell whether a slot shows what a pipeline stage is handed, and sends a gradient back for."""
+    return slot.source is None and slot.value.kind == "input" and slot.value.requires_grad
 
 
 def _is_free_plain(graph: OpGraph, op: Op) -> bool:

@@ -62,6 +62,38 @@ class Estimate:
     collectives: tuple[CollectiveEstimate, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStage:
+    """One stage of a pipeline.
+
+    Attributes:
+        modules: FQN patterns of its blocks, and of the other modules whose parameters it has.
+        micro_batch_s: seconds of its forward and backward of one micro-batch, sending included.
+        peak_memory_bytes: the largest number of bytes live on one of its devices.
+    """
+
+    modules: tuple[str, ...]
+    micro_batch_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The stages that a model is cut into; stage i has the i-th part of the mesh's outermost axis, ``pp``.
+
+    Attributes:
+        schedule: in which order a stage runs micro-batches forward and backward.
+        layout: of what a stage hands to the next, and of its gradient: one placement for each axis but ``pp``.
+        idle_s: seconds of a step that a device of the slowest stage waits for other stages.
+        stages: in order.
+    """
+
+    schedule: Literal["1f1b"]
+    layout: tuple[str, ...]
+    idle_s: float
+    stages: tuple[PipelineStage, ...]
+
+
 MeshOutcome = Literal["chosen", "slower", "does-not-fit", "no-layout", "open"]
 
 

@@ -1,13 +1,36 @@
-"""What is priced: a job on a mesh, cut into micro-batches."""
+"""What is priced: a job on a mesh, cut into micro-batches; or one stage of a pipeline."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cost_model import ClusterSpec
+from cost_model import AxisGroup, ClusterSpec, axis_group
 from cost_model.layout import MeshSpec
 from planner.grouping import ALIKE, Grouping
 from planner.job import Job
+
+PIPELINE_AXIS = "pp"
+"""The mesh axis of pipeline stages: the outermost one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlace:
+    """Which stage of a pipeline a run is.
+
+    Attributes:
+        index: of the stage, from 0.
+        stages: how many there are.
+        cluster: that all stages are on.
+    """
+
+    index: int
+    stages: int
+    cluster: ClusterSpec
+
+    def group(self, mesh: MeshSpec) -> AxisGroup:
+        """Return how the ranks that hand tensors on to each other lie on the nodes; ``mesh`` is of one stage."""
+        whole = MeshSpec(axes=((PIPELINE_AXIS, self.stages), *mesh.axes))
+        return axis_group(whole, PIPELINE_AXIS, self.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +38,10 @@ class Run:
     """What is priced: the job, on a mesh of a cluster, cut into micro-batches, with a mode of checkpointing.
 
     Attributes:
+        cluster: of a stage, its share of the whole.
         ac: the mode, as in a job.
         grouping: what that comes to, and which equal blocks are alike.
+        place: which stage of a pipeline this is; None: the whole model.
     """
 
     job: Job
@@ -25,8 +50,19 @@ class Run:
     micro_batches: int
     ac: str
     grouping: Grouping = ALIKE
+    place: StagePlace | None = None
 
     @property
     def flash_attention(self) -> bool:
         """Whether attention runs in a fused kernel."""
         return self.cluster.device.flash_attention if self.job.flash_attention is None else self.job.flash_attention
+
+    @property
+    def passes(self) -> int:
+        """How many micro-batches a step takes as long as: 1F1B's idle time, between equal stages, counts as some."""
+        return self.micro_batches + (0 if self.place is None else self.place.stages - 1)
+
+    @property
+    def in_flight(self) -> int:
+        """Of how many micro-batches activations are kept at once: 1F1B's, see ``cost_model.pipeline``."""
+        return 1 if self.place is None else min(self.place.stages - self.place.index, self.micro_batches)

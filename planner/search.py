@@ -21,7 +21,7 @@ from planner.formulate import Formulation, Formulator
 from planner.grouping import Grouping
 from planner.ilp import relax, solve
 from planner.job import Job
-from planner.memory_floor import least_alive_bytes, least_state_bytes
+from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
 from planner.op_times import OpTimes
 from planner.polish import polish
 from planner.problem import Solution
@@ -67,18 +67,28 @@ class Search:
         memory_bytes: the cap on the peak per device.
     """
 
-    def __init__(self, traced: TracedModel, job: Job, cluster: ClusterSpec, batch: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        traced: TracedModel,
+        job: Job,
+        cluster: ClusterSpec,
+        batch: int,
+        clock: Clock,
+        beside: Search | None = None,
+    ) -> None:
+        """Take what is known of strategies and prices from ``beside``, where that is on the same kind of device."""
         self.traced = traced
         self.job = job
         self.clock = clock
         self.cluster = cluster
         self.batch = batch
-        self._table = StrategyTable()
+        self._table: StrategyTable = StrategyTable() if beside is None else beside._table
         self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
-        self._communication: dict[MeshSpec, Communication] = {}
-        self.op_times = OpTimes(cluster.device, traced.flash_attention)
+        shared = beside is not None and beside.cluster == cluster
+        self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
+        self.op_times: OpTimes = OpTimes(cluster.device, traced.flash_attention) if beside is None else beside.op_times
         self._state_bytes = 0.0
-        self._alive: dict[tuple[bool, Grouping], tuple[int, float]] = {}
+        self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, apart: int | None = None) -> Run:
@@ -103,14 +113,15 @@ class Search:
     def least_memory_bytes(self, run: Run) -> float:
         """Return bytes per device that no plan of ``run`` can go below."""
         batch = self.micro_batch(run)
-        known, alive_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0))
+        known, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
         if batch > known:
             structure = self.traced.structure(batch, run.grouping)
-            known, alive_bytes = batch, least_alive_bytes(structure)
-            self._alive[batch == 1, run.grouping] = known, alive_bytes
+            known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_held_bytes(structure)
+            self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
         # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
         # single sample autograd may keep other tensors.
+        alive_bytes += (run.in_flight - 1) * held_bytes
         split = self._state_bytes + (alive_bytes * batch / known if self.job.training else 0.0)
         return split / run.mesh.size + reserve_bytes(run.cluster.device)
 

@@ -6,6 +6,7 @@ module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Probl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,24 +17,26 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import baselines, collector
-from planner.assemble import entries_of, fold_names
 from planner.baselines import Restriction
 from planner.block_variants import vary_blocks
 from planner.candidates import TracedModel, check_mesh, meshes_of
 from planner.capture import ExampleInputs
 from planner.clock import Clock
+from planner.cut import obstacle
 from planner.errors import JobError, MeshError, PlannerError
-from planner.fingerprint import torch_fingerprint
 from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
-from planner.job import Job, checked_time_limit_s, memory_bytes_of
+from planner.job import Checkpointing, Job, checked_time_limit_s, memory_bytes_of
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
-from planner.plan import PlanMesh, ShardingPlan
+from planner.pipeline_search import Piped, PipelineSearch
+from planner.plan import ShardingPlan
+from planner.plan_writing import plan_of, plan_of_pipeline, report_of
 from planner.refusal import least_of_all, refuse
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
+from planner.stage_searches import PlannedPipeline
 from planner.traced_module import TracedModule, check_traced, micro_batch_counts, traced
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
@@ -64,12 +67,14 @@ class PlanningSession:
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
         vary_blocks: bool = False,
+        executable_only: bool = True,
         time_limit_s: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
         self._progress = progress
         self._vary_blocks = vary_blocks
+        self._executable_only = executable_only
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         inputs = _inputs(model, example_inputs, batch, seq)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
@@ -131,12 +136,18 @@ class PlanningSession:
             if seed is not None:
                 candidate, report = self._random(meshes[-1], modes, seed), SolverReport(name=planner, status="given")
             else:
-                found = self._best(meshes, modes, name)
+                restrict = self._restrict(name, self._pins(meshes))
+                deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
+                found = self._best(meshes, modes, name, restrict, deadline)
+                pipelined = name == "ilp" and mesh is None and self._uncut is None
+                piped = self._pipelines(found, modes, restrict, deadline) if pipelined else None
+                if piped is not None and piped.plan is not None:
+                    return self._piped_plan(piped.plan, report_of(found, piped, planner))
                 if found is None:
                     return None
-                candidate, report = found.candidate, _report(found, planner)
+                candidate, report = found.candidate, report_of(found, piped, planner)
             with self._clock.stage("write_s"):
-                plan = self._write(candidate, report)
+                plan = plan_of(self._search, self._module, candidate, report, list(self._notes(candidate.run)))
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
@@ -159,6 +170,8 @@ class PlanningSession:
         if self.job.training and gives_no_loss(self._traced):
             yield WITHOUT_LOSS
         micro_batch = self._batch // run.micro_batches
+        if not self._executable_only and self._uncut is not None:
+            yield f"no pipeline was tried: {self._uncut}."
         sizes = [size for size in run.mesh.shape if size > 1]
         if sizes and all(micro_batch % size for size in sizes):
             yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
@@ -170,14 +183,46 @@ class PlanningSession:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _best(self, meshes: Sequence[MeshSpec], modes: Sequence[str], name: str) -> Found | None:
-        restrict = self._restrict(name, self._pins(meshes))
-        deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
+    def _best(
+        self,
+        meshes: Sequence[MeshSpec],
+        modes: Sequence[str],
+        name: str,
+        restrict: Callable[[MeshSpec], Restriction | None],
+        deadline: float | None,
+    ) -> Found | None:
         search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline)
         found = search.best(meshes)
         if found is None or name != "ilp" or not self._vary_blocks:
             return found
         return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
+
+    @functools.cached_property
+    def _uncut(self) -> str | None:
+        """Why no pipelines are tried; None where they are."""
+        if self._executable_only:
+            return "only plans that can be run are wanted"
+        if Checkpointing.parse(self.job.ac or "none").first is not None:
+            return "only the first blocks are to be checkpointed"
+        return obstacle(self._traced.graph, self._traced.blocks)
+
+    def _pipelines(
+        self,
+        found: Found | None,
+        modes: Sequence[str],
+        restrict: Callable[[MeshSpec], Restriction | None],
+        deadline: float | None,
+    ) -> Piped:
+        """Return what pipelines come to that are faster than what was ``found``."""
+        walk = PipelineSearch(self._search, self._counts, modes, restrict, self._progress, deadline)
+        step_s = math.inf if found is None else found.candidate.estimate.step_time_s
+        return walk.best(step_s * (1.0 - self.job.mip_gap))
+
+    def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
+        with self._clock.stage("write_s"):
+            notes = list(self._notes(found.stages()[0].run))
+            plan = plan_of_pipeline(self._search, self._module, found, report, notes)
+        return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return what a planner and the pins leave to choose on a mesh."""
@@ -246,28 +291,6 @@ class PlanningSession:
             )
         return counts
 
-    def _write(self, candidate: Candidate, report: SolverReport) -> ShardingPlan:
-        run, cluster = candidate.run, self.cluster
-        entries = entries_of(candidate.structure, candidate.decision, self._module.names)
-        job = dataclasses.replace(
-            self.job,
-            micro_batches=run.micro_batches,
-            ac=run.ac,
-            memory_bytes=self._search.memory_bytes,
-        )
-        return ShardingPlan(
-            mesh=PlanMesh.of(run.mesh, "cpu" if cluster.device.kind == "cpu" else "cuda"),
-            **entries.by_field(),
-            activation_checkpointing=fold_names(dict(run.grouping.modes), self._module.names.modules),
-            micro_batches=run.micro_batches,
-            estimate=candidate.estimate,
-            solver=report,
-            job=job,
-            cluster=cluster.to_dict(),
-            fingerprint={"model": self._module.fingerprint, "torch": torch_fingerprint()},
-            notes=tuple(self._notes(run)),
-        )
-
 
 def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | None, seq: int | None) -> ExampleInputs:
     """Return the arguments to trace ``model`` with; none where it is traced already.
@@ -281,21 +304,6 @@ def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | No
         advice = "Give them to trace_module, or the module itself here."
         raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
     return ExampleInputs(args=(), kwargs={})
-
-
-def _report(found: Found, planner: str) -> SolverReport:
-    solution = found.candidate.solution
-    assert solution is not None
-    objective_s, bound_s = solution.objective_s, min(found.bound_s, solution.objective_s)
-    return SolverReport(
-        name=planner,
-        status="optimal" if found.complete else "time-limit",
-        objective_s=objective_s,
-        bound_s=bound_s,
-        gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
-        time_s=solution.time_s,
-        meshes=found.meshes,
-    )
 
 
 def _modes(traced: TracedModel, ac: str | None) -> list[str]:
@@ -329,6 +337,7 @@ def build_plan(
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
     vary_blocks: bool = False,
+    executable_only: bool = True,
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> ShardingPlan:
@@ -354,6 +363,8 @@ def build_plan(
         data_axes: mesh axes that are to split the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
+        executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
+            where no mesh is given.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
         progress: told of each stage.
 
@@ -381,6 +392,7 @@ def build_plan(
         pins=pins,
         data_axes=data_axes,
         vary_blocks=vary_blocks,
+        executable_only=executable_only,
         time_limit_s=time_limit_s,
         progress=progress,
     )

@@ -14,7 +14,7 @@ from planner.moments import find_moments
 from planner.op_order import OpOrder
 from planner.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
 from planner.profile import GraphProfile
-from planner.regions import Region, RegionGraph
+from planner.regions import Region, RegionGraph, is_sent
 from planner.tallies import Tally, count_tallies
 from planner.timeline import Timeline, build_timeline
 
@@ -35,7 +35,8 @@ class Structure:
 
     Attributes:
         modes: block -> how it is checkpointed, of those that are.
-        arguments: region class -> slots that show what the model is called with, each tensor once.
+        arguments: region class -> slots that show what the model is called with, or hands to the next stage, each
+            tensor once.
     """
 
     regions: RegionGraph
@@ -135,7 +136,7 @@ def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
     found: dict[str, tuple[int, int]] = {}
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
-            if slot.value.kind == "input" and slot.source is None:
+            if (slot.value.kind == "input" and slot.source is None) or is_sent(region, slot):
                 found.setdefault(slot.value.name, (regions.class_of[region.index], position))
     slots: dict[int, list[int]] = defaultdict(list)
     for region_class, position in found.values():

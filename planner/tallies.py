@@ -27,12 +27,14 @@ class Tally:
         count: of redistributions.
         alive: of saved tensors: moment's quantity -> how many there are at it.
         always: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
+        held: how many saved tensors there are at the end of the forward.
     """
 
     edges: tuple[int, ...]
     count: int = 0
     alive: Mapping[str, int] = field(default_factory=dict)
     always: bool = False
+    held: int = 0
 
 
 class _Kept(NamedTuple):
@@ -56,7 +58,9 @@ def count_tallies(
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
     kept: dict[tuple[tuple[int, ...], bool], Counter[str]] = defaultdict(Counter)
+    kept_held: Counter[tuple[tuple[int, ...], bool]] = Counter()
     copied: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+    copied_held: Counter[tuple[int, ...]] = Counter()
     passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
@@ -107,13 +111,18 @@ def count_tallies(
         for (where, always), found in keepers.items():
             if owns and not (own and (where is None) == (home is None)):
                 kept[_subset(k.edge for k in found), always].update(_alive(found, where, timeline.moments))
+                kept_held[_subset(k.edge for k in found), always] += _is_held(found, where)
         for where, found in copiers.items():
             copied[_subset(k.edge for k in found)].update(_alive(found, where, timeline.moments))
+            copied_held[_subset(k.edge for k in found)] += _is_held(found, where)
     return {
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
         "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
-        "kept": tuple(Tally(edges=edges, always=always, alive=alive) for (edges, always), alive in kept.items()),
-        "copied": tuple(Tally(edges=edges, alive=alive) for edges, alive in copied.items()),
+        "kept": tuple(
+            Tally(edges=edges, always=always, alive=alive, held=kept_held[edges, always])
+            for (edges, always), alive in kept.items()
+        ),
+        "copied": tuple(Tally(edges=edges, alive=alive, held=copied_held[edges]) for edges, alive in copied.items()),
         "passed": tuple(Tally(edges=edges, alive=alive) for edges, alive in passed.items()),
     }
 
@@ -128,6 +137,11 @@ def _alive(kept: Sequence[_Kept], block: str | None, moments: Sequence[Moment]) 
     role = "activations" if block is None else "recomputed_block"
     there = [m for m in moments if (m.position >= since if block is None else m.block == block and m.made >= since)]
     return {moment.quantity(role): 1 for moment in there}
+
+
+def _is_held(kept: Sequence[_Kept], block: str | None) -> bool:
+    """Tell whether a tensor is there at the end of the forward: kept from then on, and not made again."""
+    return block is None and min(k.since for k in kept) < NEVER
 
 
 def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, position: int) -> bool:

@@ -35,6 +35,8 @@ class ClassTimeline:
         gradients: [slots, moments]: the gradient of the slot's tensor is there.
         works: [ops, moments]: the op's own backward runs.
         runs: [ops, moments]: the op's own forward runs again.
+        held, held_extra: [slots] and [ops]: of ``saved`` and ``saved_extra``, at the end of the forward.
+        held_cached: [ops]: of ``cached_extra`` likewise.
     """
 
     saved: Counts
@@ -45,6 +47,9 @@ class ClassTimeline:
     gradients: Counts
     works: Counts
     runs: Counts
+    held: Counts
+    held_extra: Counts
+    held_cached: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +112,8 @@ class _Builder:
 
     def _of_class(self, members: tuple[int, ...], moments: tuple[Moment, ...]) -> ClassTimeline:
         first = self._regions.regions[members[0]]
+        at_end = Moment(key="end", position=len(self._order.ops), block=None)
+        moments = (*moments, at_end)
         by_slot = {role: np.zeros((len(first.slots), len(moments))) for role in ("saved", "recomputed", "gradients")}
         names = ("saved_extra", "recomputed_extra", "cached_extra", "works", "runs")
         by_op = {role: np.zeros((len(first.ops), len(moments))) for role in names}
@@ -117,7 +124,9 @@ class _Builder:
             self._add_inside_ops(region, block, moments, by_op)
             self._add_gradients(region, moments, by_slot["gradients"])
             self._add_unkept(region, moments, by_slot["recomputed"])
-        return ClassTimeline(**by_slot, **by_op)
+        held = {"held": by_slot["saved"], "held_extra": by_op["saved_extra"], "held_cached": by_op["cached_extra"]}
+        counts = {role: found[:, :-1].copy() for role, found in (*by_slot.items(), *by_op.items())}
+        return ClassTimeline(**counts, **{role: found[:, -1] for role, found in held.items()})
 
     def _add_saved(
         self, region: Region, block: str | None, moments: tuple[Moment, ...], into: Mapping[str, Counts]
@@ -168,6 +177,7 @@ class _Builder:
 
     def _add_gradients(self, region: Region, moments: tuple[Moment, ...], into: Counts) -> None:
         made_here = {region.slots[slot].value.name: slot for region_op in region.ops for slot in region_op.outputs}
+        made_here |= {s.value.name: i for i, s in enumerate(region.slots) if s.origin == "entry" and s.source is None}
         for column, moment in enumerate(moments):
             for name in self._order.gradients.get(moment.position, ()):
                 if name in made_here:

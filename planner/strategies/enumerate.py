@@ -122,12 +122,10 @@ class _RegionSearch:
             yield None
             return
         yield R
-        if self._region.call == OUTSIDE:
-            return
         for dim in range(len(slot.value.shape)):
             if slot.value.shape[dim] % self._size == 0 and slot.value.shape[dim] >= self._size:
                 yield Shard(dim)
-        if slot.origin == "entry" and slot.value.requires_grad:
+        if slot.origin == "entry" and slot.value.requires_grad and self._region.call != OUTSIDE:
             yield P
 
     def _forward(self, known: dict[int, Placement | None], step: int) -> Iterator[dict[int, Placement | None]]:
@@ -209,7 +207,7 @@ class _RegionSearch:
         ]
         for choice in itertools.product(*(gradient_options(forward[i]) for i in open_slots)):  # type: ignore[arg-type]
             state = gradient | dict(zip(open_slots, choice, strict=True))
-            if self._region.call == OUTSIDE and any(g != R for g in choice):
+            if self._region.call == OUTSIDE and any(g.is_partial() for g in choice):
                 continue
             if all(self._boundary_ok(forward[i], state.get(i)) for i in boundary):
                 yield state

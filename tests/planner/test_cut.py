@@ -1,0 +1,73 @@
+"""Graphs cut into pipeline stages: nothing is lost, nothing is done twice but what depends on no parameter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import families
+import pytest
+from small_models import TINY_LLAMA
+
+from api.models import load_model, quiet_libraries
+from planner.candidates import TracedModel
+from planner.cut import cut, obstacle
+from planner.graph import OpGraph
+from planner.profile import profile
+from planner.session import PlanningSession
+
+
+def llama(layers: int = 4, **changes: Any) -> TracedModel:
+    with quiet_libraries():
+        source = load_model({"hf_config": {**TINY_LLAMA, "num_hidden_layers": layers, **changes}}, seq=32)
+    session = PlanningSession(source.module, cluster="1x4xtoy", batch=8, seq=32, dtype="fp32", micro_batches=1)
+    return session._traced
+
+
+def flops(graph: OpGraph) -> float:
+    ops = profile(graph, flash_attention=False).ops.values()
+    return sum(op.flops + op.backward_flops for op in ops)
+
+
+@pytest.fixture(scope="module")
+def traced() -> TracedModel:
+    return llama()
+
+
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (1, 2, 1)])
+def test_stages_are_the_whole_model(traced: TracedModel, counts: tuple[int, ...]) -> None:
+    whole = traced.graph
+    stages = [cut(whole, traced.blocks, counts, stage) for stage in range(len(counts))]
+    # Every op runs, those of parameters once.
+    names = [op.name for stage in stages for op in stage.ops]
+    assert set(names) == {op.name for op in whole.ops}
+    plain = {op.name for op in whole.ops if whole.values[op.outputs[0]].kind == "plain"}
+    assert len([name for name in names if name not in plain]) == len(set(names) - plain)
+    parameters = [name for stage in stages for name in stage.parameters]
+    assert sorted(parameters) == sorted(whole.parameters)
+    assert sum(flops(stage) for stage in stages) == pytest.approx(flops(whole))
+    # What a stage hands on is what the next is called with.
+    for stage, after in itertools.pairwise(stages):
+        sent = [output.value for output in stage.outputs if output.is_sent]
+        assert sent
+        assert sent == [given.value for given in after.inputs if given.path.startswith("pipeline.")]
+    assert [output.is_loss for output in stages[-1].outputs if output.is_loss] == [True]
+    assert not any(output.is_loss for stage in stages[:-1] for output in stage.outputs)
+
+
+def test_a_stage_reads_the_inputs_that_it_needs(traced: TracedModel) -> None:
+    first, last = (cut(traced.graph, traced.blocks, (2, 2), stage) for stage in (0, 1))
+    assert [given.path for given in first.inputs] == ["input_ids"]
+    assert [given.path for given in last.inputs] == ["labels", "pipeline.0"]
+
+
+def test_tied_ends_are_not_cut() -> None:
+    traced = llama(tie_word_embeddings=True)
+    assert "both ends" in (obstacle(traced.graph, traced.blocks) or "")
+
+
+@pytest.mark.parametrize(("family", "why"), [("t5", "2 lists"), ("mlp", "no lists")])
+def test_what_is_no_single_list_of_blocks_is_not_cut(family: str, why: str) -> None:
+    module, inputs = families.make(family, 8)
+    session = PlanningSession(module, cluster="1x2xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
+    assert why in (obstacle(session._traced.graph, session._traced.blocks) or "")

@@ -1,0 +1,200 @@
+"""Pipelines: their prices, the search for them, and the plans that have one."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+from small_models import TINY_LLAMA
+
+from api.models import load_model, quiet_libraries
+from cost_model import ClusterSpec
+from cost_model.layout import MeshSpec
+from planner.assemble import decision_of
+from planner.clock import Clock
+from planner.errors import PlanError, PlanFormatError
+from planner.estimate import itemise
+from planner.opened_plan import estimate_plan
+from planner.pipeline_search import PipelineSearch
+from planner.plan import ShardingPlan
+from planner.problem import peak_bytes, totals
+from planner.random_assignment import random_assignment
+from planner.run import StagePlace
+from planner.search import Search
+from planner.session import PlanningSession
+from planner.stage_searches import PipelineRun, StageSearches, stage_clusters
+from planner.stages import kinds_of
+
+BATCH = 16
+CONFIG: dict[str, Any] = {"hf_config": {**TINY_LLAMA, "num_hidden_layers": 5}}
+SLOW: dict[str, Any] = {
+    "nodes": 4,
+    "devices_per_node": 1,
+    "device": "toy",
+    "inter_node": {"bandwidth_bytes_per_s": 1e7},
+}
+"""Nodes that have little to say to each other: gathering parameters takes longer than computing."""
+
+
+def session_of(cluster: str | dict[str, Any], **options: Any) -> PlanningSession:
+    with quiet_libraries():
+        source = load_model(CONFIG, seq=32)
+    job = {"batch": BATCH, "seq": 32, "dtype": "fp32", **options}
+    return PlanningSession(source.module, cluster=ClusterSpec.parse(cluster), **job)
+
+
+def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> PipelineSearch:
+    return PipelineSearch(session._search, counts, modes, lambda mesh: None)
+
+
+@pytest.fixture(scope="module")
+def session() -> PlanningSession:
+    return session_of("1x4xtoy")
+
+
+@pytest.fixture(scope="module")
+def pipelined() -> ShardingPlan:
+    return session_of(SLOW, executable_only=False, ac="none", micro_batches=8).plan()
+
+
+@pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
+def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, index: int, ac: str) -> None:
+    whole = Search(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=(1, 3, 1), micro_batches=4, ac=ac)
+    kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
+    search = stages.of(kind, 3)
+    run = stages.run(search, kind, pipeline)
+    assert run.in_flight == 3 - index
+    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+    assert formulation is not None
+    for seed in range(3):
+        assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
+        assert assignment is not None
+        total = totals(formulation.problem, assignment)
+        price = itemise(formulator, structure, decision_of(formulation, assignment))
+        for name in {*total, *price.charge}:
+            assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
+        sent = {(c.phase, c.count) for c in price.collectives if c.kind == "send_recv"}
+        assert sent == {("forward", 6)} - ({("forward", 6)} if index == 2 else set()) | (
+            {("backward", 6)} if index else set()
+        )
+
+
+def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: PlanningSession) -> None:
+    """On one device: what autograd saves, counted from the ops, is there once more for each."""
+    stages = StageSearches(session._search, lambda mesh: None, {4: ClusterSpec.parse("1x1xtoy")})
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=(1, 2, 1, 1), micro_batches=4, ac="none")
+    kind = next(kind for kind in kinds_of(pipeline.counts) if kind.indices == (1,))
+    search = stages.of(kind, 4)
+    peaks = []
+    for index in (1, 3):
+        place = StagePlace(index=index, stages=4, cluster=session.cluster)
+        run = dataclasses.replace(stages.run(search, kind, pipeline), place=place)
+        _, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        assert formulation is not None
+        assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
+        assert assignment is not None
+        peaks.append(peak_bytes(totals(formulation.problem, assignment)))
+    graph, profile = structure.regions.graph, structure.profile
+    saved = {name for op in profile.ops.values() for name in op.saved if graph.values[name].kind != "parameter"}
+    made = saved - {given.value for given in graph.inputs}
+    held = sum(min(graph.values[name].nbytes, profile.storage_nbytes[name]) for name in made)
+    held += sum(op.saved_extra_nbytes for op in profile.ops.values())
+    handed = [given.value for given in graph.inputs] + [out.value for out in graph.outputs if out.is_sent]
+    held += sum(graph.values[name].nbytes for name in handed)
+    assert peaks[0] - peaks[1] == pytest.approx(2 * held)
+
+
+def test_the_search_finds_the_split_that_brute_force_finds(session: PlanningSession) -> None:
+    counts, stages = [4], 2
+    walk = walk_of(session, counts, ["none"])
+    found = walk.best().plan
+    assert found is not None
+    every = walk_of(session, counts, ["none"])
+    times = []
+    for split in itertools.product(range(1, 5), repeat=stages):
+        if sum(split) != 5:
+            continue
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none")
+        search = every._stages.of(kinds_of(split)[0], stages)
+        for layout in every._stages.layouts(search, pipeline.mesh, 4):
+            planned = every._planned(pipeline, layout, [0.0] * stages)
+            assert planned is not None
+            times.append(planned.step_time_s)
+    assert found.pipeline.counts in ((2, 3), (3, 2))
+    assert found.step_time_s == pytest.approx(min(times), rel=2e-3)
+
+
+def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
+    piped = walk_of(session, [2, 4], ["none", "full"]).best()
+    assert piped.plan is not None
+    assert piped.complete
+    assert piped.bound_s <= piped.plan.step_time_s <= piped.bound_s * (1 + 2e-3)
+    assert walk_of(session, [2, 4], ["none", "full"]).best(piped.plan.step_time_s * 0.9).plan is None
+
+
+def test_on_slow_nodes_a_pipeline_wins(pipelined: ShardingPlan) -> None:
+    executable = session_of(SLOW, ac="none", micro_batches=8).plan()
+    assert executable.pipeline is None
+    assert executable.estimate is not None
+    assert pipelined.pipeline is not None
+    assert pipelined.estimate is not None
+    assert pipelined.solver is not None
+    assert pipelined.estimate.step_time_s < executable.estimate.step_time_s
+    assert pipelined.solver.gap is not None
+    assert 0 <= pipelined.solver.gap < 0.02
+    chosen = [mesh.mesh for mesh in pipelined.solver.meshes if mesh.outcome == "chosen"]
+    assert chosen == [str(pipelined.mesh)]
+
+
+def test_a_pipelines_figures_add_up(pipelined: ShardingPlan) -> None:
+    pipeline, estimate = pipelined.pipeline, pipelined.estimate
+    assert pipeline is not None
+    assert estimate is not None
+    parts = (estimate.forward_s, estimate.backward_s, estimate.grad_reduce_s, estimate.optimizer_s, pipeline.idle_s)
+    assert sum(parts) == pytest.approx(estimate.step_time_s)
+    seconds, m = [stage.micro_batch_s for stage in pipeline.stages], pipelined.micro_batches
+    assert (m - 1) * max(seconds) + sum(seconds) + estimate.optimizer_s == pytest.approx(estimate.step_time_s)
+    assert estimate.peak_memory_bytes == max(stage.peak_memory_bytes for stage in pipeline.stages)
+    assert sum(estimate.memory.values()) == estimate.peak_memory_bytes
+    assert {row.count for row in estimate.collectives if row.kind == "send_recv"} == {m}
+
+
+def test_a_pipelines_plan_names_every_parameter_once(pipelined: ShardingPlan) -> None:
+    assert pipelined.pipeline is not None
+    names = [name for stage in pipelined.pipeline.stages for name in stage.modules]
+    assert names[0] == "model.embed_tokens"
+    assert names[-2:] == ["model.norm", "lm_head"]
+    assert "model.layers.*.mlp.up_proj.weight" in pipelined.plan
+    assert not [key for key in (*pipelined.input_plan, *pipelined.output_plan) if "pipeline" in key]
+    assert {len(layout) for _, _, layout in pipelined.layouts()} == {len(pipelined.mesh.axes) - 1}
+
+
+def test_a_pipelines_plan_survives_its_file(pipelined: ShardingPlan) -> None:
+    assert ShardingPlan.from_dict(pipelined.to_dict()) == pipelined
+    document = pipelined.to_dict() | {"mesh": {"names": ["dp"], "shape": [4], "device": "cpu"}}
+    with pytest.raises(PlanFormatError):
+        ShardingPlan.from_dict(document)
+
+
+def test_a_pipelines_plan_is_refused_where_it_cannot_be_run(pipelined: ShardingPlan) -> None:
+    from executor.checks import check_plan
+    from executor.verify import verify
+
+    with quiet_libraries():
+        module = load_model(CONFIG, seq=32).module
+    with pytest.raises(PlanError, match="executable"):
+        estimate_plan(module, pipelined)
+    with pytest.raises(PlanError, match="executable"):
+        verify(module, pipelined, {})
+    with pytest.raises(PlanError, match="executable"):
+        check_plan(module, None, pipelined)  # type: ignore[arg-type]
+
+
+def test_stages_share_the_nodes_of_the_cluster() -> None:
+    cluster = ClusterSpec.parse(SLOW)
+    assert math.prod(next(c.size for p, c in stage_clusters(cluster, 4) if p == stages) for stages in (2, 4)) == 2

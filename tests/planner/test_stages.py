@@ -1,0 +1,79 @@
+"""How blocks are spread over stages, and the seconds of 1F1B."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model import ClusterSpec
+from planner.balance import balanced
+from planner.report import Estimate
+from planner.stage_searches import stage_clusters
+from planner.stages import kinds_of, least_step_s, pipeline_step_s, stage_limit_s
+
+EQUAL = Estimate(
+    step_time_s=7.5, forward_s=3.0, backward_s=4.0, grad_reduce_s=0.0, optimizer_s=0.5, peak_memory_bytes=1
+)
+
+
+@given(
+    blocks=st.integers(2, 9),
+    stages=st.integers(2, 5),
+    first=st.floats(0, 4, allow_nan=False),
+    last=st.floats(0, 4, allow_nan=False),
+)
+def test_no_other_split_has_a_faster_slowest_stage(blocks: int, stages: int, first: float, last: float) -> None:
+    stages = min(stages, blocks)
+
+    def slowest(counts: tuple[int, ...]) -> float:
+        return max(counts[0] + first, counts[-1] + last, *counts)
+
+    every = (c for c in itertools.product(range(1, blocks + 1), repeat=stages) if sum(c) == blocks)
+    found = balanced(blocks, stages, first, last)
+    assert sum(found) == blocks
+    assert slowest(found) == pytest.approx(min(map(slowest, every)))
+
+
+def test_ends_with_much_of_their_own_get_fewer_blocks() -> None:
+    assert balanced(126, 16) == (7, *[8] * 14, 7)
+    assert balanced(12, 4, 2.0, 1.0) == (1, 4, 4, 3)
+
+
+def test_a_step_of_equal_stages_is_what_one_of_equals_takes() -> None:
+    # 4 micro-batches, 4 stages: 7 passes of 1 s and the optimizer.
+    assert pipeline_step_s([EQUAL] * 4, 4) == pytest.approx(7.5)
+
+
+def test_a_step_waits_for_the_slowest_stage() -> None:
+    slow = dataclasses.replace(EQUAL, step_time_s=14.5)  # 2 s a pass
+    assert pipeline_step_s([EQUAL, slow, EQUAL, EQUAL], 4) == pytest.approx(3 * 2 + 5 + 0.5)
+    slow_once = dataclasses.replace(EQUAL, step_time_s=9.0, optimizer_s=2.0)
+    assert pipeline_step_s([EQUAL, slow_once, EQUAL, EQUAL], 4) == pytest.approx(7 + 2.0)
+
+
+@given(st.lists(st.tuples(st.floats(1, 9), st.floats(0, 1)), min_size=2, max_size=6), st.integers(1, 16))
+def test_no_step_is_below_its_bound(stages: list[tuple[float, float]], micro_batches: int) -> None:
+    estimates = [dataclasses.replace(EQUAL, step_time_s=u, optimizer_s=once) for u, once in stages]
+    bound_s = least_step_s([u for u, _ in stages], micro_batches)
+    assert pipeline_step_s(estimates, micro_batches) >= bound_s * (1 - 1e-12)
+
+
+def test_a_stage_at_its_limit_brings_the_step_to_the_limit() -> None:
+    bounds, (kind, *_) = [3.0, 1.0, 1.0, 2.0], kinds_of((1, 2, 2, 1))
+    assert kind.indices == (1, 2)
+    limit_s = stage_limit_s(bounds, kind, 8, 5.0)
+    assert least_step_s([3.0, limit_s, limit_s, 2.0], 8) == pytest.approx(5.0)
+
+
+def test_a_stage_has_whole_nodes_or_a_part_of_one() -> None:
+    found = dict(stage_clusters(ClusterSpec.parse("4x4xtoy"), 64))
+    assert {stages: (c.nodes, c.devices_per_node) for stages, c in found.items()} == {
+        2: (2, 4),
+        4: (1, 4),
+        8: (1, 2),
+        16: (1, 1),
+    }
