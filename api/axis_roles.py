@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch.distributed.tensor import Shard
+
 from cost_model.layout import Layout, sharded_dim
 from planner.patterns import match_keys
 from planner.plan import ShardingPlan
@@ -14,6 +16,7 @@ from planner.ports import Port, ports_of
 _BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
 _ROOT_INPUT = ("", "input")
 _IN_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
 _NAMED = 3
 
 
@@ -33,6 +36,7 @@ class _Weights:
 
     gathered: tuple[str, ...]
     pieces: tuple[str, ...]
+    experts: tuple[str, ...]
     whole: tuple[str, ...]
 
     def main(self) -> _Weights:
@@ -40,9 +44,10 @@ class _Weights:
         inside = _Weights(
             gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
             pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
+            experts=tuple(filter(_IN_BLOCK.search, self.experts)),
             whole=tuple(filter(_IN_BLOCK.search, self.whole)),
         )
-        return inside if inside.gathered or inside.pieces or inside.whole else self
+        return inside if inside.gathered or inside.pieces or inside.experts or inside.whole else self
 
 
 def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
@@ -71,6 +76,8 @@ def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
         words.append("DP")
     if main.pieces:
         words.append("TP")
+    if main.experts:
+        words.append("EP")
     if splits_sequence or (main.pieces and splits_batch and not main.gathered):
         words.append("SP" if main.pieces or swaps_heads else "CP")
 
@@ -88,6 +95,7 @@ def _weight_details(weights: _Weights) -> Iterator[str]:
     kinds = {
         "stored in pieces, gathered for use": weights.gathered,
         "used in pieces": weights.pieces,
+        "used by some ranks alone": weights.experts,
         "whole on each rank": weights.whole,
     }
     total = sum(map(len, kinds.values()))
@@ -119,9 +127,10 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
 
 
 def _weights(plan: ShardingPlan, index: int) -> _Weights:
-    """Return which entries are stored split but used whole, stored and used split, and stored whole on this axis."""
+    """Return which entries are stored split but used whole, used split, of which ranks use some, and stored whole."""
     gathered: list[str] = []
     pieces: list[str] = []
+    experts: list[str] = []
     whole: list[str] = []
     for key, stored, used in weight_layouts(plan):
         if used is None:
@@ -130,10 +139,12 @@ def _weights(plan: ShardingPlan, index: int) -> _Weights:
             kind = whole
         elif sharded_dim(used[index]) is None:
             kind = gathered
+        elif _EXPERTS.search(key) and used[index] == Shard(0):
+            kind = experts
         else:
             kind = pieces
         kind.append(key.removesuffix(".weight"))
-    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), whole=tuple(whole))
+    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), experts=tuple(experts), whole=tuple(whole))
 
 
 def _swaps_heads(plan: ShardingPlan, index: int) -> bool:

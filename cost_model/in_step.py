@@ -23,11 +23,13 @@ class InStep:
 
     Attributes:
         gemm_share: share of a matrix product's rate alone.
+        expert_share: the same of products of experts.
         stream_share: share of the streaming rate that element-wise kernels reach, one by one.
         taken_share: share of compute that is lost while a collective runs beside it.
     """
 
     gemm_share: float = 1.0
+    expert_share: float = 1.0
     stream_share: float = 1.0
     taken_share: float = 0.0
 
@@ -46,8 +48,10 @@ def in_step(device: DeviceSpec) -> InStep:
     if not device.architecture or device.host_op_s:
         return AS_ALONE
     constants = shipped_constants()
+    share = gemm_share(constants, device)
     return InStep(
-        gemm_share=gemm_share(constants, device),
+        gemm_share=share,
+        expert_share=share * constants.expert_share,
         stream_share=constants.stream_share,
         taken_share=taken_share(device),
     )

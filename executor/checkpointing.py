@@ -34,6 +34,7 @@ KEPT_OPS = frozenset(
         _aten.addmm.default,
         _aten.bmm.default,
         _aten.baddbmm.default,
+        _aten._grouped_mm.default,
         _aten.convolution.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

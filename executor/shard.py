@@ -16,6 +16,7 @@ from executor.fully_sharded import gather_together
 from executor.gather_groups import gather_groups, members_of, unfinished_gradients, uses_outside
 from executor.gradients import GradientReduction
 from executor.local_outputs import apply_local_outputs
+from executor.op_experts import replace_experts
 from executor.ops import OwnOps
 from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.parameters import PresentedParameters, materialize_parameters
@@ -24,6 +25,7 @@ from executor.redistribute import Redistributor
 from executor.saved_copies import CheckpointedRegion
 from executor.sharder import Sharder, apply_sharders
 from executor.sharing import SharedRedistributions
+from planner.latent_attention import concatenate_keys
 from planner.plan import ShardingPlan
 
 
@@ -86,6 +88,8 @@ def _shard(
         presented_parameters=presented.presented,
         device_type=device_mesh.device_type,
     )
+    replace_experts(module, redistributor)
+    concatenate_keys(module)
     attach_boundaries(module, plan, shared, opaque=opaque)
     apply_local_outputs(module, plan, opaque=opaque)
     # From the inside out: a recomputed block gathers its own parameters again.

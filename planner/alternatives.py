@@ -170,7 +170,7 @@ def _alternatives(
     mesh = opened.read.run.mesh.shape
     options: list[tuple[Aspect, Layout, bool]] = [
         ("stored", layout, layout == decision.stored[subject.index].stored)
-        for layout in stored_layouts(subject.value, mesh)
+        for layout in stored_layouts(subject.value, mesh, _computed(opened, subject))
     ]
     options += [("computed", layout, layout == subject.computed(decision)) for layout in _computed(opened, subject)]
     for aspect, layout, chosen in options:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, MeshSpec, divides
 from planner.errors import BaselineError
@@ -19,6 +20,7 @@ from planner.graph import OpGraph, Value
 from planner.patterns import match_keys
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
+from planner.strategies.own_rules import PACKED
 
 R = Replicate()
 
@@ -32,6 +34,7 @@ _COLWISE = (
     "local_colwise",
     "local_packed_rowwise",
 )
+_PACKED = ("packed_colwise", "local_packed_rowwise")
 _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "packed_rowwise")
 
 
@@ -147,13 +150,13 @@ def _batch_only_on(region: Region, strategy: Strategy, axes: Sequence[int], mesh
 
 
 def _splits(value: Value, placement: object, size: int) -> bool:
-    return isinstance(placement, Shard) and divides(value.shape, (placement,), (size,))
+    return isinstance(placement, (Shard, _StridedShard)) and divides(value.shape, (placement,), (size,))
 
 
-def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Shard]:
+def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
     names = sorted({name for aliases in graph.parameters.values() for name in aliases})
     modules = sorted({name.rpartition(".")[0] for name in names})
-    wanted: dict[str, Shard] = {}
+    wanted: dict[str, Placement] = _experts_layouts(styles, graph)
     for pattern, matched in match_keys(styles, modules).items():
         style = styles[pattern]
         for module in matched:
@@ -174,6 +177,19 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Shar
             f"(it has {', '.join(known)}).",
             what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
         )
+    return wanted
+
+
+def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
+    """Return the layouts of parameters that hold the matrices of all experts: a plan names such by themselves."""
+    shapes = {name: graph.values[value].shape for value, names in graph.parameters.items() for name in names}
+    wanted: dict[str, Placement] = {}
+    for pattern, matched in match_keys(styles, shapes).items():
+        for name in matched:
+            if len(shapes[name]) == 3 and styles[pattern] in _PACKED:
+                wanted[name] = PACKED
+            elif len(shapes[name]) == 3 and styles[pattern] in _ROWWISE:
+                wanted[name] = Shard(2)
     return wanted
 
 

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 
 from planner.body import Body, Step
 from planner.eager_masks import unpacked_sequences
+from planner.experts import experts_as_one_op
 from planner.graph import Call, Ref
+from planner.latent_attention import keys_concatenated
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -126,7 +128,7 @@ class Captured:
 def export(module: nn.Module, inputs: ExampleInputs) -> Captured:
     """Return the graph that torch.export captures; whatever it or the module's forward raises passes through."""
     boundaries = _Boundaries(module)
-    with boundaries.attached(), unpacked_sequences():
+    with boundaries.attached(), unpacked_sequences(), experts_as_one_op(module), keys_concatenated(module):
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)
     return _captured(program, boundaries)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from cost_model import moving_time_s
 from cost_model.layout import Layout, shard_counts, split_factor
+from planner import experts
 from planner import problem as quantity
 from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices, link_of
 from planner.graph import Value
@@ -183,6 +184,27 @@ class Pricer:
                 prices.append(self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, prefix))
         return prices
 
+    def _inside(self, region: Region, region_op: RegionOp, strategy: Strategy) -> tuple[float, float, float, float]:
+        """Return the bytes that one device has inside an op: kept for the backward, results of products, at work in
+        the backward, and at work in the forward."""
+        profile, mesh = self._profile.ops[region_op.op.name], self.run.mesh.shape
+        if not (profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes):
+            return 0.0, 0.0, 0.0, 0.0
+        if region_op.op.target_name == experts.OP_NAME:
+            # Where each expert is split, its tokens are not.
+            values = find_op_inputs(region, region_op)
+            layouts = [strategy.forward[i] for i in region_op.inputs]
+            shapes = [_piece(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
+            work = experts.ExpertsWork.of(shapes, values[4].shape[0], values[0].dtype.itemsize)
+            return work.saved_nbytes, work.products_nbytes, work.backward_rise_nbytes, work.forward_peak_nbytes
+        split = work_split([strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)], mesh)
+        return (
+            profile.saved_extra_nbytes / split,
+            profile.cached_extra_nbytes / split,
+            profile.backward_extra_nbytes / split,
+            profile.forward_peak_nbytes / split,
+        )
+
     def _alive(
         self, region: Region, strategy: Strategy, moments: Sequence[Moment], alive: ClassTimeline
     ) -> dict[str, float]:
@@ -194,14 +216,7 @@ class Pricer:
         ])  # fmt: skip
         extra, cached, working, running = np.zeros((4, len(region.ops)))
         for index, region_op in enumerate(region.ops):
-            profile = self._profile.ops[region_op.op.name]
-            if profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes:
-                layouts = [strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)]
-                split = work_split(layouts, self.run.mesh.shape)
-                extra[index] = profile.saved_extra_nbytes / split
-                cached[index] = profile.cached_extra_nbytes / split
-                working[index] = profile.backward_extra_nbytes / split
-                running[index] = profile.forward_peak_nbytes / split
+            extra[index], cached[index], working[index], running[index] = self._inside(region, region_op, strategy)
         others = self.run.in_flight - 1
         held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached if others else 0.0
         there = np.array([others * held if moment.position >= 0 else 0.0 for moment in moments])

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture import ExampleInputs, path_text
 from planner.eager_masks import unpacked_sequences
+from planner.experts import experts_as_one_op
+from planner.latent_attention import keys_concatenated
 
 KEPT = 3
 """Blocks that stand for a repeat: one that the outside feeds, one that it feeds, and one that shows what goes on."""
@@ -232,7 +234,14 @@ class _Recorder(TorchDispatchMode):
 def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _Recording:
     recorder = _Recorder(module, inputs, lists)
     # Inference mode: tensors then stay the objects that ops make, which is how they are told apart.
-    with torch.inference_mode(), unpacked_sequences(), recorder.attached(), recorder:
+    with (
+        torch.inference_mode(),
+        unpacked_sequences(),
+        experts_as_one_op(module),
+        keys_concatenated(module),
+        recorder.attached(),
+        recorder,
+    ):
         module(*inputs.args, **inputs.kwargs)
     return recorder.recording
 

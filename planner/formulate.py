@@ -154,8 +154,11 @@ class Formulator:
     ) -> tuple[StoredChoice, ...]:
         value = self.value_of(parameter)
         names = self._structure.regions.graph.parameters[parameter.values[0]]
+        used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
         layouts = [
-            layout for layout in stored_layouts(value, self._mesh) if accepts is None or accepts(value, names, layout)
+            layout
+            for layout in stored_layouts(value, self._mesh, sorted((u for u in used if u is not None), key=str))
+            if accepts is None or accepts(value, names, layout)
         ]
         found = [s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]]
         return stored_choices(value, layouts, self.pricer.run, [g for g in found if g is not None], len(parameter.uses))

@@ -100,7 +100,10 @@ def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
     with _LiveBytes() as live:
         for leaf in leaves:
             live.know(leaf)
-        results = [r for r in pytree.tree_leaves(run_op(op, leaves)) if isinstance(r, torch.Tensor) and r.requires_grad]
+        # Autograd forbids an op that writes in place to write to a leaf.
+        returned = pytree.tree_leaves(run_op(op, leaves, functional=bool(wanted)))
+        results = [r for r in returned if isinstance(r, torch.Tensor) and r.requires_grad]
+        del returned
         forward = live.dispatched()
         if not wanted or not results:
             return OpRun(0, forward, NOTHING)

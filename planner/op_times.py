@@ -13,8 +13,9 @@ from cost_model import DeviceSpec, op_time_s
 from cost_model.attention import attention_time_s
 from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
-from cost_model.gemm import gemm_time_s
+from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
 from cost_model.in_step import in_step
+from planner import experts
 from planner.graph import Op, Value
 from planner.profile import ATTENTION, OpProfile
 
@@ -141,6 +142,8 @@ class OpTimes:
     ) -> OpTime | None:
         if op.target is ATTENTION:
             return self._attention(op, shapes, profile, dtype, share)
+        if op.target_name == experts.OP_NAME:
+            return self._experts(inputs, shapes, dtype, profile.backward_flops > 0)
         product = product_of(op.target_name, shapes, local_output)
         if product is None:
             return None
@@ -194,6 +197,32 @@ class OpTimes:
             found.forward_s + profile.forward_dispatched.nbytes * per_byte,
             found.backward_s + profile.backward_dispatched.nbytes * per_byte,
         )
+
+    def _experts(self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool) -> OpTime:
+        """Return the seconds of the experts on this rank, equally busy."""
+        work = experts.ExpertsWork.of(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize)
+        bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
+        up, down = (2 * work.inner, work.width), (work.width, work.inner)
+
+        def product_s(n: int, k: int) -> float:
+            alone_s = grouped_gemm_time_s(
+                tokens=work.rows, n=n, k=k, groups=work.experts, device=self._device, dtype=dtype, kernel="grouped"
+            )
+            return alone_s / self._in_step.expert_share
+
+        def gradient_s(n: int, k: int) -> float:
+            depth = work.rows / work.experts
+            alone_s = gemm_time_s(m=n, n=k, k=depth, batch=work.experts, device=self._device, dtype=dtype)
+            return alone_s / self._in_step.expert_share
+
+        forward_s = product_s(*up) + product_s(*down) + work.forward_nbytes / bytes_per_s
+        if not backward:
+            return OpTime(forward_s, 0.0)
+        backward_s = product_s(*reversed(down)) + work.backward_nbytes / bytes_per_s
+        backward_s += product_s(*reversed(up)) if inputs[0].requires_grad else 0.0
+        backward_s += gradient_s(*up) if inputs[3].requires_grad else 0.0
+        backward_s += gradient_s(*down) if inputs[4].requires_grad else 0.0
+        return OpTime(forward_s, backward_s)
 
     def _by_roofline(self, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
         matmul, device = profile.flops > 0, self._device

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, LayoutError, MeshSpec, parse_placement
 from planner.baselines import Restriction, batch_only
@@ -61,7 +61,7 @@ class Pin:
             placement = parse_placement(match["placement"].strip())
         except LayoutError as error:
             raise JobError(f"the pin {text!r}: {error}", what_to_do=_ADVICE, field="pins") from error
-        if type(placement) not in (Replicate, Shard):
+        if type(placement) not in (Replicate, Shard, _StridedShard):
             raise JobError(f"the pin {text!r} asks for partial sums.", what_to_do="Choose R or S(dim).", field="pins")
         return cls(
             text=text.strip(),

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from planner import experts
 from planner.graph import Op, OpGraph, Value
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways
 from planner.regions import op_signature
@@ -227,6 +228,8 @@ class _Walk:
     def _run(self, op: Op) -> OpProfile:
         inputs = [self._graph.values[name] for name in op.inputs]
         outputs = [self._graph.values[name] for name in op.outputs]
+        if op.target_name == experts.OP_NAME:
+            return self._experts(op, inputs, outputs[0])
         saved: list[str] = []
         extra: dict[int, int] = {}
 
@@ -326,6 +329,29 @@ class _Walk:
             cached_extra_nbytes=0,
             forward_peak_nbytes=0,
             backward_extra_nbytes=0,
+        )
+
+    def _experts(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
+        """Return the profile of `planner.experts`' op, with its experts equally busy."""
+        work = experts.ExpertsWork.of([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
+        result = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        backward = output.requires_grad
+        self._keep(op.outputs[0], _Computed.apply(self._seed, [result]) if backward else result)  # type: ignore[no-untyped-call]
+        needed = [inputs[position].requires_grad for position in (0, 3, 4)]
+        saved = tuple(dict.fromkeys(self._root_of[op.inputs[position]] for position in (0, 2, 3, 4)))
+        crossing = len(inputs) + 1
+        return OpProfile(
+            flops=work.flops,
+            backward_flops=work.backward_flops(*needed) if backward else 0.0,
+            nbytes=work.forward_nbytes + work.matrices_nbytes,
+            backward_nbytes=work.backward_nbytes + 2 * work.matrices_nbytes if backward else 0,
+            saved=saved if backward else (),
+            saved_extra_nbytes=work.saved_nbytes if backward else 0,
+            cached_extra_nbytes=work.products_nbytes,
+            forward_peak_nbytes=work.forward_peak_nbytes,
+            backward_extra_nbytes=work.backward_rise_nbytes if backward else 0,
+            forward_dispatched=Dispatched(crossing, work.forward_nbytes),
+            backward_dispatched=Dispatched(crossing, work.backward_nbytes) if backward else NOTHING,
         )
 
 

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layout import Layout, divides, replicated, split_factor
+from cost_model.layout import Layout, divides, replicated, sharded_dim, split_factor
 from planner.graph import Value
 from planner.parameter_costs import StoredChoice
 from planner.run import Run
 
 
-def stored_layouts(value: Value, mesh_shape: Sequence[int]) -> list[Layout]:
-    """Return every layout that a parameter can rest in: replicated or evenly split, per axis."""
+def stored_layouts(value: Value, mesh_shape: Sequence[int], used: Iterable[Layout] = ()) -> list[Layout]:
+    """Return every layout that a parameter can rest in: replicated or evenly split, per axis.
+
+    Args:
+        used: layouts in which it is computed with. Strided shards among them it can rest in as well: nothing leads
+            from another layout to them.
+    """
+    strided = list(dict.fromkeys(place for layout in used for place in layout if isinstance(place, _StridedShard)))
     found: list[Layout] = [()]
     for size in mesh_shape:
-        options = [Replicate(), *(Shard(dim) for dim in range(len(value.shape)))] if size > 1 else [Replicate()]
+        options: list[Placement] = [Replicate()]
+        if size > 1:
+            options += [*(Shard(dim) for dim in range(len(value.shape))), *strided]
         found = [(*layout, option) for layout in found for option in options]
-    return [layout for layout in found if divides(value.shape, layout, mesh_shape)] or [replicated(len(mesh_shape))]
+    whole = replicated(len(mesh_shape))
+    return [layout for layout in found if divides(value.shape, layout, mesh_shape) and not _mixes(layout)] or [whole]
+
+
+def _mixes(layout: Layout) -> bool:
+    """Tell whether a dim that a strided shard splits is split on another axis as well."""
+    strided = {place.dim for place in layout if isinstance(place, _StridedShard)}
+    return any(sum(sharded_dim(place) == dim for place in layout) > 1 for dim in strided)
 
 
 def stored_choices(

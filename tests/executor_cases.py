@@ -45,6 +45,30 @@ def make_model(family: str) -> nn.Module:
         "llama": lambda: transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**_SIZES, num_key_value_heads=4, vocab_size=VOCAB, max_position_embeddings=64)
         ),
+        "mixtral": lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                **_SIZES, num_key_value_heads=4, vocab_size=VOCAB, max_position_embeddings=64, num_local_experts=4
+            )
+        ),
+        "deepseek": lambda: transformers.DeepseekV3ForCausalLM(
+            transformers.DeepseekV3Config(
+                **_SIZES | {"num_hidden_layers": 3},
+                vocab_size=VOCAB,
+                max_position_embeddings=64,
+                num_key_value_heads=8,
+                moe_intermediate_size=64,
+                n_routed_experts=8,
+                n_group=4,
+                topk_group=2,
+                num_experts_per_tok=2,
+                first_k_dense_replace=1,
+                q_lora_rank=32,
+                kv_lora_rank=32,
+                qk_nope_head_dim=16,
+                qk_rope_head_dim=8,
+                v_head_dim=16,
+            )
+        ),
         "gpt2": lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
                 n_embd=64,

@@ -9,6 +9,8 @@ from executor_cases import BATCH, make_batch, make_model
 from torch import nn
 
 FAMILIES = ("mlp", "gpt2", "llama", "bert", "vit", "t5")
+WITH_EXPERTS = ("mixtral", "deepseek")
+"""Their blocks have more ops and their regions more strategies: they take longer, so fewer tests are run on them."""
 
 
 def make(family: str, batch: int, device: str = "meta") -> tuple[nn.Module, dict[str, Any]]:

@@ -13,7 +13,7 @@ from cost_model.layout import Layout, divides
 from planner.graph import Op, Value
 from planner.regions import OUTSIDE, Region, RegionOp, find_op_inputs
 from planner.strategies.dtensor_rules import DTensorRules, quiet
-from planner.strategies.own_rules import may_run, own_rules
+from planner.strategies.own_rules import may_run, own_rules, uncommon_placements
 
 R = Replicate()
 P = Partial()
@@ -41,7 +41,7 @@ def gradient_options(placement: Placement) -> tuple[Placement, ...]:
     """Return in which placements the gradient of a boundary tensor may be, given the tensor's own."""
     if type(placement) is Replicate:
         return (R, P)
-    if type(placement) is Shard:
+    if type(placement) in (Shard, _StridedShard):
         return (placement,)
     return (R,) if type(placement) is Partial and placement.reduce_op == "sum" else ()
 
@@ -128,6 +128,13 @@ class _RegionSearch:
         if slot.origin == "entry" and slot.value.requires_grad and self._region.call != OUTSIDE:
             yield P
 
+    def _uncommon(self, region_op: RegionOp, position: int) -> Iterator[Placement]:
+        slot = self._region.slots[position]
+        if slot.origin == "parameter" and self._region.call != OUTSIDE:
+            for placement in uncommon_placements(region_op.op, region_op.inputs.index(position)):
+                if divides(slot.value.shape, (placement,), (self._size,)):
+                    yield placement
+
     def _forward(self, known: dict[int, Placement | None], step: int) -> Iterator[dict[int, Placement | None]]:
         if step == len(self._region.ops):
             free = [i for i, slot in enumerate(self._region.slots) if slot.origin != "op" and i not in known]
@@ -137,7 +144,8 @@ class _RegionSearch:
         region_op = self._region.ops[step]
         inputs = find_op_inputs(self._region, region_op)
         unknown = list(dict.fromkeys(i for i in region_op.inputs if i not in known))
-        for choice in itertools.product(*(list(self._options(i)) for i in unknown)):
+        options = [[*self._options(i), *self._uncommon(region_op, i)] for i in unknown]
+        for choice in itertools.product(*options):
             state = known | dict(zip(unknown, choice, strict=True))
             outputs = self._rules.forward(region_op.op, inputs, tuple(state[i] for i in region_op.inputs))
             if outputs is None or not all(map(_passes_on, outputs)):

@@ -7,6 +7,7 @@ rules.
 labels.
 `scaled_dot_product_attention`  DTensor takes it apart where it has no rule for the kernel. Batch and heads are split.
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
+`shardplan.experts`  Our own op. Tokens, experts, or the inner dim of each expert are split.
 
 Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
 """
@@ -18,13 +19,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, split_factor
+from planner import experts
 from planner.graph import Op, Value
 
 R = Replicate()
 P = Partial()
+PACKED = _StridedShard(1, split_factor=experts.PACKED)
+"""Of the experts' gates and ups, which lie in one tensor one after the other, the same piece of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +164,34 @@ def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
     return rules
 
 
+def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    def rule(
+        tokens: Placement, matrices: tuple[Placement, Placement], output: Placement, gradients: tuple[Placement, ...]
+    ) -> AxisRule:
+        given = output if isinstance(output, Shard) else R  # sums that are not taken yet have a gradient that is whole
+        needed = [value.requires_grad for value in inputs]
+        found = (gradients[0], None, gradients[0], *gradients[1:])
+        return AxisRule(
+            inputs=(tokens, tokens, tokens, *matrices),
+            output=output,
+            output_gradient=given,
+            input_gradients=tuple(place if need else None for place, need in zip(found, needed, strict=True)),
+        )
+
+    inner = (PACKED, Shard(2))
+    return [
+        rule(R, (R, R), R, (R, R, R)),
+        rule(Shard(0), (R, R), Shard(0), (Shard(0), P, P)),
+        rule(R, (Shard(0), Shard(0)), P, (P, Shard(0), Shard(0))),
+        rule(R, inner, P, (P, *inner)),
+    ]
+
+
+def uncommon_placements(op: Op, position: int) -> tuple[Placement, ...]:
+    """Return in which placements, beside whole and evenly split dims, a rule of ours takes an input of ``op``."""
+    return (PACKED,) if op.target_name == experts.OP_NAME and position == 3 else ()
+
+
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether the loss is one that ours computes: class indices, two-dim logits, a mean or a sum, no smoothing."""
     if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
@@ -175,6 +207,7 @@ _OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
+    experts.OP_NAME: _experts,
 }
 
 

@@ -66,3 +66,17 @@ def test_tied_weight_is_used_as_under_its_other_name() -> None:
     (only,) = axis_roles(plan)
     assert only.role == "FSDP"
     assert {key: used for key, _, used in weight_layouts(plan)} == {"shared.weight": None, "lm_head.weight": whole}
+
+
+@pytest.mark.parametrize(("layout", "expected"), [("S(0)", "DP+EP"), ("SS(1,2)", "TP+SP")])
+def test_experts_are_spread_over_an_axis_or_each_is_split(layout: str, expected: str) -> None:
+    plan = ShardingPlan(
+        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        plan={
+            "layers.*.mlp.experts.gate_up_proj": parse_layout([layout]),
+            "layers.*.mlp.gate.weight": parse_layout(["R"]),
+        },
+        input_plan={"input": parse_layout(["S(0)"])},  # type: ignore[dict-item]
+    )
+    (only,) = axis_roles(plan)
+    assert only.role == expected

@@ -15,11 +15,13 @@ from planner.errors import JobError, ModelError
 # The published counts: model cards and papers; ViT's and T5's are of the named checkpoints with their heads.
 PARAMETERS = {
     "bert-large": ("BertForMaskedLM", 335.2e6),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", 671.0e9),
     "gpt2": ("GPT2LMHeadModel", 124.4e6),
     "llama-3.1-405b": ("LlamaForCausalLM", 405.9e9),
     "llama-3.1-70b": ("LlamaForCausalLM", 70.55e9),
     "llama-3.1-8b": ("LlamaForCausalLM", 8.030e9),
     "mistral-7b": ("MistralForCausalLM", 7.242e9),
+    "mixtral-8x7b": ("MixtralForCausalLM", 46.70e9),
     "qwen3-8b": ("Qwen3ForCausalLM", 8.191e9),
     "t5-large": ("T5ForConditionalGeneration", 737.7e6),
     "vit-large": ("ViTForImageClassification", 304.3e6),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from executor_cases import loss_of, make_batch, make_model
-from families import FAMILIES, make
+from families import FAMILIES, WITH_EXPERTS, make
 from gloo import run_on_gloo
 from torch.distributed.tensor import DTensor
 
@@ -85,14 +85,14 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
             assert found.tied, planner
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mixtral", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_losses_and_gradients_equal_the_unsharded_models(family: str) -> None:
-    tensor_parallel = ["tensor-parallel"] if family == "llama" else []
+    tensor_parallel = ["tensor-parallel"] if family in ("llama", *WITH_EXPERTS) else []
     check_numerics(family, ["ilp", "data-parallel", "fully-sharded", *tensor_parallel, "random:0"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_random_plans_give_the_unsharded_models_numbers(family: str) -> None:
     check_numerics(family, [f"random:{seed}" for seed in range(1, 5)])
 

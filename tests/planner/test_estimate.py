@@ -63,12 +63,14 @@ def check(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> No
         assert plan.solver.objective_s == pytest.approx(found.step_time_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@pytest.mark.parametrize(
+    "family", [*families.FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in families.WITH_EXPERTS)]
+)
 def test_every_plan_is_priced_alike_from_its_file(family: str) -> None:
     module, kwargs, session = session_of(family)
     steps: dict[str, float] = {}
     for mesh in MESHES:
-        extra = ("tensor-parallel",) if family in ("llama", "mlp") else ()
+        extra = ("tensor-parallel",) if family in ("llama", "mlp", *families.WITH_EXPERTS) else ()
         extra += ("random:1", "random:2") if mesh == MESHES[1] else ()
         for planner in (*PLANNERS, *extra):
             plan = session.plan(planner=planner, mesh=mesh)
