@@ -3,7 +3,8 @@
     python benchmarks/search.py --list
     python benchmarks/search.py --row check-1-given --row check-1-free
     python benchmarks/search.py --group layers --group axes --json search.json --plot search.png
-    python benchmarks/search.py --read search.json --plot search.png
+    python benchmarks/search.py --group check-8 --json search.json
+    python benchmarks/search.py --read search.json --plot search.svg --markdown search.md
 
 Every row runs in a fresh process, without any cache of plans. Seconds count from after the imports and after the
 module is built; memory is the process's peak resident set, imports included. A row past its time limit says so.
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import os
 import resource
 import subprocess
@@ -30,6 +33,7 @@ from rich.table import Table
 GPU, PER_NODE = "h100-sxm-80gb", 8
 LAYERS, DEVICES = (2, 8, 32, 80, 126), (1, 8, 64, 512, 4096, 16384)
 STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s")
+LIMITS_S = (1.0, 5.0, 30.0)
 TIME_LIMIT_S = 600.0
 
 
@@ -43,6 +47,7 @@ class Row:
         mesh, micro_batches, ac: given, or None to have them found.
         pipelines: whether pipelines are searched as well.
         asked_s: what the issue asks for, None where it does not.
+        time_limit_s: of the search, which then gives the best plan so far; None: it ends by itself.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Row:
     ac: str | None = None
     pipelines: bool = False
     asked_s: float | None = None
+    time_limit_s: float | None = None
 
     @property
     def cluster(self) -> str:
@@ -75,6 +81,8 @@ class Outcome:
         stages: seconds by stage, as the plan has them; empty without a plan.
         peak_mb: peak resident set of the process; ``imports_mb`` of it before planning.
         answer: the plan in a few words, or why there is none.
+        objective_s: seconds per step of the plan; None without one.
+        gap: how far from the best it may be, relative to it.
     """
 
     row: Row
@@ -85,6 +93,8 @@ class Outcome:
     peak_mb: float
     imports_mb: float
     answer: str
+    objective_s: float | None = None
+    gap: float | None = None
 
 
 def rows() -> Iterator[Row]:
@@ -124,6 +134,11 @@ def rows() -> Iterator[Row]:
             yield Row(
                 name=name, group="check-4", preset=preset, devices=devices, batch=max(128, devices), asked_s=30.0
             )  # fmt: skip
+    for limit_s in (*LIMITS_S, None):
+        yield Row(
+            name=f"check-8-{'none' if limit_s is None else f'{limit_s:g}'}", group="check-8", preset="llama-3.1-405b",
+            devices=16384, batch=2048, time_limit_s=limit_s,
+        )  # fmt: skip
 
 
 def _peak_mb() -> float:
@@ -140,7 +155,7 @@ def measure(row: Row) -> Outcome:
     from api.configs import find_config
     from api.models import load_model, quiet_libraries
     from planner import PlanningSession
-    from planner.errors import InfeasibleError
+    from planner.errors import InfeasibleError, SolverError
 
     config = find_config(row.preset, allow_local=False)
     assert config is not None
@@ -150,23 +165,27 @@ def measure(row: Row) -> Outcome:
         source = load_model({"hf_config": values}, seq=row.seq)
     model_s, imports_mb = time.perf_counter() - started, _peak_mb()
     started, cpu_started, stages = time.perf_counter(), _cpu_s(), {}
+    objective_s = gap = None
     try:
         with quiet_libraries():
             session = PlanningSession(
                 source.module, cluster=row.cluster, batch=row.batch, seq=row.seq, micro_batches=row.micro_batches,
-                ac=row.ac, executable_only=not row.pipelines,
+                ac=row.ac, executable_only=not row.pipelines, time_limit_s=row.time_limit_s,
             )  # fmt: skip
             plan = session.plan(mesh=row.mesh)
         assert plan.estimate is not None
-        stages = dict(plan.timings)
+        assert plan.solver is not None
+        stages, objective_s, gap = dict(plan.timings), plan.estimate.step_time_s, plan.solver.gap
         answer = f"{plan.mesh}; {plan.micro_batches} micro-batches; {plan.job.ac}; {plan.estimate.step_time_s:.3f} s"
     except InfeasibleError as error:
         needs = "no even split" if error.least_bytes is None else f"least {error.least_bytes / 1e9:.1f} GB"
         answer = f"does not fit: {needs}"
+    except SolverError as error:
+        answer = f"no plan: {error}"
     return Outcome(
         row=row, seconds=time.perf_counter() - started, cpu_s=_cpu_s() - cpu_started, model_s=model_s,
         stages=stages, peak_mb=_peak_mb(),
-        imports_mb=imports_mb, answer=answer,
+        imports_mb=imports_mb, answer=answer, objective_s=objective_s, gap=gap,
     )  # fmt: skip
 
 
@@ -188,22 +207,61 @@ def outcome_of(document: Mapping[str, Any]) -> Outcome:
     return Outcome(**{**document, "row": Row(**document["row"])})
 
 
+COLUMNS = (
+    "row", "model", "cluster", "seconds", "CPU s", "asked", *STAGES, "peak MB", "imports MB", "gap", "answer",
+)  # fmt: skip
+WORDS = ("row", "model", "cluster", "answer")
+
+
+def cells_of(item: Outcome) -> list[str]:
+    """Return what is said of a row, one cell for each of `COLUMNS`."""
+    row = item.row
+    depth = "" if row.layers is None else f", {row.layers} layers"
+    stages = [f"{item.stages[stage]:.2f}" if stage in item.stages else "-" for stage in STAGES]
+    asked = "-" if row.asked_s is None else f"{row.asked_s:.0f}"
+    gap = "-" if item.gap is None else f"{100 * item.gap:.2f} %"
+    return [
+        row.name, row.preset + depth, row.cluster, f"{item.seconds:.2f}", f"{item.cpu_s:.2f}", asked, *stages,
+        f"{item.peak_mb:.0f}", f"{item.imports_mb:.0f}", gap, item.answer,
+    ]  # fmt: skip
+
+
 def table_of(outcomes: Sequence[Outcome]) -> Table:
     """Return the table of what was measured."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("row", "model", "cluster", "seconds", "CPU s", "asked", *STAGES, "peak MB", "imports MB", "answer"):
-        table.add_column(name, justify="left" if name in ("row", "model", "cluster", "answer") else "right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in WORDS else "right")
     for item in outcomes:
-        row = item.row
-        depth = "" if row.layers is None else f", {row.layers} layers"
-        stages = [f"{item.stages[stage]:.2f}" if stage in item.stages else "-" for stage in STAGES]
-        asked = "-" if row.asked_s is None else f"{row.asked_s:.0f}"
-        table.add_row(
-            row.name, row.preset + depth, row.cluster, f"{item.seconds:.2f}", f"{item.cpu_s:.2f}", asked, *stages,
-            f"{item.peak_mb:.0f}",
-            f"{item.imports_mb:.0f}", item.answer,
-        )  # fmt: skip
+        table.add_row(*cells_of(item))
     return table
+
+
+def markdown_of(outcomes: Sequence[Outcome]) -> str:
+    """Return the same table as docs write it, and what is checked below it."""
+    lines = ["| " + " | ".join(name.removesuffix("_s") for name in COLUMNS) + " |"]
+    lines.append("| " + " | ".join("---" if name in WORDS else "---:" for name in COLUMNS) + " |")
+    lines += ["| " + " | ".join(cells_of(item)) + " |" for item in outcomes]
+    return "\n".join([*lines, "", *(f"- {line}" for line in checks_of(outcomes))]) + "\n"
+
+
+def checks_of(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what the rows say together: late ones, solving by layers, and plans that more time made worse."""
+    late = [item.row.name for item in outcomes if item.row.asked_s is not None and item.seconds > item.row.asked_s]
+    found = [f"later than asked for: {', '.join(late) or 'none'}"]
+    by_layers = [item for item in outcomes if item.row.group == "layers" and item.stages]
+    solving = {item.row.layers or 0: item.stages["solve_s"] for item in by_layers}
+    if len(solving) > 1:
+        few, many = min(solving.items()), max(solving.items())
+        found.append(f"solving {many[0]} layers takes {many[1] / few[1]:.2f} times as long as {few[0]}")
+    limited = [item for item in outcomes if item.row.group == "check-8"]
+    limited.sort(key=lambda item: item.row.time_limit_s or math.inf)
+    times = [math.inf if item.objective_s is None else item.objective_s for item in limited]
+    if len(times) > 1:
+        worse = any(later > sooner for sooner, later in itertools.pairwise(times))
+        without = any(item.gap is None for item in limited if item.objective_s is not None)
+        found.append(f"more time made a plan worse: {'YES' if worse else 'no'}")
+        found.append(f"a plan without its gap: {'YES' if without else 'no'}")
+    return found
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -216,7 +274,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it (needs matplotlib, the notebook extra)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs have it")
+    parser.add_argument("--plot", type=Path, metavar="PNG|SVG", help="draw it (needs matplotlib, the notebook extra)")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -243,14 +302,17 @@ def main() -> int:
         for row in chosen(arguments):
             outcomes.append(measure_apart(row, arguments.time_limit_s))
             print(f"{row.name}: {outcomes[-1].seconds:.2f} s, {outcomes[-1].answer}", file=sys.stderr, flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(item) for item in outcomes], indent=1) + "\n")
+            if arguments.json:
+                arguments.json.write_text(json.dumps([dataclasses.asdict(item) for item in outcomes], indent=1) + "\n")
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown_of(outcomes))
     if arguments.plot:
         from draw_search import draw
 
         draw(outcomes, arguments.plot)
     console = Console(highlight=False)
     (console if console.is_terminal else Console(highlight=False, width=220)).print(table_of(outcomes))
+    print("\n".join(checks_of(outcomes)))
     return 1 if any(item.answer.startswith("failed") for item in outcomes) else 0
 
 

@@ -14,7 +14,7 @@ from planner.assemble import Decision
 from planner.parameter_costs import StoredChoice
 from planner.plan import Port
 from planner.ports import PortSpec, input_key, output_key
-from planner.regions import Region, block_of
+from planner.regions import Link, Slot, block_of
 from planner.strategies.enumerate import Strategy
 from planner.structure import Structure, hook_key
 from planner.traced_module import ModuleNames
@@ -168,6 +168,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 found.stored[name] = choice.stored
                 if choice.accumulated is not None:
                     found.gradients[name] = choice.accumulated
+    links = {(link.consumer, link.consumer_slot): link for link in regions.links}
     for region in regions.regions:
         strategy = decision.strategies[regions.class_of[region.index]]
         for position, slot in enumerate(region.slots):
@@ -176,7 +177,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 if layout != by_value[slot.value.name].stored:
                     found.compute[slot.parameter] = layout
             elif slot.origin == "entry" and slot.boundary is not None:
-                port = _port(structure, decision, region, position, strategy)
+                port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})[path] = port
@@ -194,19 +195,17 @@ def _spec(ports: Mapping[str, Port]) -> PortSpec:
     return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
 
 
-def _port(structure: Structure, decision: Decision, region: Region, position: int, strategy: Strategy) -> Port | None:
-    """Return the port of an entry, None where nothing changes there."""
-    slot = region.slots[position]
+def _port(
+    structure: Structure, decision: Decision, slot: Slot, link: Link | None, position: int, strategy: Strategy
+) -> Port | None:
+    """Return the port of an entry at the end of ``link``, None where nothing changes there."""
     layout, gradient = strategy.forward[position], strategy.gradient[position]
     assert layout is not None
-    if slot.source is None:
+    if link is None:
         if slot.value.kind == "input":
             return Port(layout=layout)
         whole = replicated(len(layout))
         return Port(layout=layout, source=whole) if layout != whole else None
-    link = next(
-        link for link in structure.regions.links if link.consumer == region.index and link.consumer_slot == position
-    )
     producer = decision.strategies[structure.regions.class_of[link.producer]]
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
     if (source, source_gradient) == (layout, gradient):

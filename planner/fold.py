@@ -8,6 +8,7 @@ block and around them, is the shorter model traced in its place; `planner.unroll
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,6 +106,8 @@ def _lists(module: nn.Module) -> list[str]:
 
 # --- what a model does ---------------------------------------------------------------------------------------------
 
+_SCALARS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+
 Block = tuple[str, int]
 """A list's FQN and the index of a block in it."""
 
@@ -147,6 +150,7 @@ class _Recorder(TorchDispatchMode):
         self._made: dict[Block | None, int] = {}
         self._current: Block | None = None
         self._own: dict[int, Hashable] = {}
+        self._known: dict[Hashable, torch.Tensor] = {}
         self._blocks = {
             block: (name, int(index))
             for name in lists
@@ -205,11 +209,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        event = (str(func), self._described((args, kwargs)))
-        out = func(*args, **kwargs)
+        event = (func, self._described(args), self._described(kwargs))
+        out = self._run(func, args, kwargs)
         current = self._current
         made: list[Hashable] = []
-        for leaf in pytree.tree_leaves(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._seen(leaf)
                 made.append((tuple(leaf.shape), leaf.dtype))
@@ -219,16 +223,53 @@ class _Recorder(TorchDispatchMode):
         events.append((event, tuple(made)))
         return out
 
-    def _described(self, tree: Any) -> Hashable:
-        leaves, spec = pytree.tree_flatten(tree)
-        return str(spec), tuple(self._of(leaf) for leaf in leaves)
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an op makes. Of equal ops that make one new tensor the first is run: on meta no values count."""
+        if not _makes_one_tensor(func):
+            return func(*args, **kwargs)
+        key = (func, _lying(args), _lying(kwargs))
+        known = self._known.get(key)
+        if known is not None:
+            return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
+        out = func(*args, **kwargs)
+        if type(out) is torch.Tensor and out.is_meta and out.storage_offset() == 0:
+            self._known[key] = out
+        return out
 
-    def _of(self, leaf: Any) -> Hashable:
-        if not isinstance(leaf, torch.Tensor):
-            return repr(leaf)
-        name = self._seen(leaf)
-        name = self._own.get(id(leaf), name)
-        return name, tuple(leaf.shape), leaf.dtype
+    def _described(self, tree: Any) -> Hashable:
+        if isinstance(tree, torch.Tensor):
+            name = self._seen(tree)
+            return self._own.get(id(tree), name), tuple(tree.shape), tree.dtype
+        kind = type(tree)
+        if kind in _SCALARS:
+            return repr(tree)
+        if kind is tuple or kind is list:
+            return kind.__name__, tuple([self._described(part) for part in tree])
+        if kind is dict:
+            return "dict", tuple([(key, self._described(part)) for key, part in tree.items()])
+        leaves, spec = pytree.tree_flatten(tree)
+        if spec.is_leaf():
+            return repr(tree)
+        return str(spec), tuple([self._described(leaf) for leaf in leaves])
+
+
+@functools.cache
+def _makes_one_tensor(func: Any) -> bool:
+    """Tell whether an op changes none of its arguments and returns one tensor in memory of its own."""
+    returns = func._schema.returns
+    is_tensor = len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
+    return is_tensor and not func._schema.is_mutable
+
+
+def _lying(tree: Any) -> Hashable:
+    """Return what an op on meta tensors can see of its arguments."""
+    if isinstance(tree, torch.Tensor):
+        return tree.shape, tree.stride(), tree.dtype, tree.device, tree.storage_offset(), type(tree)
+    if isinstance(tree, (tuple, list)):
+        return tuple([_lying(part) for part in tree])
+    if isinstance(tree, dict):
+        return tuple([(key, _lying(part)) for key, part in tree.items()])
+    return type(tree), tree if isinstance(tree, Hashable) else repr(tree)
 
 
 def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _Recording:

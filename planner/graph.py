@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -134,6 +134,35 @@ def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
                 graph.add_edge(produced[value], op.name, value=value)
         produced.update(dict.fromkeys(op.outputs, op.name))
     return graph
+
+
+def leaves_of(template: Any) -> list[Any]:
+    """Return what is no tuple, list or mapping in an argument template, in order."""
+    found: list[Any] = []
+    _collect(template, found)
+    return found
+
+
+def _collect(template: Any, into: list[Any]) -> None:
+    if isinstance(template, (tuple, list)):
+        for part in template:
+            _collect(part, into)
+    elif isinstance(template, Mapping):
+        for part in template.values():
+            _collect(part, into)
+    else:
+        into.append(template)
+
+
+def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
+    """Return an argument template with what ``substitute`` returns in place of each `Ref`, in order."""
+    if isinstance(template, Ref):
+        return substitute(template)
+    if isinstance(template, (tuple, list)):
+        return type(template)([with_refs(part, substitute) for part in template])
+    if isinstance(template, Mapping):
+        return {key: with_refs(part, substitute) for key, part in template.items()}
+    return template
 
 
 def _scaled(item: Any, traced_batch: int, batch: int) -> Any:

@@ -57,6 +57,7 @@ def savers(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[
         entry = handed.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
+    steps.reverse()  # what is handed on through many regions settles from the end
     changed = True
     while changed:
         changed = False

@@ -100,6 +100,25 @@ class LinearProgram:
             lower[variable] = upper[variable] = value
         return dataclasses.replace(self, lower=lower, upper=upper)
 
+    def possible(self, columns: npt.NDArray[np.bool_]) -> Indices:
+        """Return which of ``columns`` can be above 0 where all others are 0; none of the program's is below 0.
+
+        Where one sum has to equal another, and has no variable left, those of the other are 0.
+        """
+        starts, indices, values = self.matrix()
+        balanced = (np.asarray(self.row_lower) == 0.0) & (np.asarray(self.row_upper) == 0.0)
+        row_of = np.repeat(np.arange(self.rows), np.diff(starts))
+        within = np.flatnonzero(balanced[row_of])
+        rows, column, plus = row_of[within], indices[within], values[within] > 0
+        left = columns.copy()
+        while True:
+            is_left = left[column]
+            sides = np.bincount(2 * rows[is_left] + plus[is_left], minlength=2 * self.rows)
+            alone = is_left & (sides[2 * rows + ~plus] == 0)
+            if not alone.any():
+                return np.flatnonzero(left).astype(np.int32)
+            left[column[alone]] = False
+
     def part(self, columns: Indices) -> LinearProgram:
         """Return the program in which only ``columns`` are left, in their order, and all others are 0."""
         starts, indices, values = self.matrix()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,9 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
 
 def _gradients(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
     """Return moment's quantity -> how many of the parameters are used by later ops only."""
+    first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     counts = {
-        moment.quantity("gradients"): sum(
-            min(timeline.uses[value], default=NEVER) > moment.position for value in values
-        )
-        for moment in timeline.moments
+        moment.quantity("gradients"): len(first) - bisect_right(first, moment.position) for moment in timeline.moments
     }
     return {name: count for name, count in counts.items() if count}
 
@@ -108,24 +107,23 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
 
 def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
     """Return moment's quantity -> how many of the parameters are used later in the block that the moment is in."""
+    first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     found: dict[str, int] = {}
     for block, moments in timeline.blocks.items():
         for moment in moments:
-            later = [
-                v for v in values if moment.position < min(timeline.uses[v], default=NEVER) <= timeline.ends[block]
-            ]
-            if later:
-                found[moment.quantity("gradients")] = len(later)
+            later = bisect_right(first, timeline.ends[block]) - bisect_right(first, moment.position)
+            if later > 0:
+                found[moment.quantity("gradients")] = later
     return found
 
 
 def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
     """Return moment's quantity -> how many of the parameters an op of a class of regions uses at it."""
+    members = regions.classes[region_class].members
+    inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
     found = {}
     for moment in timeline.moments:
-        op = regions.graph.ops[moment.position].name
-        members = (regions.regions[member] for member in regions.classes[region_class].members)
-        if any(region_op.op.name == op for region in members for region_op in region.ops):
+        if regions.graph.ops[moment.position].name in inside:
             found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
     return {name: count for name, count in found.items() if count}
 

@@ -128,10 +128,23 @@ class _Result:
     Attributes:
         like: a tensor of its shape, strides and dtype.
         shares: where among the op's tensors (inputs, then outputs) the first with its storage is.
+        stride, offset: in the storage.
+        nbytes: of a storage that holds nothing else.
     """
 
     like: torch.Tensor
     shares: int
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, like: torch.Tensor, shares: int) -> _Result:
+        """Return what is remembered of a tensor that an op made."""
+        stride = like.stride()
+        reach = 1 + sum((length - 1) * step for length, step in zip(like.shape, stride, strict=True))
+        nbytes = reach * like.dtype.itemsize if like.numel() else 0
+        return cls(like=like, shares=shares, stride=stride, offset=like.storage_offset(), nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +161,22 @@ class _Seen:
 
 
 class _Walk:
-    """Runs the graph on meta tensors and notes what each op does; of equal ops only the first is run."""
+    """Runs the graph on meta tensors and notes what each op does; of equal ops only the first is run.
+
+    The tensors that the others would make are made where an op that does run reads them.
+    """
 
     def __init__(self, graph: OpGraph, flash_attention: bool) -> None:
         self._graph = graph
         self._flash = flash_attention
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._made: dict[str, torch.Tensor] = {}
+        self._like: dict[str, torch.Tensor] = {}
         self._roots: dict[int, str] = {}
         self._root_of: dict[str, str] = {}
         self._storage_nbytes: dict[str, int] = {}
+        self._lie: dict[str, tuple[tuple[int, ...], int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
+        self._summed = _summed(graph)
         self._seed = torch.empty((), device="meta", requires_grad=True)
 
     def run(self) -> GraphProfile:
@@ -167,38 +186,52 @@ class _Walk:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 self._keep(name, tensor.requires_grad_(value.requires_grad))
         profiles = {op.name: self._profile(op) for op in self._graph.ops}
-        summed = _summed(self._graph)
-        profiles = {name: dataclasses.replace(found, summed=summed[name]) for name, found in profiles.items()}
         return GraphProfile(ops=profiles, root=self._root_of, storage_nbytes=self._storage_nbytes)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
-        self._tensors[name] = tensor
+        self._made[name] = tensor
+        self._lie[name] = tensor.stride(), tensor.storage_offset()
         self._storage_nbytes[name] = tensor.untyped_storage().nbytes()
         storage = tensor.untyped_storage()._cdata
         self._root_of[name] = self._roots.setdefault(storage, name)
 
+    def _tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the graph; one that an op would have made that was not run is made now."""
+        if name not in self._made:
+            like, root = self._like[name], self._root_of[name]
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            if root != name:
+                storage = self._tensor(root).untyped_storage()
+                tensor = tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
+            self._roots.setdefault(tensor.untyped_storage()._cdata, root)
+            self._made[name] = _Computed.apply(self._seed, [tensor]) if like.requires_grad else tensor  # type: ignore[no-untyped-call]
+        return self._made[name]
+
     def _profile(self, op: Op) -> OpProfile:
+        summed = self._summed[op.name]
         if not isinstance(op.target, torch._ops.OpOverload):
-            return self._run(op)
+            return dataclasses.replace(self._run(op), summed=summed)
         key = self._key(op)
         if key not in self._seen:
-            found = self._run(op)
+            found = dataclasses.replace(self._run(op), summed=summed)
             seen = self._remembered(op, found)
             if seen is not None:
                 self._seen[key] = seen
             return found
         seen = self._seen[key]
         self._keep_results(op, seen)
+        if not seen.saved and seen.profile.summed == summed:
+            return seen.profile
         tensors = (*op.inputs, *op.outputs)
-        return dataclasses.replace(seen.profile, saved=tuple(self._root_of[tensors[i]] for i in seen.saved))
+        saved = tuple(self._root_of[tensors[i]] for i in seen.saved)
+        return dataclasses.replace(seen.profile, saved=saved, summed=summed)
 
     def _key(self, op: Op) -> Hashable:
         """Return what is equal for ops that do the same to tensors that lie in memory alike."""
-        tensors = [self._tensors[name] for name in op.inputs]
         roots = [self._root_of[name] for name in op.inputs]
         lie = tuple(
-            (tensor.stride(), tensor.storage_offset(), self._storage_nbytes[name], roots.index(root))
-            for name, tensor, root in zip(op.inputs, tensors, roots, strict=True)
+            (self._lie[name], self._storage_nbytes[name], roots.index(root))
+            for name, root in zip(op.inputs, roots, strict=True)
         )
         kept = tuple(self._graph.values[root].nbytes for root in roots)
         return op_signature(op, tuple(self._graph.values[name] for name in op.inputs)), lie, kept, len(op.outputs)
@@ -209,21 +242,21 @@ class _Walk:
         roots = [self._root_of[name] for name in tensors]
         if any(name not in roots for name in found.saved):
             return None
-        results = tuple(
-            _Result(like=self._tensors[name], shares=roots.index(self._root_of[name])) for name in op.outputs
-        )
+        results = tuple(_Result.of(self._made[name], roots.index(self._root_of[name])) for name in op.outputs)
         return _Seen(profile=found, results=results, saved=tuple(roots.index(name) for name in found.saved))
 
     def _keep_results(self, op: Op, seen: _Seen) -> None:
-        """Make the tensors that the op would make."""
+        """Note how the tensors that the op would make would lie in memory."""
         tensors = (*op.inputs, *op.outputs)
         for position, (name, result) in enumerate(zip(op.outputs, seen.results, strict=True), len(op.inputs)):
-            like = result.like
-            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            self._like[name] = result.like
             if result.shares < position:
-                storage = self._tensors[tensors[result.shares]].untyped_storage()
-                tensor = tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
-            self._keep(name, _Computed.apply(self._seed, [tensor]) if like.requires_grad else tensor)  # type: ignore[no-untyped-call]
+                root = self._root_of[tensors[result.shares]]
+                self._root_of[name], self._storage_nbytes[name] = root, self._storage_nbytes[root]
+                self._lie[name] = result.stride, result.offset
+            else:
+                self._root_of[name], self._storage_nbytes[name] = name, result.nbytes
+                self._lie[name] = result.stride, 0
 
     def _run(self, op: Op) -> OpProfile:
         inputs = [self._graph.values[name] for name in op.inputs]
@@ -243,7 +276,7 @@ class _Walk:
             return tensor
 
         kept: list[torch.Tensor] = []
-        given = [self._tensors[name] for name in op.inputs]
+        given = [self._tensor(name) for name in op.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlopCount() as count:
             result = run_op(op, given)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -33,7 +33,7 @@ _WIDEST = 1.0
 _FEWEST = 500
 """Programs of fewer variables are solved whole."""
 
-_FEW = 8
+_FEW = 16
 """Relaxations after which branching is left to the solver: it has cuts, and half a second of preparations."""
 
 _SMALLEST = 1e-12
@@ -110,7 +110,7 @@ def _narrowed(
     while True:
         width = width if width <= _WIDEST else math.inf
         is_last = relaxed.objective + width * scale >= at_most
-        kept = np.flatnonzero(raised <= width * scale).astype(np.int32)
+        kept = program.possible(raised <= width * scale)
         part = _solve_part(program, relaxed, kept, at_most, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part

@@ -17,10 +17,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.utils import _pytree as pytree
-
 from planner.errors import ModelError
-from planner.graph import Crossing, Op, OpGraph, Ref, Value
+from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, with_refs
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
 SlotKey = tuple[str, int]
@@ -301,16 +299,14 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
     def text(leaf: Any) -> Any:
         return f"#{next(counter)}" if isinstance(leaf, Ref) else repr(leaf)
 
-    leaves = tuple(
-        text(leaf) for leaf in pytree.tree_leaves((op.args, dict(op.kwargs)), is_leaf=lambda x: isinstance(x, Ref))
-    )
+    leaves = tuple(text(leaf) for leaf in leaves_of((op.args, op.kwargs)))
     target = getattr(op.target, "code", op.target)  # a captured submodule is what its code says
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
     return (str(target), leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled)
 
 
 def _op_signature(region_op: RegionOp) -> Hashable:
-    leaves = pytree.tree_leaves((region_op.op.args, dict(region_op.op.kwargs)), is_leaf=lambda x: isinstance(x, Ref))
+    leaves = leaves_of((region_op.op.args, region_op.op.kwargs))
     constants = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, Ref))
     return (region_op.op.target_name, constants, region_op.inputs, region_op.outputs)
 
@@ -319,9 +315,14 @@ def _link(graph: OpGraph, regions: list[Region], fold: bool) -> RegionGraph:
     where: dict[SlotKey, tuple[int, int]] = {}
     for region in regions:
         for position, slot in enumerate(region.slots):
-            if slot.origin in ("entry", "op"):
-                where[_key_of(graph, region, slot)] = (region.index, position)
-    links, exits = [], defaultdict(set)
+            if slot.origin == "entry":
+                where[slot.value.name, region.call] = (region.index, position)
+        for region_op in region.ops:
+            for position in region_op.outputs:
+                if region.slots[position].origin == "op":
+                    where[region.slots[position].value.name, region_op.op.call] = (region.index, position)
+    links: list[Link] = []
+    exits: dict[int, set[int]] = defaultdict(set)
     for region in regions:
         for position, slot in enumerate(region.slots):
             if slot.origin == "entry" and slot.source is not None:
@@ -333,14 +334,6 @@ def _link(graph: OpGraph, regions: list[Region], fold: bool) -> RegionGraph:
     finished = tuple(dataclasses.replace(region, exits=tuple(sorted(exits[region.index]))) for region in regions)
     classes, class_of = _classify(finished, lambda region: None if fold else region.fqn)
     return RegionGraph(graph=graph, regions=finished, classes=classes, class_of=class_of, links=tuple(links))
-
-
-def _key_of(graph: OpGraph, region: Region, slot: Slot) -> SlotKey:
-    if slot.origin == "entry":
-        return slot.value.name, region.call
-    producer = next((ro.op for ro in region.ops for out in ro.outputs if region.slots[out] is slot), None)
-    assert producer is not None
-    return slot.value.name, producer.call
 
 
 def in_parts(regions: RegionGraph, part_of: Callable[[Region], Hashable]) -> RegionGraph:
@@ -376,9 +369,7 @@ def fill(template: Any, tensors: Mapping[str, Any] | list[Any]) -> Any:
     """Return an argument template with its ``Ref`` leaves replaced: by name, or in order of appearance."""
     remaining = iter(tensors) if isinstance(tensors, list) else None
 
-    def substitute(leaf: Any) -> Any:
-        if not isinstance(leaf, Ref):
-            return leaf
-        return next(remaining) if remaining is not None else tensors[leaf.value]  # type: ignore[call-overload]
+    def substitute(ref: Ref) -> Any:
+        return next(remaining) if remaining is not None else tensors[ref.value]  # type: ignore[call-overload]
 
-    return pytree.tree_map(substitute, template, is_leaf=lambda x: isinstance(x, Ref))
+    return with_refs(template, substitute)

@@ -53,7 +53,7 @@ def count_tallies(
     timeline: Timeline,
 ) -> dict[str, tuple[Tally, ...]]:
     """Return how often redistributions and saved copies occur, by the names that they have in `Structure`."""
-    saves = timeline.savers
+    saves, present = timeline.savers, _Alive(timeline.moments)
     again_in = {region: block for region, block in blocks.of_region.items() if block in modes}
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
@@ -110,10 +110,10 @@ def count_tallies(
             passed[_subset(edge for edge, _, _ in links)].update(there)
         for (where, always), found in keepers.items():
             if owns and not (own and (where is None) == (home is None)):
-                kept[_subset(k.edge for k in found), always].update(_alive(found, where, timeline.moments))
+                kept[_subset(k.edge for k in found), always].update(present.of(found, where))
                 kept_held[_subset(k.edge for k in found), always] += _is_held(found, where)
         for where, found in copiers.items():
-            copied[_subset(k.edge for k in found)].update(_alive(found, where, timeline.moments))
+            copied[_subset(k.edge for k in found)].update(present.of(found, where))
             copied_held[_subset(k.edge for k in found)] += _is_held(found, where)
     return {
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
@@ -131,12 +131,21 @@ def _subset(edges: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(edges)))
 
 
-def _alive(kept: Sequence[_Kept], block: str | None, moments: Sequence[Moment]) -> dict[str, int]:
-    """Return the moments' quantities at which a tensor is there: made again in ``block``, or kept all along (None)."""
-    since = min(k.since for k in kept)
-    role = "activations" if block is None else "recomputed_block"
-    there = [m for m in moments if (m.position >= since if block is None else m.block == block and m.made >= since)]
-    return {moment.quantity(role): 1 for moment in there}
+class _Alive:
+    """At which moments tensors are there: made again in a block, or kept all along."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self._kept = [(moment.position, moment.quantity("activations")) for moment in moments]
+        self._again: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        for moment in moments:
+            if moment.block is not None:
+                self._again[moment.block].append((moment.made, moment.quantity("recomputed_block")))
+
+    def of(self, kept: Sequence[_Kept], block: str | None) -> list[str]:
+        """Return the moments' quantities at which a tensor is there: made again in ``block``, or all along (None)."""
+        since = min(k.since for k in kept)
+        moments = self._kept if block is None else self._again.get(block, ())
+        return [name for position, name in moments if position >= since]
 
 
 def _is_held(kept: Sequence[_Kept], block: str | None) -> bool:

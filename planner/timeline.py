@@ -6,8 +6,9 @@ Counted are tensors of classes of regions, not bytes: those depend on layouts, a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from planner.profile import GraphProfile
 from planner.regions import Region, RegionGraph
 
 Counts = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +80,57 @@ class Timeline:
     passed: Mapping[str, frozenset[str]]
 
 
+class _Columns(NamedTuple):
+    """Moments as arrays; `Moment.again` is -1 where it is None, and a block its number."""
+
+    position: Positions
+    made: Positions
+    again: Positions
+    midway: npt.NDArray[np.bool_]
+    block: Positions
+    number: Mapping[str | None, int]
+
+    @classmethod
+    def of(cls, moments: Sequence[Moment]) -> _Columns:
+        """Return what ``moments`` are, attribute by attribute."""
+        number: dict[str | None, int] = {None: -1}
+        for moment in moments:
+            number.setdefault(moment.block, len(number))
+        return cls(
+            position=np.array([moment.position for moment in moments]),
+            made=np.array([moment.made for moment in moments]),
+            again=np.array([-1 if moment.again is None else moment.again for moment in moments]),
+            midway=np.array([moment.midway for moment in moments]),
+            block=np.array([number[moment.block] for moment in moments]),
+            number=number,
+        )
+
+
+class _Alive(NamedTuple):
+    """How many tensors are there, by column and moment: kept all along, since their block ran again, or in a cache."""
+
+    saved: Counts
+    recomputed: Counts
+    cached: Counts
+
+
 class _Builder:
     def __init__(self, order: OpOrder) -> None:
         self._order, self._regions, self._profile = order, order.regions, order.profile
-        self._waiting: dict[str, Mapping[int, tuple[int, ...]]] = {}
+        self._moments = moments = find_moments(order)
+        at_end = Moment(key="end", position=len(order.ops), block=None)
+        self._columns = _Columns.of((*moments, at_end))
+        self._again = self._made_again(moments)
+        self._arrived: dict[str, list[int]] = defaultdict(list)
+        self._at: dict[int, list[int]] = defaultdict(list)
+        for column, moment in enumerate(moments):
+            for name in order.gradients.get(moment.position, ()):
+                self._arrived[name].append(column)
+            if moment.again is None:
+                self._at[moment.position].append(column)
 
     def build(self) -> Timeline:
-        moments = find_moments(self._order)
+        moments = self._moments
         in_blocks: dict[str, list[Moment]] = defaultdict(list)
         for moment in moments[1:]:  # the first is the update
             block = self._order.block_of_op(moment.position)
@@ -99,7 +145,7 @@ class _Builder:
         handed = handed_on(self._order)
         return Timeline(
             moments=moments,
-            classes=tuple(self._of_class(c.members, moments) for c in self._regions.classes),
+            classes=tuple(self._of_class(c.members) for c in self._regions.classes),
             blocks={block: tuple(found) for block, found in in_blocks.items()},
             uses={name: tuple(positions) for name, positions in uses.items()},
             savers=savers(self._order, handed),
@@ -110,93 +156,114 @@ class _Builder:
             passed={moment.key: self._order.passed.get(moment.position, frozenset()) for moment in moments},
         )
 
-    def _of_class(self, members: tuple[int, ...], moments: tuple[Moment, ...]) -> ClassTimeline:
-        first = self._regions.regions[members[0]]
-        at_end = Moment(key="end", position=len(self._order.ops), block=None)
-        moments = (*moments, at_end)
-        by_slot = {role: np.zeros((len(first.slots), len(moments))) for role in ("saved", "recomputed", "gradients")}
-        names = ("saved_extra", "recomputed_extra", "cached_extra", "works", "runs")
-        by_op = {role: np.zeros((len(first.ops), len(moments))) for role in names}
-        for member in members:
-            region = self._regions.regions[member]
-            block = self._order.block(member)
-            self._add_saved(region, block, moments, by_slot)
-            self._add_inside_ops(region, block, moments, by_op)
-            self._add_gradients(region, moments, by_slot["gradients"])
-            self._add_unkept(region, moments, by_slot["recomputed"])
-        held = {"held": by_slot["saved"], "held_extra": by_op["saved_extra"], "held_cached": by_op["cached_extra"]}
-        counts = {role: found[:, :-1].copy() for role, found in (*by_slot.items(), *by_op.items())}
-        return ClassTimeline(**counts, **{role: found[:, -1] for role, found in held.items()})
+    def _of_class(self, members: tuple[int, ...]) -> ClassTimeline:
+        regions = [self._regions.regions[member] for member in members]
+        blocks = [self._order.block(member) for member in members]
+        gradients = np.zeros((len(regions[0].slots), len(self._columns.position)))
+        recomputed = np.zeros_like(gradients)
+        for region in regions:
+            self._add_gradients(region, gradients)
+            for slot, column in self._again.get(region.index, ()):
+                recomputed[slot, column] += 1
+        by_slot = self._of_slots(regions, blocks)
+        by_op = self._of_ops(regions, blocks)
+        saved = by_slot.saved + by_slot.cached
+        counts = {
+            "saved": saved,
+            "recomputed": by_slot.recomputed + recomputed,
+            "saved_extra": by_op.saved,
+            "recomputed_extra": by_op.recomputed,
+            "cached_extra": by_op.cached,
+            "gradients": gradients,
+            **self._running(regions),
+        }
+        # The last column is the end of the forward, which is no moment.
+        return ClassTimeline(
+            **{role: found[:, :-1].copy() for role, found in counts.items()},
+            held=saved[:, -1],
+            held_extra=by_op.saved[:, -1],
+            held_cached=by_op.cached[:, -1],
+        )
 
-    def _add_saved(
-        self, region: Region, block: str | None, moments: tuple[Moment, ...], into: Mapping[str, Counts]
-    ) -> None:
-        saver: dict[str, int] = {}
-        for region_op in region.ops:
-            for name in self._profile.ops[region_op.op.name].saved:
-                saver.setdefault(name, self._order.position[region_op.op.name])
-        for region_op in region.ops:
-            cached = self._is_selective(block) and self._profile.ops[region_op.op.name].flops > 0
-            for slot in region_op.outputs:
-                name = region.slots[slot].value.name
-                if self._profile.root[name] != name:
-                    continue
-                self._add_row(into["saved"][slot], into["recomputed"][slot], saver.get(name, NEVER), block, moments)
-                if block is not None and cached:
-                    into["saved"][slot] += self._cached(block, moments, self._order.position[region_op.op.name])
+    def _of_slots(self, regions: Sequence[Region], blocks: Sequence[str | None]) -> _Alive:
+        """Return at which moments autograd, or a cache, has the tensors of slots."""
+        since = np.full((len(regions), len(regions[0].slots)), NEVER)
+        cached = np.full(since.shape, NEVER)
+        for row, region in enumerate(regions):
+            saver: dict[str, int] = {}
+            for region_op in region.ops:
+                for name in self._profile.ops[region_op.op.name].saved:
+                    saver.setdefault(name, self._order.position[region_op.op.name])
+            for region_op in region.ops:
+                is_product = self._profile.ops[region_op.op.name].flops > 0
+                for slot in region_op.outputs:
+                    name = region.slots[slot].value.name
+                    if self._profile.root[name] == name:
+                        since[row, slot] = saver.get(name, NEVER)
+                        if is_product:
+                            cached[row, slot] = self._order.position[region_op.op.name]
+        return self._alive(blocks, since, cached)
 
-    def _add_inside_ops(
-        self, region: Region, block: str | None, moments: tuple[Moment, ...], into: Mapping[str, Counts]
-    ) -> None:
-        for index, region_op in enumerate(region.ops):
-            position = self._order.position[region_op.op.name]
-            self._add_row(into["saved_extra"][index], into["recomputed_extra"][index], position, block, moments)
-            if block is not None and self._is_selective(block):
-                # Of what is inside an op that runs again, its working memory counts all.
-                into["cached_extra"][index] += self._cached(block, moments, position - 1)
-            into["works"][index] += [moment.position == position and moment.again is None for moment in moments]
-            into["runs"][index] += [moment.midway and moment.again == position for moment in moments]
+    def _of_ops(self, regions: Sequence[Region], blocks: Sequence[str | None]) -> _Alive:
+        """Return at which moments autograd, or a cache, has what exists only inside ops."""
+        since = self._positions(regions)
+        # Of what is inside an op that runs again, its working memory counts all.
+        return self._alive(blocks, since, since - 1)
 
-    def _is_selective(self, block: str | None) -> bool:
-        return block is not None and self._order.modes[block] == "selective"
+    def _running(self, regions: Sequence[Region]) -> dict[str, Counts]:
+        """Return at which moments the ops of regions run, backward and again."""
+        moments, position = self._columns, self._positions(regions)[:, :, None]
+        works = (moments.position == position) & (moments.again < 0)
+        runs = moments.midway & (moments.again == position)
+        return {"works": works.sum(0).astype(np.float64), "runs": runs.sum(0).astype(np.float64)}
 
-    def _cached(self, block: str, moments: tuple[Moment, ...], position: int) -> list[bool]:
-        """Return at which moments the cache of a block holds a product of the op at ``position``.
+    def _positions(self, regions: Sequence[Region]) -> Positions:
+        rows = [[self._order.position[region_op.op.name] for region_op in region.ops] for region in regions]
+        return np.array(rows, np.int64).reshape(len(regions), len(regions[0].ops))
 
-        While the block runs again, each op takes its own from there.
+    def _alive(self, blocks: Sequence[str | None], since: Positions, product: Positions) -> _Alive:
+        """Return how many of the tensors of each column are there at each moment.
+
+        Args:
+            blocks: the checkpointed block of each row.
+            since: [rows, columns]: the op that keeps the tensor.
+            product: [rows, columns]: the op of which selective checkpointing caches it; `NEVER`: it does not.
         """
-        start = self._order.starts[block]
-        return [m.midway and position > m.made if m.block == block else m.position >= start for m in moments]
+        moments = self._columns
+        again = np.array([block is not None for block in blocks])
+        home = np.array([moments.number.get(block, -2) for block in blocks])[:, None, None]
+        here = moments.block == home
+        saved = (moments.position >= since[~again, :, None]).sum(0)
+        recomputed = (here[again] & (moments.made >= since[again, :, None])).sum(0)
+        # While a block runs again, each op takes its own from its cache.
+        caching = np.array([block is not None and self._order.modes[block] == "selective" for block in blocks])
+        starts = np.array([0 if block is None else self._order.starts.get(block, 0) for block in blocks])[:, None, None]
+        own = moments.midway & (product[:, :, None] > moments.made)
+        kept = np.where(here, own, moments.position >= starts) & (product < NEVER)[:, :, None]
+        cached = kept[caching].sum(0)
+        return _Alive(saved.astype(np.float64), recomputed.astype(np.float64), cached.astype(np.float64))
 
-    @staticmethod
-    def _add_row(saved: Counts, recomputed: Counts, since: int, block: str | None, moments: tuple[Moment, ...]) -> None:
-        if block is None:
-            saved += [moment.position >= since for moment in moments]
-        else:
-            recomputed += [moment.block == block and moment.made >= since for moment in moments]
-
-    def _add_gradients(self, region: Region, moments: tuple[Moment, ...], into: Counts) -> None:
+    def _add_gradients(self, region: Region, into: Counts) -> None:
         made_here = {region.slots[slot].value.name: slot for region_op in region.ops for slot in region_op.outputs}
         made_here |= {s.value.name: i for i, s in enumerate(region.slots) if s.origin == "entry" and s.source is None}
-        for column, moment in enumerate(moments):
-            for name in self._order.gradients.get(moment.position, ()):
-                if name in made_here:
-                    into[made_here[name], column] += 1
+        for name, slot in made_here.items():
+            for column in self._arrived.get(name, ()):
+                into[slot, column] += 1
         for region_op in region.ops:
-            position = self._order.position[region_op.op.name]
-            columns = [c for c, moment in enumerate(moments) if moment.position == position and moment.again is None]
-            for column in columns:
+            for column in self._at.get(self._order.position[region_op.op.name], ()):
                 for slot in region_op.inputs:
                     value = region.slots[slot].value
                     makes = value.kind == "parameter" or not self._order.passes_on(region_op.op)
                     if value.requires_grad and makes:
                         into[slot, column] += 1
 
-    def _add_unkept(self, region: Region, moments: tuple[Moment, ...], into: Counts) -> None:
-        """Count what is there of a block that is run again although autograd does not keep it."""
+    def _made_again(self, moments: tuple[Moment, ...]) -> dict[int, list[tuple[int, int]]]:
+        """Return region -> (slot, column) of what is there of a block that is run again and autograd does not keep."""
+        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for column, moment in enumerate(moments):
-            for slot in self._unkept(moment).get(region.index, ()):
-                into[slot, column] += 1
+            for region, slots in self._unkept(moment).items():
+                found[region] += [(slot, column) for slot in slots]
+        return found
 
     def _unkept(self, moment: Moment) -> Mapping[int, tuple[int, ...]]:
         """Return region -> slots whose tensors an op that runs again makes or reads, or that wait for a later op.
@@ -205,22 +272,20 @@ class _Builder:
         """
         if moment.again is None or moment.block is None:
             return {}
-        if moment.key not in self._waiting:
-            inside = self._order.inside[moment.block]
-            done = [p for p in inside if p <= moment.made]
-            kept = {name for p in done for name in self._profile.ops[self._order.ops[p].name].saved}
-            made = {self._order.root(name) for p in inside if p < moment.again for name in self._order.ops[p].outputs}
-            found: dict[str, tuple[int, int]] = {}
-            for position in sorted({moment.position, moment.again}) if not moment.midway else ():
-                self._note(position, "outputs", found)
-            for position in (p for p in inside if p >= moment.again):
-                self._note(position, "inputs", found, among=made)
-            slots: dict[int, list[int]] = defaultdict(list)
-            for name, (region, slot) in found.items():
-                if name not in kept:
-                    slots[region].append(slot)
-            self._waiting[moment.key] = {region: tuple(found) for region, found in slots.items()}
-        return self._waiting[moment.key]
+        inside = self._order.inside[moment.block]
+        done = [p for p in inside if p <= moment.made]
+        kept = {name for p in done for name in self._profile.ops[self._order.ops[p].name].saved}
+        made = {self._order.root(name) for p in inside if p < moment.again for name in self._order.ops[p].outputs}
+        found: dict[str, tuple[int, int]] = {}
+        for position in sorted({moment.position, moment.again}) if not moment.midway else ():
+            self._note(position, "outputs", found)
+        for position in (p for p in inside if p >= moment.again):
+            self._note(position, "inputs", found, among=made)
+        slots: dict[int, list[int]] = defaultdict(list)
+        for name, (region, slot) in found.items():
+            if name not in kept:
+                slots[region].append(slot)
+        return {region: tuple(found) for region, found in slots.items()}
 
     def _note(self, position: int, side: str, found: dict[str, tuple[int, int]], among: set[str] | None = None) -> None:
         """Note by root where the tensors of an op are seen, first come first kept."""

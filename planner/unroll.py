@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch.utils import _pytree as pytree
 
 from planner.fold import KEPT, Repeat, fqn_in_whole
-from planner.graph import Call, Crossing, ModelOutput, Op, OpGraph, Ref, Value, build_digraph
+from planner.graph import Call, Crossing, ModelOutput, Op, OpGraph, Ref, Value, build_digraph, with_refs
 
 Crossings = tuple[Crossing, ...]
+
+Copied = Callable[[int], tuple[str, Crossings]]
+"""Number of a copy -> the value that it reads in place of one that C does, and the boundaries that passes there."""
 
 
 class CannotUnrollError(ValueError):
@@ -69,7 +69,7 @@ def _length_of(graph: OpGraph, container: str) -> int:
 def _with_parameters(graph: OpGraph, parameters: Sequence[tuple[str, ...]]) -> OpGraph:
     """Return the graph with its parameters in the order of the module, each known to be one of the module's."""
     value_of = {names[0]: value for value, names in graph.parameters.items()}
-    if any(names not in parameters for names in graph.parameters.values()):
+    if not set(parameters).issuperset(graph.parameters.values()):
         raise CannotUnrollError("a parameter that is shared between blocks")
     ordered = {value_of[names[0]]: names for names in parameters if names[0] in value_of}
     values = {value: graph.values[value] for value in ordered}
@@ -151,17 +151,18 @@ class _Unrolling:
         return None if place is None else place[0]
 
     def _moved(self, crossings: Sequence[Crossing], copy: int) -> list[Crossing]:
-        return [dataclasses.replace(c, call=self._call(c.call, copy)) for c in crossings]
+        further = copy * len(self._calls[2])
+        return [Crossing(call=c.call + further, direction=c.direction, path=c.path) for c in crossings]
 
     def _settled(self, crossings: Sequence[Crossing]) -> list[Crossing]:
-        return [dataclasses.replace(c, call=self._after(c.call)) for c in crossings]
+        return [Crossing(call=self._after(c.call), direction=c.direction, path=c.path) for c in crossings]
 
     def _as_in_c(self, crossings: Sequence[Crossing]) -> list[Crossing]:
         """Return crossings of B as they would be of C."""
         return [dataclasses.replace(c, call=self._calls[2][self._place[c.call][1]]) for c in crossings]
 
-    def _input(self, name: str, crossings: Crossings, copy: int) -> tuple[str, Crossings]:
-        """Return an input of an op of C as it is in a copy."""
+    def _input(self, name: str, crossings: Crossings) -> Copied:
+        """Return what an input of an op of C is in a copy."""
         owner = self._owner.get(name)
         into = [c for c in crossings if self._block(c) == 2]
         through = [c for c in crossings if self._block(c) == 1]
@@ -169,18 +170,24 @@ class _Unrolling:
         if [*before, *through, *into] != list(crossings):
             raise CannotUnrollError("a tensor that goes back and forth between blocks")
         if owner == 2:
-            return self._value(name, copy), tuple(self._moved(crossings, copy))
+            return lambda copy: (self._value(name, copy), tuple(self._moved(crossings, copy)))
+        in_c = self._as_in_c(through)
         if owner == 1:
             if name not in self._b_to_c or before:
                 raise CannotUnrollError("a tensor of the block before that has no counterpart")
-            passed = [*self._moved(self._as_in_c(through), copy - 1), *self._moved(into, copy)]
-            return self._value(self._b_to_c[name], copy - 1), tuple(passed)
+            made = self._b_to_c[name]
+            return lambda copy: (
+                self._value(made, copy - 1),
+                (*self._moved(in_c, copy - 1), *self._moved(into, copy)),
+            )
         if owner == 0 and not through:
             raise CannotUnrollError("a tensor from two blocks before")
-        passed = [*before, *through]
-        if through:
-            passed += [c for j in range(copy) for c in self._moved(self._as_in_c(through), j)]
-        return name, (*passed, *self._moved(into, copy))
+
+        def passed_on(copy: int) -> tuple[str, Crossings]:
+            further = [c for j in range(copy) for c in self._moved(in_c, j)] if in_c else []
+            return name, (*before, *through, *further, *self._moved(into, copy))
+
+        return passed_on
 
     def _from_last(self, name: str, crossings: Crossings) -> tuple[str, Crossings]:
         """Return an input of something after the repeat."""
@@ -211,9 +218,10 @@ class _Unrolling:
         position = next(i for i, op in enumerate(graph.ops) if op.name == last_op)
         before, after = graph.ops[: position + 1], graph.ops[position + 1 :]
         ops = list(before)
+        inputs = [[self._input(*pair) for pair in zip(op.inputs, op.crossings, strict=True)] for op in self._ops[2]]
         for copy in range(1, self._copies + 1):
-            ops += [self._copied(op, copy) for op in self._ops[2]]
-        ops += [self._rewired(op, self._after(op.call), self._from_last, op.name, op.outputs) for op in after]
+            ops += [self._copied(op, found, copy) for op, found in zip(self._ops[2], inputs, strict=True)]
+        ops += [self._settled_op(op) for op in after]
         values = dict(graph.values)
         for name, owner in self._owner.items():
             if owner == 2:
@@ -231,30 +239,19 @@ class _Unrolling:
     def _named(self, value: Value, copy: int) -> Value:
         return dataclasses.replace(value, name=self._value(value.name, copy))
 
-    def _copied(self, op: Op, copy: int) -> Op:
-        return self._rewired(
-            op,
-            self._call(op.call, copy),
-            lambda name, crossings: self._input(name, crossings, copy),
-            f"{op.name}@{copy}",
-            tuple(self._value(name, copy) for name in op.outputs),
-        )
+    def _copied(self, op: Op, inputs: Sequence[Copied], copy: int) -> Op:
+        outputs = tuple(self._value(name, copy) for name in op.outputs)
+        found = [input_(copy) for input_ in inputs]
+        return self._rewired(op, self._call(op.call, copy), found, f"{op.name}@{copy}", outputs)
+
+    def _settled_op(self, op: Op) -> Op:
+        inputs = [self._from_last(*pair) for pair in zip(op.inputs, op.crossings, strict=True)]
+        return self._rewired(op, self._after(op.call), inputs, op.name, op.outputs)
 
     @staticmethod
-    def _rewired(
-        op: Op,
-        call: int,
-        rewire: Callable[[str, Crossings], tuple[str, Crossings]],
-        name: str,
-        outputs: tuple[str, ...],
-    ) -> Op:
-        inputs = [rewire(value, crossings) for value, crossings in zip(op.inputs, op.crossings, strict=True)]
+    def _rewired(op: Op, call: int, inputs: Sequence[tuple[str, Crossings]], name: str, outputs: tuple[str, ...]) -> Op:
         names = iter([value for value, _ in inputs])
-
-        def substitute(leaf: Any) -> Any:
-            return Ref(next(names)) if isinstance(leaf, Ref) else leaf
-
-        args, kwargs = pytree.tree_map(substitute, (op.args, dict(op.kwargs)), is_leaf=lambda x: isinstance(x, Ref))
+        args, kwargs = with_refs((op.args, op.kwargs), lambda _: Ref(next(names)))
         return dataclasses.replace(
             op,
             name=name,

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -55,6 +56,42 @@ def test_a_row_is_measured_written_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="nothing to draw"):
         draw([], tmp_path / "none.png")
+
+
+def outcome(name: str, **changes: Any) -> search.Outcome:
+    row = next(row for row in search.rows() if row.name == name)
+    nothing = search.Outcome(
+        row=row, seconds=1.0, cpu_s=1.0, model_s=0.0, stages={}, peak_mb=0.0, imports_mb=0.0, answer="a plan"
+    )
+    return dataclasses.replace(nothing, **changes)
+
+
+def test_what_the_rows_say_together() -> None:
+    layers = [outcome("layers-2", stages={"solve_s": 0.5}), outcome("layers-126", stages={"solve_s": 0.6}, seconds=6.0)]
+    assert search.checks_of(layers) == [
+        "later than asked for: layers-126",
+        "solving 126 layers takes 1.20 times as long as 2",
+    ]
+    limits = [
+        outcome("check-8-none", objective_s=9.0, gap=0.001),
+        outcome("check-8-1", answer="no plan: time was up"),
+        outcome("check-8-30", objective_s=9.0, gap=0.1),
+        outcome("check-8-5", objective_s=10.0, gap=0.2),
+    ]
+    assert search.checks_of(limits)[1:] == ["more time made a plan worse: no", "a plan without its gap: no"]
+    limits[2] = outcome("check-8-30", objective_s=11.0)
+    assert search.checks_of(limits)[1:] == ["more time made a plan worse: YES", "a plan without its gap: YES"]
+    lines = search.markdown_of(limits).splitlines()
+    assert lines[0].startswith("| row | model |")
+    assert len({line.count("|") for line in lines[:6]}) == 1
+    assert lines[-1] == "- a plan without its gap: YES"
+
+
+def test_a_limit_in_which_nothing_is_found_is_an_answer() -> None:
+    found = search.measure(dataclasses.replace(TINY, mesh=None, time_limit_s=1e-6))
+    assert found.answer.startswith("no plan: ")
+    assert "larger time limit" in found.answer or "longer search" in found.answer
+    assert found.objective_s is None
 
 
 def test_what_does_not_fit_is_an_answer() -> None:

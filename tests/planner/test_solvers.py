@@ -54,6 +54,23 @@ def test_reduced_costs_bound_what_a_variable_would_cost(solver: str) -> None:
     assert found.reduced_costs[y] == pytest.approx(2.0)
 
 
+def test_what_is_left_alone_in_a_balance_is_0() -> None:
+    """Flows f and g of choices a and b, and h of both flows together: without a, f is 0; without b as well, all are."""
+    program = LinearProgram()
+    a, b = program.variable(binary=True), program.variable(binary=True)
+    f, g, h, free = (program.variable() for _ in range(4))
+    program.row([f, a], [1.0, -1.0], lower=0.0, upper=0.0)
+    program.row([g, b], [1.0, -1.0], lower=0.0, upper=0.0)
+    program.row([f, g, h], [2.0, 1.0, -1.0], lower=0.0, upper=0.0)
+    program.row([a, free], [1.0, -1.0], upper=0.0)
+    everything = np.ones(program.columns, np.bool_)
+    assert program.possible(everything).tolist() == [a, b, f, g, h, free]
+    everything[a] = False
+    assert program.possible(everything).tolist() == [b, g, h, free]
+    everything[b] = False
+    assert program.possible(everything).tolist() == [free]
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_contradiction(solver: str) -> None:
     program = knapsack(5.0)
