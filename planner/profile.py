@@ -144,7 +144,7 @@ class _Result:
         stride = like.stride()
         reach = 1 + sum((length - 1) * step for length, step in zip(like.shape, stride, strict=True))
         nbytes = reach * like.dtype.itemsize if like.numel() else 0
-        return cls(like=like, shares=shares, stride=stride, offset=like.storage_offset(), nbytes=nbytes)
+        return cls(like=like, shares=shares, stride=stride, offset=int(like.storage_offset()), nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class _Walk:
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self._made[name] = tensor
-        self._lie[name] = tensor.stride(), tensor.storage_offset()
+        self._lie[name] = tensor.stride(), int(tensor.storage_offset())
         self._storage_nbytes[name] = tensor.untyped_storage().nbytes()
         storage = tensor.untyped_storage()._cdata
         self._root_of[name] = self._roots.setdefault(storage, name)
