@@ -81,7 +81,7 @@ def solve(
     if steps is None:
         found = _narrowed(program, relaxed, raised, mip_gap, at_most, deadline, solver)
     else:
-        kept = np.flatnonzero(relaxed.objective + raised <= at_most).astype(np.int32)
+        kept = program.possible(relaxed.objective + raised <= at_most)
         part, root = _part(program, relaxed, kept)
         found = _whole(program, _branch(part, root, at_most, mip_gap, deadline, solver, steps), kept)
     return dataclasses.replace(found, root=relaxed.objective)
