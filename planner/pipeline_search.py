@@ -116,8 +116,10 @@ class PipelineSearch:
     def best(self, at_most_s: float = math.inf) -> Piped:
         """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
         self._at_most_s = at_most_s
+        items = list(self._items())
+        self._dive(items)
         numbers = itertools.count()
-        heap = [(item.bound_s, next(numbers), item) for item in self._items()]
+        heap = [(item.bound_s, next(numbers), item) for item in items]
         heapq.heapify(heap)
         while heap and heap[0][0] < self._at_most_s and not self._is_over:
             item = heapq.heappop(heap)[2]
@@ -177,6 +179,19 @@ class PipelineSearch:
         return _Work(
             block_s=blocks_s * parts / len(listed), first_s=first_s * parts, last_s=last_s * parts, again_s=again_s
         )
+
+    def _dive(self, items: Sequence[_Item]) -> None:
+        """Find a first plan where that is cheap, to give the others something to beat: most stages, a node wide."""
+        sizes = [(len(item.pipeline.counts), math.prod(item.pipeline.mesh.shape[1:])) for item in items]
+        most = max(sizes, default=(0, 0))
+        deepest = [item for item, size in zip(items, sizes, strict=True) if size == most]
+        tried: set[str] = set()
+        for item in sorted(deepest, key=lambda item: item.bound_s):
+            pipeline = item.pipeline
+            if self._best is None and pipeline.ac not in tried and item.bound_s < self._at_most_s and not self._is_over:
+                tried.add(pipeline.ac)
+                if self._may_fit(pipeline):
+                    self._solved(item)
 
     # --- what nothing can beat -----------------------------------------------------------------------------------
 
