@@ -17,22 +17,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from published.configurations import UnknownConfigurationError, configuration_of, measured_step_s, precision_class
+from published.configurations import configuration_of, precision_class
 from published.frameworks import assumptions_of
-from published.machines import UnknownMachineError, cluster_of
-from published.models import UnknownModelError, model_of
+from published.machines import cluster_of
 from published.rows import number, read
+from published.runs import price_row
 from rich.console import Console
 from rich.table import Table
 
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.parallelism import ParallelSpec
-from cost_model.step import step_time
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
 
@@ -71,32 +71,33 @@ class PublishedRun:
         return self.preset, self.cluster, self.batch, self.seq
 
 
-def runs_of(folder: Path) -> Iterator[PublishedRun]:
-    """Yield the 16-bit runs of presets whose configuration and machine are known."""
+def runs_of(folder: Path) -> tuple[list[PublishedRun], Counter[str]]:
+    """Return the 16-bit runs of presets, and how many were left out, by reason."""
+    found, left_out = [], Counter[str]()
     for row in read(folder, "training_runs.csv"):
-        preset = PRESETS.get(row["model"])
-        assumed = assumptions_of(row)
-        if preset is None or assumed is None or precision_class(row["precision"]) != "16-bit":
+        preset, assumed = PRESETS.get(row["model"]), assumptions_of(row)
+        if preset is None or precision_class(row["precision"]) != "16-bit":
             continue
-        try:
-            spec, parallel, cluster = model_of(row), configuration_of(row, assumed), cluster_of(row)
-            measured_s = measured_step_s(row, spec, parallel)
-            if measured_s is None:
-                continue
-            yield PublishedRun(
+        priced = price_row("training_runs.csv", row)
+        if assumed is None or priced.predicted is None:
+            left_out[priced.left_out or "framework unknown"] += 1
+            continue
+        parallel = configuration_of(row, assumed)
+        found.append(
+            PublishedRun(
                 row_id=row["row_id"],
                 preset=preset,
-                cluster=cluster,
+                cluster=cluster_of(row),
                 batch=parallel.global_batch,
                 seq=parallel.seq,
                 configuration=_degrees(row),
-                measured_s=measured_s,
-                priced_s=step_time(spec, parallel, cluster).total_s,
+                measured_s=priced.measured,
+                priced_s=priced.predicted,
                 framework=row["framework"],
                 parallel=parallel,
             )
-        except (UnknownModelError, UnknownMachineError, UnknownConfigurationError, ValueError):
-            continue
+        )
+    return found, left_out
 
 
 def _degrees(row: Mapping[str, str]) -> str:
@@ -162,10 +163,11 @@ def main() -> int:
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
+    runs, left_out = runs_of(arguments.truth)
+    for reason, count in left_out.most_common():
+        print(f"left out {count:3}  {reason}", file=sys.stderr)
     wanted = [
-        run
-        for run in runs_of(arguments.truth)
-        if arguments.model in (None, run.preset) and arguments.devices in (None, run.cluster.size)
+        run for run in runs if arguments.model in (None, run.preset) and arguments.devices in (None, run.cluster.size)
     ]
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:

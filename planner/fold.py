@@ -8,7 +8,6 @@ block and around them, is the shorter model traced in its place; `planner.unroll
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from planner.capture import ExampleInputs, path_text
 from planner.eager_masks import unpacked_sequences
 from planner.experts import experts_as_one_op
 from planner.latent_attention import keys_concatenated
+from planner.meta_ops import makes_one_tensor, seen_on_meta
 
 KEPT = 3
 """Blocks that stand for a repeat: one that the outside feeds, one that it feeds, and one that shows what goes on."""
@@ -225,9 +225,9 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what an op makes. Of equal ops that make one new tensor the first is run: on meta no values count."""
-        if not _makes_one_tensor(func):
+        if not makes_one_tensor(func):
             return func(*args, **kwargs)
-        key = (func, _lying(args), _lying(kwargs))
+        key = (func, seen_on_meta(args), seen_on_meta(kwargs))
         known = self._known.get(key)
         if known is not None:
             return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=known.device)
@@ -251,25 +251,6 @@ class _Recorder(TorchDispatchMode):
         if spec.is_leaf():
             return repr(tree)
         return str(spec), tuple([self._described(leaf) for leaf in leaves])
-
-
-@functools.cache
-def _makes_one_tensor(func: Any) -> bool:
-    """Tell whether an op changes none of its arguments and returns one tensor in memory of its own."""
-    returns = func._schema.returns
-    is_tensor = len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
-    return is_tensor and not func._schema.is_mutable
-
-
-def _lying(tree: Any) -> Hashable:
-    """Return what an op on meta tensors can see of its arguments."""
-    if isinstance(tree, torch.Tensor):
-        return tree.shape, tree.stride(), tree.dtype, tree.device, tree.storage_offset(), type(tree)
-    if isinstance(tree, (tuple, list)):
-        return tuple([_lying(part) for part in tree])
-    if isinstance(tree, dict):
-        return tuple([(key, _lying(part)) for key, part in tree.items()])
-    return type(tree), tree if isinstance(tree, Hashable) else repr(tree)
 
 
 def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _Recording:

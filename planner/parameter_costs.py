@@ -62,6 +62,7 @@ class ParameterPricer:
         self._run = run
         self._communication = communication
         self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
+        self._taken_share = in_step(run.cluster.device).taken_share if self._overlaps else 0.0
 
     @property
     def _overlaps(self) -> bool:
@@ -330,7 +331,7 @@ class ParameterPricer:
 
     def _slowdown_s(self, hidden_s: float) -> float:
         """Return by how much compute takes longer where so many seconds of communication run beside it."""
-        return hidden_s * in_step(self._run.cluster.device).taken_share if self._overlaps else 0.0
+        return hidden_s * self._taken_share
 
     @property
     def _copying_s_per_byte(self) -> float:

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from planner import experts
+from planner.flop_count import FlopCount
 from planner.graph import Op, OpGraph, Value
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways
 from planner.regions import op_signature
@@ -79,34 +78,6 @@ class GraphProfile:
     ops: Mapping[str, OpProfile]
     root: Mapping[str, str]
     storage_nbytes: Mapping[str, int]
-
-
-class _FlopCount(TorchDispatchMode):
-    """Adds up the FLOPs of what runs, by torch's own formulas."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-        self.products: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func._overloadpacket not in flop_registry:
-            # As FlopCounterMode: count what a composite op is made of.
-            decomposed = (
-                func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
-            )
-            if decomposed is not NotImplemented:
-                return decomposed
-        out = func(*args, **kwargs)
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            if isinstance(out, torch.Tensor):
-                storage = out.untyped_storage()
-                self.products[storage._cdata] = storage.nbytes()
-                self._kept.append(out)
-        return out
 
 
 class _Computed(torch.autograd.Function):
@@ -277,7 +248,7 @@ class _Walk:
 
         kept: list[torch.Tensor] = []
         given = [self._tensor(name) for name in op.inputs]
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _FlopCount() as count:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), FlopCount() as count:
             result = run_op(op, given)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         cached = sum(count.products.values()) - sum(
