@@ -52,7 +52,7 @@ class PricedConfiguration:
     @property
     def fits(self) -> bool:
         """Whether the device's memory holds the peak, with context and fragments."""
-        return self.memory.device <= self.cluster.device.memory_bytes
+        return self.memory.device <= self.cluster.memory_bytes
 
     def to_dict(self) -> dict[str, object]:
         """Return plain JSON data, in seconds and bytes."""

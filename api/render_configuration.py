@@ -18,7 +18,7 @@ def show_configuration(priced: PricedConfiguration, console: Console) -> None:
         f"{parallel.micro_batches} micro-batches of {parallel.micro_batch} x {parallel.seq} tokens per rank"
     )
     verdict = "fits" if priced.fits else "DOES NOT FIT"
-    capacity = size(priced.cluster.device.memory_bytes)
+    capacity = size(priced.cluster.memory_bytes)
     console.print(
         f"Memory: {size(round(memory.allocated))} allocated, {size(round(memory.reserved))} reserved, "
         f"{size(round(memory.device))} of the device: {verdict} in {capacity}"

@@ -1,11 +1,13 @@
-"""Plans beside what people ran: every published 16-bit run of a model that ships as a preset, and the plan of its job.
+"""Plans beside what people ran: every published run of a model that ships as a preset, and the plan of its job.
 
     cd benchmarks && python against_published.py --truth ../../shared/truth [--model llama-3.1-8b] [--devices 64]
     cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
 For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
-cluster, batch and sequence. The two prices come from two models of a step (docs/accuracy.md). Exit code 1 where a
-configuration is priced faster than the plan, or nothing fits.
+cluster, batch and sequence, with pipelines if ``--pipelines`` says so. The two prices come from two models of a step
+(docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as well,
+and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with. Exit
+code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing. How far that is off is what a plan's price is worth. (What differs: the kernels that a
@@ -17,14 +19,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from published.configurations import configuration_of, precision_class
+from published.configurations import UnknownConfigurationError, configuration_of, precision_class
 from published.frameworks import assumptions_of
 from published.machines import cluster_of
+from published.models import model_of
 from published.rows import number, read
 from published.runs import price_row
 from rich.console import Console
@@ -33,6 +37,7 @@ from rich.table import Table
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.parallelism import ParallelSpec
+from cost_model.step_memory import step_memory
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
 
@@ -43,16 +48,19 @@ PRESETS = {
     "Llama3.1-70B": "llama-3.1-70b",
     "Llama3.1-405B": "llama-3.1-405b",
     "Qwen3-8B": "qwen3-8b",
+    "DeepSeek-V3": "deepseek-v3",
+    "Mixtral-8x7B": "mixtral-8x7b",
 }
 """Preset by the model's name in the file. (Llama 3 has the dimensions of Llama 3.1.)"""
 
 SAME_COLUMNS = ("row", "model", "device", "devices", "framework", "checkpointing", "measured", "as a plan", "off")
 COLUMNS = ("row", "model", "devices", "batch x seq", "configuration", "measured", "its price", "plan", "its price", "")
+OTHER_BITS = "its configuration does not fit in bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One row: its job, its configuration, and the seconds of a step."""
+    """One row: its job, its configuration, and the seconds of a step; ``measured_s`` is None where not in 16 bits."""
 
     row_id: str
     preset: str
@@ -60,7 +68,7 @@ class PublishedRun:
     batch: int
     seq: int
     configuration: str
-    measured_s: float
+    measured_s: float | None
     priced_s: float
     framework: str
     parallel: ParallelSpec
@@ -71,49 +79,73 @@ class PublishedRun:
         return self.preset, self.cluster, self.batch, self.seq
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What came of a job: its plan, or why there is none, and the seconds that it took to say so."""
+
+    plan: ShardingPlan | str
+    seconds: float
+
+
 def runs_of(folder: Path) -> tuple[list[PublishedRun], Counter[str]]:
-    """Return the 16-bit runs of presets, and how many were left out, by reason."""
+    """Return the runs of presets, and how many were left out, by reason."""
     found, left_out = [], Counter[str]()
     for row in read(folder, "training_runs.csv"):
-        preset, assumed = PRESETS.get(row["model"]), assumptions_of(row)
-        if preset is None or precision_class(row["precision"]) != "16-bit":
+        if row["model"] not in PRESETS:
             continue
-        priced = price_row("training_runs.csv", row)
-        if assumed is None or priced.predicted is None:
-            left_out[priced.left_out or "framework unknown"] += 1
-            continue
-        parallel = configuration_of(row, assumed)
-        found.append(
-            PublishedRun(
-                row_id=row["row_id"],
-                preset=preset,
-                cluster=cluster_of(row),
-                batch=parallel.global_batch,
-                seq=parallel.seq,
-                configuration=_degrees(row),
-                measured_s=priced.measured,
-                priced_s=priced.predicted,
-                framework=row["framework"],
-                parallel=parallel,
-            )
-        )
+        try:
+            found.append(_run_of(row))
+        except UnknownConfigurationError as error:
+            left_out[str(error)] += 1
     return found, left_out
 
 
+def _run_of(row: Mapping[str, str]) -> PublishedRun:
+    in_16_bits = precision_class(row["precision"]) == "16-bit"
+    asked = row if in_16_bits else {**row, "precision": "bf16"}
+    assumed, priced = assumptions_of(asked), price_row("training_runs.csv", asked)
+    if assumed is None or priced.predicted is None:
+        raise UnknownConfigurationError(priced.left_out or "framework unknown")
+    parallel, cluster = configuration_of(asked, assumed), cluster_of(asked)
+    if not in_16_bits:
+        memory = step_memory(model_of(asked, old_dropout=assumed.dropout), parallel, cluster)
+        if memory.reserved > cluster.device.memory_bytes:
+            raise UnknownConfigurationError(OTHER_BITS)
+    return PublishedRun(
+        row_id=row["row_id"],
+        preset=PRESETS[row["model"]],
+        cluster=cluster,
+        batch=parallel.global_batch,
+        seq=parallel.seq,
+        configuration=_degrees(row),
+        measured_s=priced.measured if in_16_bits else None,
+        priced_s=priced.predicted,
+        framework=row["framework"],
+        parallel=parallel,
+    )
+
+
 def _degrees(row: Mapping[str, str]) -> str:
-    degrees = [f"{name}={value:.0f}" for name in ("fsdp", "tp", "pp", "cp") if (value := number(row, name) or 1) > 1]
+    degrees = [
+        f"{name}={value:.0f}" for name in ("fsdp", "tp", "pp", "cp", "ep") if (value := number(row, name) or 1) > 1
+    ]
     return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
 
 
-def plan_of(run: PublishedRun) -> ShardingPlan | str:
-    """Return the plan for a run's job, or why there is none."""
+def plan_of(run: PublishedRun, *, pipelines: bool) -> Planned:
+    """Return what comes of a run's job, with pipelines or without."""
+    found: ShardingPlan | str
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        started = time.perf_counter()
         try:
-            session = PlanningSession(source.module, cluster=run.cluster, batch=run.batch, seq=run.seq)
-            return session.plan()
+            session = PlanningSession(
+                source.module, cluster=run.cluster, batch=run.batch, seq=run.seq, executable_only=not pipelines
+            )
+            found = session.plan()
         except PlannerError as error:
-            return str(error).splitlines()[0]
+            found = str(error).splitlines()[0]
+    return Planned(plan=found, seconds=time.perf_counter() - started)
 
 
 def same_as_a_plan(run: PublishedRun) -> float | None:
@@ -141,8 +173,8 @@ def show_same(runs: Sequence[PublishedRun]) -> int:
     """Print each run's own configuration priced as a plan; return 0."""
     table, off = Table(*SAME_COLUMNS), []
     for run in runs:
-        seconds = same_as_a_plan(run)
-        if seconds is None:
+        seconds = None if run.measured_s is None else same_as_a_plan(run)
+        if seconds is None or run.measured_s is None:
             continue
         off.append(seconds / run.measured_s - 1)
         cells = (run.row_id, run.preset, run.cluster.device.name, str(run.cluster.size), run.framework)
@@ -161,6 +193,7 @@ def main() -> int:
     parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
     parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
+    parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
     runs, left_out = runs_of(arguments.truth)
@@ -172,16 +205,20 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
-    table = Table(*COLUMNS)
-    plans: dict[tuple[str, ClusterSpec, int, int], ShardingPlan | str] = {}
-    worse = 0
-    for number_of, run in enumerate(wanted, 1):
+    return show_planned(wanted, pipelines=arguments.pipelines)
+
+
+def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool) -> int:
+    """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
+    table, worse = Table(*COLUMNS), 0
+    plans: dict[tuple[str, ClusterSpec, int, int], Planned] = {}
+    for number_of, run in enumerate(runs, 1):
         if run.job not in plans:
-            print(f"{number_of}/{len(wanted)}: {run.preset} on {run.cluster.name}", file=sys.stderr)
-            plans[run.job] = plan_of(run)
-        plan = plans[run.job]
+            print(f"{number_of}/{len(runs)}: {run.preset} on {run.cluster.name}", file=sys.stderr, flush=True)
+            plans[run.job] = plan_of(run, pipelines=pipelines)
+        plan = plans[run.job].plan
         cells = [run.row_id, run.preset, str(run.cluster.size), f"{run.batch} x {run.seq}", run.configuration]
-        cells += [f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
+        cells += ["-" if run.measured_s is None else f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
         if isinstance(plan, str) or plan.estimate is None:
             worse += 1
             table.add_row(*cells, "none", "", str(plan)[:60])
@@ -192,7 +229,10 @@ def main() -> int:
         what = f"{plan.mesh.spec} x{plan.micro_batches} {plan.job.ac}"
         table.add_row(*cells, what, f"{seconds:.3f}", f"{run.priced_s / seconds:.2f}" + (" SLOWER" if slower else ""))
     Console(width=170).print(table)
-    print(f"{len(wanted)} runs, {len(plans)} plans; a configuration is priced faster, or nothing fits, in {worse}")
+    print(f"{len(runs)} runs, {len(plans)} plans; a configuration is priced faster, or nothing fits, in {worse}")
+    if plans:
+        taken = [planned.seconds for planned in plans.values()]
+        print(f"seconds of planning: median {statistics.median(taken):.1f}, most {max(taken):.1f}")
     return 1 if worse else 0
 
 

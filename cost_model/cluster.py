@@ -26,6 +26,7 @@ _KEYS = (
     "cards_per_node",
     "oversubscription",
     "rail_optimized",
+    "reserved_gb",
     "sweeps",
 )
 _FILE_KEYS = ("file", "kind", "nodes", "ranks_per_node")
@@ -45,6 +46,7 @@ class ClusterSpec:
             reach their full rate.
         rail_optimized: whether card i of every node hangs on one switch, so that rings and trees stay below the
             over-subscribed switches; messages between pairs cross them anyway.
+        reserved_gb: GB of 1e9 bytes of a device's memory that others hold, on each node, or alike on all; none: ().
         sweeps: measured collectives, which take the place of the model.
     """
 
@@ -56,6 +58,7 @@ class ClusterSpec:
     cards_per_node: int
     oversubscription: float = 1.0
     rail_optimized: bool = True
+    reserved_gb: tuple[float, ...] = ()
     sweeps: tuple[Sweep, ...] = ()
 
     def __post_init__(self) -> None:
@@ -72,6 +75,11 @@ class ClusterSpec:
     def size(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a job may hold on every device: what is left where others hold most, for all ranks hold alike."""
+        return self.device.memory_bytes - round(max(self.reserved_gb, default=0.0) * 1e9)
 
     @property
     def name(self) -> str:
@@ -125,7 +133,8 @@ class ClusterSpec:
 
         ``nodes`` defaults to 1; ``intra_node``, ``inter_node`` (a link's name, or some of its fields) and
         ``cards_per_node`` to what is usual for the device. For example
-        ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``sweeps`` lists
+        ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``reserved_gb`` is
+        one number, or one for each node. ``sweeps`` lists
         files, each a path relative to ``folder`` or a mapping with ``file`` and what the file does not say (``kind``,
         ``nodes``, ``ranks_per_node``), or sweeps as ``to_dict`` writes them.
 
@@ -156,6 +165,7 @@ class ClusterSpec:
             cards_per_node=as_integer(data.get("cards_per_node", usual_cards), "cluster.cards_per_node"),
             oversubscription=as_number(data.get("oversubscription", 1.0), "cluster.oversubscription"),
             rail_optimized=rails,
+            reserved_gb=_read_reserved(data.get("reserved_gb", []), data.get("nodes", 1), device.memory_bytes),
         )
         return cluster.with_sweep(*_read_sweeps(data.get("sweeps", []), folder))
 
@@ -191,9 +201,27 @@ class ClusterSpec:
         }
         if (self.oversubscription, self.rail_optimized) != (1.0, True):
             data |= {"oversubscription": self.oversubscription, "rail_optimized": self.rail_optimized}
+        if self.reserved_gb:
+            data["reserved_gb"] = list(self.reserved_gb)
         if self.sweeps:
             data["sweeps"] = [sweep.to_dict() for sweep in self.sweeps]
         return data
+
+
+def _read_reserved(value: object, nodes: object, memory_bytes: int) -> tuple[float, ...]:
+    listed = isinstance(value, (list, tuple))
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if listed and len(values) not in (0, nodes):
+        raise ClusterError(
+            f"cluster.reserved_gb has {len(values)} entries for {nodes} nodes; give one number, or one for each node"
+        )
+    found = tuple(as_number(item, "cluster.reserved_gb") for item in values)
+    for item in found:
+        if not 0 <= item * 1e9 < memory_bytes:
+            raise ClusterError(
+                f"cluster.reserved_gb is {item:g}; give GB from 0 up to a device's memory, {memory_bytes / 1e9:g}"
+            )
+    return found
 
 
 def _read_sweeps(value: object, folder: Path) -> list[Sweep]:

@@ -83,7 +83,7 @@ class Search:
         self.cluster = cluster
         self.batch = batch
         self._table: StrategyTable = StrategyTable() if beside is None else beside._table
-        self.memory_bytes = job.memory_bytes or cluster.device.memory_bytes
+        self.memory_bytes = job.memory_bytes or cluster.memory_bytes
         shared = beside is not None and beside.cluster == cluster
         self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
         self.op_times: OpTimes = OpTimes(cluster.device, traced.flash_attention) if beside is None else beside.op_times

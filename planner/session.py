@@ -92,7 +92,7 @@ class PlanningSession:
             data_axes=tuple(data_axes),
         )
         self._batch = batch or given_batch
-        self._memory_bytes = self.job.memory_bytes or self.cluster.device.memory_bytes
+        self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
         self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):

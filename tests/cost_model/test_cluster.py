@@ -75,6 +75,9 @@ def test_refused_text_says_what_and_what_to_do(text: str, parts: list[str]) -> N
         ({"nodes": True}, "cluster.nodes must be a number"),
         ({"cards_per_node": 0}, "cluster.cards_per_node is 0"),
         ({"oversubscription": 0.5}, "cluster.oversubscription is 0.5; 1 is none"),
+        ({"reserved_gb": [1.0]}, "cluster.reserved_gb has 1 entries for 2 nodes; give one number, or one for each"),
+        ({"reserved_gb": -1}, "cluster.reserved_gb is -1; give GB from 0"),
+        ({"reserved_gb": 5000}, "cluster.reserved_gb is 5000; give GB from 0 up to a device's memory"),
         ({"rail_optimized": "yes"}, "cluster.rail_optimized must be true or false"),
         ({"sweeps": [3]}, "cluster.sweeps: an item must be a mapping"),
         ({"sweeps": [{"file": "a.txt", "ranks": 8}]}, "unknown key 'ranks'; did you mean ranks_per_node"),
@@ -142,6 +145,15 @@ def test_fabric_round_trips_and_is_left_out_where_usual() -> None:
     assert (cluster.oversubscription, cluster.rail_optimized) == (2.0, False)
     assert ClusterSpec.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
     assert {"oversubscription", "rail_optimized", "sweeps"}.isdisjoint(ClusterSpec.parse("2x8xtoy").to_dict())
+
+
+def test_where_others_hold_most_decides_what_is_left_on_all() -> None:
+    data = {"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb"}
+    cluster = ClusterSpec.from_dict({**data, "reserved_gb": [2.5, 10]})
+    assert cluster.memory_bytes == 70_000_000_000
+    assert ClusterSpec.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert ClusterSpec.from_dict({**data, "reserved_gb": 4}).memory_bytes == 76_000_000_000
+    assert ClusterSpec.from_dict(data).memory_bytes == 80_000_000_000
 
 
 def test_uneven_wiring_by_hand() -> None:
