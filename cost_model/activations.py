@@ -34,26 +34,53 @@ def layer_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) 
         "none": everything,
         "attention": everything - _scores_bytes(spec, parallel),
         "selective": _selective_mean_bytes(spec, parallel, sparse=sparse),
-        "full": boundary,
+        "full": boundary
+        + (_attention_result_bytes(spec, parallel) if parallel.implementation.full_keeps_attention else 0.0),
     }[parallel.checkpointing]
     kept = min(kept, everything)
     weights = 0.0
     if parallel.checkpointing == "selective" and not sparse:
         weights = spec.attention_parameters + spec.dense_mlp_parameters
         weights *= parallel.implementation.kept_weight_nbytes / parallel.tensor
-    return LayerBytes(saved=kept + weights, transient=everything - kept + gradients + _dense_bytes(spec, parallel))
+    transient = everything - kept + gradients + _dense_bytes(spec, parallel)
+    ring = _ring_bytes(spec, parallel)
+    if ring:  # the MLP's bytes are gone by then
+        attention = _attention_bytes(spec, parallel) + 2.0 * parallel.tokens * spec.hidden * 2 + ring
+        transient = max(transient, attention - kept)
+    return LayerBytes(saved=kept + weights, transient=transient)
 
 
-DENSE_SCORES = 5
-"""Float32 tensors of the shape of the scores that backward of an uncompiled FlexAttention holds at once: scores, masked
-ones, their softmax, its gradient, that of the scores (torch's _higher_order_ops/flex_attention.py)."""
+RING_NBYTES, RING_RANK_NBYTES = 44.0, 4.0
+"""Bytes per value of the queries that backward of torch's own context parallelism holds at once: ten float32 tensors
+(sums of the gradients of queries, keys and values, what one step adds to them, and gradients of keys and values as they
+are sent and as they were received), keys and values in 16 bits as they are sent; and of every rank as they are gathered
+(torch's distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention_backward and
+_AllGatherRotater, 2.13; torchtitan's context_parallel_rotate_method is allgather)."""
+
+
+def _ring_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
+    if parallel.context == 1 or not parallel.implementation.context_merges:
+        return 0.0
+    values = parallel.tokens * (spec.query_dim + spec.attention_out_dim) / 2 / parallel.tensor
+    return (RING_NBYTES + RING_RANK_NBYTES * parallel.context) * values
+
+
+DENSE_SCORE_NBYTES = 26.0
+"""Bytes per score that backward of an uncompiled FlexAttention holds at once, as names of one Python function: in
+float32 scores, masked ones, their softmax, its gradient, that of masked ones, that of scores, and the last in 16 bits
+(torch's _higher_order_ops/flex_attention.py, sdpa_dense_backward, 2.13)."""
 
 
 def _dense_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
     if parallel.implementation.attention != "dense":
         return 0.0
     heads = parallel.micro_batch * spec.heads / parallel.tensor
-    return DENSE_SCORES * 4.0 * heads * parallel.seq * parallel.seq / parallel.context
+    return DENSE_SCORE_NBYTES * heads * parallel.seq * parallel.seq / parallel.context
+
+
+def _attention_result_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
+    """Return the bytes of what attention returns: its result and one float32 per row."""
+    return parallel.tokens * (2.0 * spec.attention_out_dim + 4.0 * spec.heads) / parallel.tensor
 
 
 def _sequence_shards(parallel: ParallelSpec) -> int:
@@ -91,8 +118,7 @@ def _attention_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
     if spec.latent is not None:
         nbytes += 2.0 * tokens * 2 * (spec.latent.query_rank + spec.latent.kv_rank + spec.latent.rope_dim)
         nbytes += 2.0 * tokens * spec.heads * (spec.latent.nope_dim + spec.latent.value_dim) / parallel.tensor
-    nbytes += 2.0 * tokens * spec.attention_out_dim / parallel.tensor
-    nbytes += 4.0 * tokens * spec.heads / parallel.tensor  # log-sum-exp
+    nbytes += _attention_result_bytes(spec, parallel)
     return nbytes + _scores_bytes(spec, parallel) + (residual / shards if spec.dropout else 0.0)
 
 
@@ -118,7 +144,9 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
         # Tokens sorted by expert, before and after (in float32 where a kernel of its own weighs them, as torchtitan's
         # moe.py @f738a03bf does), and the router's logits and scores.
         routed = tokens * spec.experts.top_k * parallel.expert_tensor / parallel.tensor
-        nbytes += (2.0 + (2.0 if implementation.fused else 4.0)) * routed * spec.hidden
+        weighed = tokens * spec.experts.top_k if implementation.unsorts_whole else routed
+        nbytes += (2.0 * routed + (2.0 if implementation.fused else 4.0) * weighed) * spec.hidden
+        nbytes += implementation.router_nbytes * residual
         nbytes += 4.0 * tokens * spec.experts.count * 2
     return nbytes + (residual / shards if spec.dropout else 0.0)
 
@@ -150,13 +178,10 @@ def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, products: Ke
     values += tokens * spec.hidden / shards if shards > 1 else 0.0  # what attention's result is reduced to
     values += unread if products != "none" else 0.0
     values += _kept_products(spec, parallel, products, sparse=sparse)
-    log_sums = 0.0
-    if implementation.keeps_attention:
-        values += tokens * spec.attention_out_dim / parallel.tensor
-        log_sums = 4.0 * tokens * spec.heads / parallel.tensor
+    attention = _attention_result_bytes(spec, parallel) if implementation.keeps_attention else 0.0
     if sparse and implementation.keeps_exchanged and parallel.expert > 1 and spec.experts is not None:
         values += 2.0 * tokens * spec.experts.top_k * spec.hidden * parallel.expert_tensor / parallel.tensor
-    return 2.0 * values + log_sums
+    return 2.0 * values + attention
 
 
 def _alternate_width(spec: TransformerSpec, tensor: int) -> float:

@@ -79,12 +79,27 @@ class Implementation:
         gradients_persist: whether gradients have a buffer of their own (Megatron), else none between steps.
         reshards: whether gathered parameters are dropped after forward.
         gather_stream: whether parameters are gathered into buffers of another stream and copied out (FSDP2).
+        gradient_holes: whether gradients leave free blocks between the optimizer's states, which were allocated while
+            the first gradients were there: in one pool, without a CUDA graph's own.
         reduce_stream: whether reduced gradients are in buffers of another stream, which keeps them when gradients are
             dropped (FSDP2).
         root_holds_ends: whether embedding and head are gathered together and held until backward ends, as the root of
             fully_shard holds what no other module has; else each by itself, the embedding dropped after use.
         expandable_segments: whether the allocator maps pages as it needs them, so that no segment is split for good.
         gather_pieces: collectives in which one layer's parameters are gathered, and its gradients reduced.
+        shards_shared_experts: whether shared experts are split over the data axis; else the first rank holds all of
+            them (torchtitan's were one expert of a stack that fully_shard splits by experts, until #1561).
+        keeps_outputs: whether a pipeline's last rank keeps what it returned for each micro-batch until the step ends
+            (torch's pipelining, but where its caller declines with return_outputs=False).
+        receives_ahead: whether buffers to receive in are there for all micro-batches during the whole step (torch's
+            pipelining).
+        full_keeps_attention: whether full checkpointing keeps what attention returns.
+        releases_saved: whether backward drops what forward kept as it goes; else the caller's list of arguments holds
+            all of it until backward returns (a graph of aot_autograd whose callable takes no boxed arguments).
+        keeps_cast_shards: whether shards of parameters, cast to the compute dtype, are kept from forward to backward.
+        unsorts_whole: whether experts' results are put back in float32 into a tensor of all of a token's experts, which
+            is not split over tensor ranks.
+        router_nbytes: bytes that the router keeps per value of its input, beside the norm's result.
         reuse_numel: parameters of a layer above which they are dropped between its recomputation and its backward
             (DeepSpeed's ``stage3_max_reuse_distance``).
         lora: whether only small adapters are trained.
@@ -139,9 +154,18 @@ class Implementation:
     gradients_persist: bool = False
     reshards: bool = True
     gather_stream: bool = False
+    gradient_holes: bool = False
     reduce_stream: bool = False
     root_holds_ends: bool = True
     expandable_segments: bool = False
+    shards_shared_experts: bool = True
+    keeps_outputs: bool = False
+    receives_ahead: bool = False
+    full_keeps_attention: bool = False
+    releases_saved: bool = True
+    keeps_cast_shards: bool = False
+    unsorts_whole: bool = False
+    router_nbytes: int = 0
     gather_pieces: int = 1
     reuse_numel: float = math.inf
     lora: bool = False

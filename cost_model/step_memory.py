@@ -4,10 +4,9 @@ Moments of a step at which memory peaks: the loss (all activations and the logit
 (gathered weights, recomputed activations, first gradients), backward of the first (all gradients), and the optimizer's
 step. Of a pipeline, the first and the last rank are looked at; the larger peak counts.
 
-Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 6 % on average, 3 % in the
-median. Too low by more than 10 % in 15 of 76 runs: by 10 to 12 % for most mixtures of experts of torchtitan, by 12 to
-40 % for graphs of its graph_trainer without checkpointing or with experts. Fixed buffers of DeepSpeed are not counted
-(half of what an 8B model holds on 8 devices at 8,192 tokens).
+Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 3 % on average, 2 % in the
+median, 12 % too low at worst. Layers are taken to be spread evenly over a pipeline. Fixed buffers of DeepSpeed are not
+counted (half of what an 8B model holds on 8 devices at 8,192 tokens).
 """
 
 from __future__ import annotations
@@ -90,11 +89,15 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """Parameters of one pipeline rank on one tensor rank, before anything is split over the data axis."""
+    """Parameters of one pipeline rank on one tensor rank, before anything is split over the data axis.
+
+    ``shared`` (experts) are a part of ``plain``.
+    """
 
     layers: float
     sparse: float
     plain: float
+    shared: float
     experts: float
     embedding: float
     head: float
@@ -162,6 +165,7 @@ def _rank_share(spec: TransformerSpec, parallel: ParallelSpec, rank: int) -> _Ra
         layers=layers,
         sparse=sparse,
         plain=plain / parallel.tensor,
+        shared=sparse * spec.shared_expert_parameters / parallel.tensor,
         experts=sparse * spec.expert_parameters / (parallel.expert * parallel.expert_tensor),
         embedding=spec.embedding_parameters / parallel.tensor if rank == 0 else 0.0,
         head=spec.vocab * spec.hidden / parallel.tensor if last and not (spec.tied and stages == 1) else 0.0,
@@ -174,6 +178,8 @@ def _states(spec: TransformerSpec, parallel: ParallelSpec, share: _Rank) -> Mome
     shards = (parallel.shard if parallel.zero == 3 else parallel.data) * parallel.context
     expert_shards = max(1.0, shards * parallel.tensor / (parallel.expert * parallel.expert_tensor))
     plain = share.plain + share.ends
+    if not implementation.shards_shared_experts:
+        plain += (shards - 1) * share.shared
 
     def held(nbytes: float, level: int) -> float:
         if parallel.zero >= level:
@@ -199,41 +205,62 @@ def _timeline(
     flight = micro_batches_in_flight(parallel, rank)
     one = (share.layers - share.sparse) * dense.saved + share.sparse * sparse.saved
     residual = 2.0 * parallel.tokens * spec.hidden / (parallel.tensor if parallel.sequence_parallel else 1)
-    activations = flight * (one + residual)
+    activations = flight * (one + residual) + _receive_buffers(parallel, residual, flight)
     transient = max(dense.transient if share.layers > share.sparse else 0.0, sparse.transient)
     persistent = implementation.gradients_persist or parallel.micro_batches > 1
     whole = _unsharded_gradients(parallel, share)
     early = (states.gradients + whole) if persistent else 0.0
     full, sharded = _full(share), parallel.zero == 3 and parallel.shard * parallel.context > 1
     gathered = _gathered(parallel, share, full) if sharded else (0.0, 0.0, 0.0)
+    if sharded and implementation.keeps_cast_shards:
+        casts = 2.0 * states.parameters / implementation.parameter_nbytes
+        left = 0.0 if implementation.releases_saved else casts
+        gathered = gathered[0] + casts, gathered[1] + casts, gathered[2] + left
     reduced = _reduced(parallel, full, accumulated=whole > 0) if sharded else (0.0, 0.0)
-    logits = head = holes = 0.0
+    remaining = activations - one + one / max(1.0, share.layers) if implementation.releases_saved else activations
+    logits = head = holes = returned = 0.0
     if rank == parallel.pipeline - 1:
         values = parallel.tokens * spec.vocab / implementation.loss_chunks
         values /= parallel.tensor if implementation.loss_parallel else 1
         logits, holes = implementation.loss_nbytes * values, implementation.loss_hole_nbytes * values
+        if parallel.pipeline > 1 and implementation.keeps_outputs:
+            returned = 2.0 * values * (parallel.micro_batches - 1)
         head = implementation.loss_hidden_nbytes * parallel.tokens * spec.hidden
         if sharded and implementation.loss_chunks > 1:  # the head's gradient of one piece, and the sum of all
             head += (1 + implementation.reduce_nbytes / 2) * full.head
     base = {"parameters": states.parameters, "optimizer_state": states.optimizer_state}
     return (
         Moment(
-            name="loss", gradients=early, activations=activations, logits=logits, gathered=gathered[0],
+            name="loss", gradients=early, activations=activations, logits=logits + returned,
+            gathered=gathered[0],
             workspace=head, holes=holes, **base,
         ),
         Moment(
             name="backward of the last layer", gradients=max(early, _head_gradient(parallel, share)),
-            activations=activations + transient, gathered=gathered[1], workspace=reduced[0], **base,
+            activations=activations + transient, logits=returned, gathered=gathered[1], workspace=reduced[0], **base,
         ),
         Moment(
             name="backward of the first layer", gradients=states.gradients + whole,
-            activations=activations - one + transient + one / max(1.0, share.layers), gathered=gathered[2],
-            workspace=reduced[1], **base,
+            activations=remaining + transient, logits=returned,
+            gathered=gathered[2], workspace=reduced[1], **base,
         ),
         Moment(
             name="optimizer", gradients=states.gradients, workspace=_optimizer_workspace(parallel, states), **base
         ),
     )  # fmt: skip
+
+
+def _receive_buffers(parallel: ParallelSpec, residual: float, flight: float) -> float:
+    """Return the bytes of buffers that micro-batches are received in and that hold nothing yet, or nothing any more.
+
+    Of activations those of micro-batches that are not in flight; of gradients all (torch's
+    distributed/pipelining/stage.py, 2.13: ``args_recv_info`` and ``grad_recv_info`` have a buffer for every micro-batch
+    and stage). What one end of the pipeline does not receive is not left out.
+    """
+    if parallel.pipeline == 1 or not parallel.implementation.receives_ahead:
+        return 0.0
+    count = float(parallel.micro_batches)
+    return parallel.virtual_stages * residual * (max(0.0, count - flight) + count)
 
 
 def _gathered(parallel: ParallelSpec, share: _Rank, full: FullBytes) -> tuple[float, float, float]:

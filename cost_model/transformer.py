@@ -157,7 +157,12 @@ class TransformerSpec:
         """Parameters of one sparse layer's shared experts and router."""
         if self.experts is None:
             return 0
-        return self.hidden * (self.mlp_matrices * self.experts.shared_ffn + self.experts.count)
+        return self.shared_expert_parameters + self.hidden * self.experts.count
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters of one sparse layer's shared experts."""
+        return 0 if self.experts is None else self.mlp_matrices * self.hidden * self.experts.shared_ffn
 
     @property
     def embedding_parameters(self) -> int:

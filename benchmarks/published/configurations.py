@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from cost_model.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.transformer import TransformerSpec
+from published.corrections import doubted
 from published.defaults import Assumptions
 from published.frameworks import torchtune_step
 from published.rows import number
@@ -19,8 +20,11 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
     """Return the configuration of a row of training_runs.csv or memory.csv.
 
     Raises:
-        UnknownConfigurationError: the sequence, the micro-batch or a degree cannot be known.
+        UnknownConfigurationError: the sequence, the micro-batch or a degree cannot be known, or is doubted.
     """
+    doubt = doubted(row)
+    if doubt is not None:
+        raise UnknownConfigurationError(doubt)
     stated = number(row, "n_gpus")
     if stated is None:
         raise UnknownConfigurationError("number of devices not stated")

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from published.corrections import corrected
+
 Quantity = Literal["step_time_s", "peak_mem_gib", "time_us", "tflops"]
 Split = Literal["calibration", "validation"]
 
@@ -59,7 +61,7 @@ def calibration_sources() -> Mapping[str, frozenset[str]]:
 
 
 def read(folder: Path, name: str) -> list[dict[str, str]]:
-    """Return the rows of ``folder/name``, none where there is no such file."""
+    """Return the rows of ``folder/name``, corrected; none where there is no such file."""
     path = folder / name
     if not path.exists():
         return []
@@ -67,7 +69,7 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
         rows = list(csv.DictReader(file, restval=""))
     for row in rows:
         row.pop(None, None)  # cells beyond the header
-    return rows
+    return [corrected(row) for row in rows]
 
 
 def number(row: Mapping[str, str], column: str) -> float | None:

@@ -40,7 +40,12 @@ def torchtitan(
       float32 gradient and 2 of that in 16 bits (components/loss.py @bcc09297a, ChunkedLossWrapper).
     - Embedding and head were the root's until #1094 (2025-07-28), of models with experts until #1561 (2025-08-13), gave
       each a fully_shard of its own.
+    - Shared experts were a stack of one expert until #1561, which fully_shard gives to the first rank whole.
+    - Experts' results were put back whole and in float32 from #1974 (2025-11-21) to #2775 (2026-04-06); the router
+      reads its input in float32 since #2389 (2026-03-04).
     - A pipeline keeps parameters gathered, and so does ZeRO-2. Results of all-to-alls are kept since #1672.
+    - torch's pipelining keeps what the last stage returns of each micro-batch until the step ends; since #1922
+      (2025-10-22) torchtitan declines it.
     """
     date = date_of(row)
     changes: dict[str, object] = {"expandable_segments": _expandable(row, date)}
@@ -54,6 +59,11 @@ def torchtitan(
         changes["root_holds_ends"] = False
     if date >= "2025-09-06":
         changes["keeps_exchanged"] = True  # #1672
+    if "0000" < date < "2025-08-13":
+        changes["shards_shared_experts"] = False
+    changes |= {"unsorts_whole": "2025-11-21" <= date < "2026-04-06", "router_nbytes": 4 if date >= "2026-03-04" else 0}
+    if (number(row, "pp") or 1) > 1:
+        changes |= {"receives_ahead": True, "keeps_outputs": "0000" < date < "2025-10-22"}
     if (number(row, "pp") or 1) > 1 or row.get("zero_stage") == "2":
         changes["reshards"] = False
     found = dataclasses.replace(implementation, **changes)  # type: ignore[arg-type]
@@ -86,8 +96,17 @@ def graph_trainer(row: Mapping[str, str], implementation: Implementation, eager:
       (bucketing passes) and compilation of FlexAttention (regional_inductor) had to be asked for, which the commands of
       the rows do not. FlexAttention is latent attention's default, and without a compiler it is dense, in float32
       (torch's _higher_order_ops/flex_attention.py).
+    - In that graph aten._to_copy casts shards, not prims.convert_element_type, which is all that
+      reshard_after_forward.py looks for, so that the casts are kept for backward. Without checkpointing so are the
+      transposed views of gathered parameters, which no pass marks, and with them the parameters
+      (torch._functorch.partitioners.default_partition, seen on a model of two linears with torch 2.13). What the graph
+      keeps stays until its backward returns: graph_utils.py gives GraphModules for compiled callables, which take no
+      boxed arguments.
     - Since #3060 (2026-04-23; passes.py and memory_policy.py @27aa49077) collectives are bucketed, CUDA graphs run the
-      step, and the default policy keeps all products; only FlexAttention is compiled, all else is interpreted.
+      step (but for grouped products before Blackwell, cudagraph.py), and the default policy keeps all products; only
+      FlexAttention is compiled, all else is interpreted. The full policy (#3429, 2026-06-02) keeps results of ops that
+      are tagged nondeterministic_seeded, as those of scaled_dot_product_attention are.
+    - Without a CUDA graph's own pool, the first step allocates gradients and optimizer states between each other.
     - Its collectives are functional: what they return is allocated on the stream that computes. Its loss is not cut
       into pieces (configs.py @27aa49077, @9d3c7d205: "doesn't yet support ChunkedCELoss"); where it is traced with the
       model, its parts are dropped after their last use.
@@ -101,22 +120,35 @@ def graph_trainer(row: Mapping[str, str], implementation: Implementation, eager:
         loss_hole_nbytes=2.0,
         keeps_unread=False,
         keeps_exchanged=implementation.keeps_exchanged,
+        unsorts_whole=implementation.unsorts_whole,
+        router_nbytes=implementation.router_nbytes,
         gather_stream=False,
         reduce_stream=False,
         root_holds_ends=False,
         expandable_segments=implementation.expandable_segments,
     )
+    latent = row.get("model", "").startswith(LATENT)
     if date_of(row) >= "2026-04-23":
+        graphed = not number(row, "n_experts") or row.get("gpu", "").startswith(("B", "GB"))
         return dataclasses.replace(
             traced,
-            host_ops_per_layer=0,
-            expert_host_ops=0,
+            gradient_holes=not graphed,
+            full_keeps_attention=not latent,
+            host_ops_per_layer=0 if graphed else eager.host_ops_per_layer,
+            expert_host_ops=0 if graphed else eager.expert_host_ops,
             kept_products="all",
             loss_nbytes=Implementation.loss_nbytes,
         )
-    dense = row.get("model", "").startswith(LATENT)
-    kernel = "dense" if dense else traced.attention
-    return dataclasses.replace(traced, data_overlap=False, gather_pieces=7, attention=kernel)
+    return dataclasses.replace(
+        traced,
+        data_overlap=False,
+        gather_pieces=7,
+        attention="dense" if latent else traced.attention,
+        reshards=row.get("act_ckpt") != "none",
+        releases_saved=False,
+        gradient_holes=True,
+        keeps_cast_shards=True,
+    )
 
 
 NVFP4_SHARE = 0.85

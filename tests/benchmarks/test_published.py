@@ -15,7 +15,7 @@ from published.configurations import UnknownConfigurationError, configuration_of
 from published.defaults import TABLE
 from published.frameworks import assumptions_of
 from published.models import model_of
-from published.rows import PricedRow
+from published.rows import PricedRow, read
 
 from cost_model.parallelism import Implementation
 
@@ -169,6 +169,7 @@ def test_unknown_columns_and_short_lines_do_not_matter(tmp_path: Path) -> None:
         ({"step_time_s": "", "tokens_per_s_per_gpu": ""}, "measured"),
         ({"pp": "64", "n_gpus": "64", "gbs": "", "fsdp": ""}, "more than"),
         ({"model": "DeepSeek-V9"}, "latent attention"),
+        ({"notes": "batch size may have been changed: verify before relying"}, "doubt"),
     ],
 )
 def test_runs_are_left_out_for_the_reason_that_applies(change: dict[str, str], reason: str) -> None:
@@ -303,6 +304,15 @@ def test_what_torchtitan_holds_changes_with_its_versions() -> None:
     late = {"source_date": "2025-08-01"}
     assert not implementation(**late).root_holds_ends
     assert implementation(**late, n_experts="64").root_holds_ends
+    assert not implementation(**late, n_experts="64").shards_shared_experts
+    assert implementation(source_date="2025-08-13", n_experts="64").shards_shared_experts
+    pipeline = implementation(source_date="2025-10-21", pp="4")
+    assert (pipeline.receives_ahead, pipeline.keeps_outputs) == (True, True)
+    assert not implementation(source_date="2025-10-22", pp="4").keeps_outputs
+    assert (usual.receives_ahead, usual.keeps_outputs) == (False, False)
+    unsorting = [implementation(source_date=day).unsorts_whole for day in ("2025-11-20", "2026-03-13", "2026-04-06")]
+    assert unsorting == [False, True, False]
+    assert (usual.router_nbytes, implementation(source_date="2026-03-04").router_nbytes) == (0, 4)
     chunked = implementation(source_date="2026-05-01")
     assert (chunked.loss_chunks, chunked.loss_hidden_nbytes) == (8, 10.0)
     assert implementation(precision="bf16+fp8 rowwise", notes="saves abs() of weights").kept_weight_nbytes == 2.0
@@ -330,3 +340,33 @@ def test_graph_trainer_computes_and_communicates_on_one_stream_and_does_not_cut_
     assert not found.implementation.gather_stream
     assert not found.implementation.reduce_stream
     assert found.implementation.loss_chunks == 1
+
+
+def test_what_graph_trainers_graphs_keep_changes_with_its_versions() -> None:
+    def implementation(**change: str) -> Implementation:
+        row = {**RUN, "framework": "torchtitan", "compile": "Y (graph_trainer)", "source_date": "2026-03-13"}
+        found = assumptions_of({**row, **change})
+        assert found is not None
+        return found.implementation
+
+    early, bare, late = implementation(), implementation(act_ckpt="none"), implementation(source_date="2026-06-02")
+    assert not early.releases_saved
+    assert early.keeps_cast_shards
+    assert early.gradient_holes
+    assert (early.reshards, bare.reshards) == (True, False)
+    assert (late.releases_saved, late.keeps_cast_shards, late.gradient_holes) == (True, False, False)
+    assert late.full_keeps_attention
+    experts = {"source_date": "2026-06-02", "model": "DeepSeek-V3", "n_experts": "64"}
+    hopper, blackwell = implementation(**experts, gpu="H100 SXM 80GB"), implementation(**experts, gpu="GB200")
+    assert not hopper.full_keeps_attention
+    assert (hopper.gradient_holes, blackwell.gradient_holes) == (True, False)
+    assert hopper.host_ops_per_layer > blackwell.host_ops_per_layer == 0
+
+
+def test_rows_that_their_logs_contradict_are_read_as_the_logs_say(tmp_path: Path) -> None:
+    stated = {**RUN, "act_ckpt": "selective (op)", "compile": "loss only"}
+    source = "pytorch/torchtitan commit f738a03bf message (#1610 DSV3 flex)"
+    write(tmp_path, "training_runs.csv", [stated, {**stated, "source": source}])
+    usual, corrected = read(tmp_path, "training_runs.csv")
+    assert (usual["act_ckpt"], usual["compile"]) == ("selective (op)", "loss only")
+    assert (corrected["act_ckpt"], corrected["compile"]) == ("full", "")

@@ -9,7 +9,7 @@ from cost_model.cluster import ClusterSpec
 from cost_model.parallelism import Implementation, ParallelSpec
 from cost_model.step_constants import shipped_constants
 from cost_model.step_memory import ROLES, step_memory
-from cost_model.transformer import LatentAttention, TransformerSpec
+from cost_model.transformer import Experts, LatentAttention, TransformerSpec
 
 SMALL = TransformerSpec(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
 H100 = ClusterSpec.parse("2x8xh100-sxm-80gb")
@@ -211,7 +211,7 @@ def test_attention_without_a_compiler_holds_scores_for_a_while():
         for name in ("flash2", "dense")
     )
     assert dense.saved == fused.saved
-    assert dense.transient - fused.transient == 5 * 4 * 16 * 2048**2
+    assert dense.transient - fused.transient == (6 * 4 + 2) * 16 * 2048**2
 
 
 def test_gradients_stay_whole_over_micro_batches_only_where_they_are_not_reduced_each_time():
@@ -225,3 +225,99 @@ def test_gradients_stay_whole_over_micro_batches_only_where_they_are_not_reduced
 
     assert gradients(defers_reduce=True) > gradients()
     assert gradients(reshards=False) == gradients(defers_reduce=True)
+
+
+def test_a_pipelines_last_rank_keeps_the_logits_of_all_micro_batches_where_they_are_returned():
+    def logits(rank, **implementation):
+        parallel = dataclasses.replace(
+            ONE, pipeline=4, micro_batches=8, implementation=Implementation(**implementation)
+        )
+        return [moment.logits for moment in step_memory(SMALL, parallel, H100, rank=rank).timeline]
+
+    plain, kept = logits(3), logits(3, keeps_outputs=True)
+    more = 2.0 * 2048 * SMALL.vocab * (8 - 1)
+    assert [b - a for a, b in zip(plain, kept, strict=True)] == [more, more, more, 0.0]
+    assert logits(0, keeps_outputs=True) == logits(0)
+    assert peak(micro_batches=8, implementation=Implementation(keeps_outputs=True)) == peak(micro_batches=8)
+
+
+def test_a_pipeline_may_have_a_buffer_for_each_micro_batch_and_direction():
+    def activations(**implementation):
+        parallel = dataclasses.replace(
+            ONE, pipeline=4, micro_batches=8, checkpointing="full", implementation=Implementation(**implementation)
+        )
+        return step_memory(SMALL, parallel, H100, rank=0).timeline[0].activations
+
+    buffer = 2.0 * 2048 * SMALL.hidden
+    assert activations(receives_ahead=True) - activations() == buffer * (8 + 8 - 4)  # four hold what is in flight
+    assert peak(implementation=Implementation(receives_ahead=True)) == peak()
+
+
+EXPERTS = dataclasses.replace(SMALL, experts=Experts(count=8, top_k=2, ffn=512, shared_ffn=1024))
+
+
+def test_shared_experts_that_are_not_split_are_whole_on_the_first_rank():
+    def states(**implementation):
+        found = peak(EXPERTS, shard=16, zero=3, implementation=Implementation(**implementation)).timeline[-1]
+        return found.parameters, found.optimizer_state
+
+    whole = 8 * 3 * 1024 * 1024 * (1 - 1 / 16)
+    split, unsplit = states(), states(shards_shared_experts=False)
+    assert [b - a for a, b in zip(split, unsplit, strict=True)] == pytest.approx([4 * whole, 8 * whole])
+
+
+def test_what_experts_return_may_be_put_back_in_float32_whole_on_each_tensor_rank():
+    def saved(tensor, **implementation):
+        parallel = dataclasses.replace(ONE, tensor=tensor, implementation=Implementation(**implementation))
+        return layer_bytes(EXPERTS, parallel, sparse=True).saved
+
+    assert saved(4, unsorts_whole=True) - saved(4) == 4.0 * 2048 * 2 * 1024 * (1 - 1 / 4)
+    assert saved(1, unsorts_whole=True) == saved(1)
+    assert saved(1, router_nbytes=4) - saved(1) == 4.0 * 2048 * 1024
+
+
+def test_full_checkpointing_may_keep_what_attention_returns():
+    def saved(**implementation):
+        parallel = dataclasses.replace(
+            ONE, checkpointing="full", tensor=2, implementation=Implementation(**implementation)
+        )
+        return layer_bytes(SMALL, parallel, sparse=False).saved
+
+    assert saved(full_keeps_attention=True) - saved() == 2048 * (2 * 1024 + 4 * 16) / 2
+
+
+def test_a_backward_that_releases_nothing_ends_with_all_that_forward_kept():
+    released, held = peak().timeline, peak(implementation=Implementation(releases_saved=False)).timeline
+    assert held[:2] == released[:2]
+    assert held[2].activations == held[1].activations > 2 * released[2].activations
+
+
+def test_casts_of_shards_are_there_from_forward_to_backward():
+    plain, kept = sharded().timeline, sharded(keeps_cast_shards=True).timeline
+    casts = plain[0].parameters / 2
+    assert [b.gathered - a.gathered for a, b in zip(plain, kept, strict=True)] == pytest.approx([casts, casts, 0, 0])
+    held = sharded(keeps_cast_shards=True, releases_saved=False).timeline
+    assert held[2].gathered - plain[2].gathered == pytest.approx(casts)
+
+
+def test_gradients_leave_holes_between_states_that_kept_activations_fill():
+    def found(batch, holes):
+        implementation = Implementation(gradient_holes=holes, expandable_segments=True)
+        return peak(shard=16, zero=3, micro_batch=batch, checkpointing="full", implementation=implementation)
+
+    few = found(1, True)
+    assert few.peak.name == "loss"
+    assert few.fragmentation == few.timeline[-1].gradients - few.peak.activations > 0
+    assert found(1, False).fragmentation == found(8, True).fragmentation == 0
+
+
+def test_backward_of_torchs_context_parallelism_gathers_keys_and_values_of_all_ranks():
+    def transient(context, **implementation):
+        parallel = dataclasses.replace(
+            ONE, seq=2048 * context, context=context, checkpointing="full",
+            implementation=Implementation(**implementation),
+        )  # fmt: skip
+        return layer_bytes(SMALL, parallel, sparse=False).transient
+
+    assert transient(8) == transient(1) == transient(1, context_merges=True)
+    assert transient(16, context_merges=True) - transient(8, context_merges=True) == 2 * 2 * 8 * 2048 * 1024
