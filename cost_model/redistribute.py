@@ -205,32 +205,37 @@ class RedistributionPlanner:
     def find(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution | None:
         """Return the cheapest redistribution from ``source`` to ``target``, None where there is none."""
         key = (tuple(shape), itemsize, source, target)
-        if key not in self._paths:
-            self._paths[key] = Redistribution(steps=(), time_s=0.0) if source == target else self._walked_back(*key)
-        return self._paths[key]
+        try:
+            return self._paths[key]  # asked for once: layouts take long to hash
+        except KeyError:
+            found = Redistribution(steps=(), time_s=0.0) if source == target else self._walked_back(*key)
+            self._paths[key] = found
+        return found
 
     def _walked_back(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout
     ) -> Redistribution | None:
         reached = self._reached_from(shape, itemsize, source)
-        if target not in reached:
+        end = reached.get(target)
+        if end is None:
             return None
         whole = math.prod(shape) * itemsize
         steps: list[Step] = []
-        layout = target
-        while (edge := reached[layout].edge) is not None:
-            before = reached[layout].before
+        layout, last = target, end
+        while (edge := last.edge) is not None:
+            before = last.before
             assert before is not None
             nbytes = whole // edge.divisor if edge.divisor else 0
             steps.append(Step(kind=edge.kind, axis=edge.axis, nbytes=nbytes, before=before, after=layout))
-            layout = before
-        return Redistribution(steps=tuple(reversed(steps)), time_s=reached[target].time_s)
+            layout, last = before, reached[before]
+        return Redistribution(steps=tuple(reversed(steps)), time_s=end.time_s)
 
     def _reached_from(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _Reached]:
         key = (shape, itemsize, source)
-        if key not in self._reached:
-            self._reached[key] = self._search(*key)
-        return self._reached[key]
+        found = self._reached.get(key)
+        if found is None:
+            found = self._reached[key] = self._search(*key)
+        return found
 
     def _graph(self, shape: tuple[int, ...]) -> _LayoutGraph:
         key = tuple(_splits(length, self._mesh_shape) for length in shape)

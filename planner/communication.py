@@ -101,12 +101,16 @@ class Communication:
         self._groups = [axis_group(mesh, name, cluster) for name in mesh.names]
         self._links = [link_of(group) for group in self._groups]
         self._paths = RedistributionPlanner(mesh.shape, self.time_s)
+        self._times_s: dict[tuple[CollectiveKind, int, int], float] = {}
         self._moves: dict[tuple[object, ...], Price | None] = {}
         self._exchanged: dict[Exchange, dict[tuple[int, int], Price | None]] = {}
 
     def time_s(self, kind: CollectiveKind, axis: int, nbytes: int) -> float:
         """Return the seconds of one collective on the axis of that index, the host's work around it included."""
-        return moving_time_s(kind, nbytes, self._groups[axis], self._cluster)
+        key = kind, axis, nbytes
+        if key not in self._times_s:
+            self._times_s[key] = moving_time_s(kind, nbytes, self._groups[axis], self._cluster)
+        return self._times_s[key]
 
     def link(self, axis: int) -> str:
         """Name the wires that an axis communicates over."""
@@ -136,10 +140,12 @@ class Communication:
     ) -> Price | None:
         """Return the price of ``calls`` redistributions from ``source`` to ``target``; None where there is no path."""
         key = (shape, itemsize, source, target, phase, calls, prefix)
-        if key not in self._moves:
+        try:
+            return self._moves[key]  # asked for once: layouts take long to hash
+        except KeyError:
             path = self.path(shape, itemsize, source, target)
-            self._moves[key] = None if path is None else self._walk(path, phase, calls, prefix)
-        return self._moves[key]
+            found = self._moves[key] = None if path is None else self._walk(path, phase, calls, prefix)
+        return found
 
     def _walk(self, path: Redistribution, phase: Phase, calls: int, prefix: str) -> Price:
         if not path.collectives:
@@ -156,9 +162,10 @@ class Communication:
         if source == target:
             return FREE
         known = self._exchanged.setdefault(exchanged, {})
-        if (source, target) not in known:
-            known[source, target] = self._exchange(exchanged, self.ports.port(source), self.ports.port(target))
-        return known[source, target]
+        pair = source, target
+        if pair not in known:
+            known[pair] = self._exchange(exchanged, self.ports.port(source), self.ports.port(target))
+        return known[pair]
 
     def _exchange(self, exchanged: Exchange, source: Port, target: Port) -> Price | None:
         (source_layout, source_gradient), (layout, gradient) = source, target

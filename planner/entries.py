@@ -45,16 +45,17 @@ def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
     of blocks in a row that agree are one key, such as ``layers.{0-7}.mlp``.
     """
     matched: dict[str, list[str]] = defaultdict(list)
+    pattern_of = {name: _pattern(name) for name in entries}
     for name in names:
-        matched[_pattern(name)].append(name)
+        matched[pattern_of.get(name) or _pattern(name)].append(name)
     agreed = {
         pattern
         for pattern, found in matched.items()
         if len(found) > 1 and all(name in entries and entries[name] == entries[found[0]] for name in found)
     }
-    apart = {name: entry for name, entry in entries.items() if _pattern(name) not in agreed}
+    apart = {name: entry for name, entry in entries.items() if pattern_of[name] not in agreed}
     rows = _rows(apart)
-    return {_pattern(name) if _pattern(name) in agreed else rows[name]: entry for name, entry in entries.items()}
+    return {pattern_of[name] if pattern_of[name] in agreed else rows[name]: entry for name, entry in entries.items()}
 
 
 def _rows(entries: Mapping[str, T]) -> dict[str, str]:

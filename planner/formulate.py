@@ -261,10 +261,13 @@ class Formulator:
                 charges.add(tuple(found), copy(value, layout, tally, moments).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
+            copies: dict[int, Charge] = {}
             for p, q, members in meeting(edges, tally.edges):
                 layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
                 if layout_q is not None and layout_p != layout_q:
-                    charges.add(members, copy(value, layout_q, tally, moments).charge)
+                    if q not in copies:
+                        copies[q] = copy(value, layout_q, tally, moments).charge
+                    charges.add(members, copies[q])
         for tally in self._structure.passed:
             value = self._value(tally)
             by_layout = defaultdict(list)

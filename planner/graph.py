@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,6 +56,12 @@ class Crossing:
     path: str
 
 
+@functools.cache
+def overload_name(target: torch._ops.OpOverload) -> str:
+    """Return the name of an op of torch's: it puts it together anew each time."""
+    return str(target)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One op: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for a value.
@@ -75,11 +82,9 @@ class Op:
     @property
     def target_name(self) -> str:
         """The op's name, as in ``aten.linear.default``."""
-        return (
-            str(getattr(self.target, "__name__", self.target))
-            if not isinstance(self.target, torch._ops.OpOverload)
-            else str(self.target)
-        )
+        if isinstance(self.target, torch._ops.OpOverload):
+            return overload_name(self.target)
+        return str(getattr(self.target, "__name__", self.target))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +148,14 @@ def leaves_of(template: Any) -> list[Any]:
     return found
 
 
+_LEAVES = frozenset({Ref, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types that hold nothing else, told by a look: that something is no mapping takes long to see."""
+
+
 def _collect(template: Any, into: list[Any]) -> None:
-    if isinstance(template, (tuple, list)):
+    if type(template) in _LEAVES:
+        into.append(template)
+    elif isinstance(template, (tuple, list)):
         for part in template:
             _collect(part, into)
     elif isinstance(template, Mapping):
@@ -156,8 +167,8 @@ def _collect(template: Any, into: list[Any]) -> None:
 
 def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
     """Return an argument template with what ``substitute`` returns in place of each `Ref`, in order."""
-    if isinstance(template, Ref):
-        return substitute(template)
+    if type(template) in _LEAVES:
+        return substitute(template) if isinstance(template, Ref) else template
     if isinstance(template, (tuple, list)):
         return type(template)([with_refs(part, substitute) for part in template])
     if isinstance(template, Mapping):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class _Quantities:
     def __init__(self, constant: Charge) -> None:
         self.constant = constant
         self._names: list[str] = []
-        self._amounts: list[float] = []
+        self._amounts = array("d")
         self._variables: list[int] = []
         self._lengths: list[int] = []
 
@@ -58,9 +59,9 @@ class _Quantities:
         """Sort what was charged by quantity; nothing is charged after it."""
         self.names = sorted({*self.constant, *self._names})
         number = {name: i for i, name in enumerate(self.names)}
-        quantity = np.fromiter((number[name] for name in self._names), np.int64, len(self._names))
+        quantity = np.fromiter(map(number.__getitem__, self._names), np.int64, len(self._names))
         variable = np.repeat(np.asarray(self._variables, np.int64), self._lengths)
-        amount = np.asarray(self._amounts, np.float64)
+        amount = np.array(self._amounts, np.float64)
         largest = np.zeros(len(self.names))
         np.maximum.at(largest, quantity, amount)
         # One entry per quantity and variable, however often it was charged; in order of both.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -48,8 +49,8 @@ class LinearProgram:
     objective: Expression = field(
         default_factory=lambda: Expression(indices=np.empty(0, np.int32), values=np.empty(0, np.float64))
     )
-    _indices: list[Sequence[int] | Indices] = field(default_factory=list)
-    _values: list[Sequence[float] | Floats] = field(default_factory=list)
+    _indices: array[int] = field(default_factory=lambda: array("i"))
+    _values: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def columns(self) -> int:
@@ -77,8 +78,14 @@ class LinearProgram:
         upper: float = math.inf,
     ) -> None:
         """Add a constraint. No variable may come twice."""
-        self._indices.append(indices)
-        self._values.append(values)
+        if isinstance(indices, np.ndarray):
+            self._indices.frombytes(indices.astype(np.int32, copy=False).tobytes())
+        else:
+            self._indices.extend(indices)
+        if isinstance(values, np.ndarray):
+            self._values.frombytes(values.astype(np.float64, copy=False).tobytes())
+        else:
+            self._values.extend(values)
         self.row_start.append(self.row_start[-1] + len(indices))
         self.row_lower.append(lower)
         self.row_upper.append(upper)
@@ -89,9 +96,11 @@ class LinearProgram:
 
     def matrix(self) -> tuple[Indices, Indices, Floats]:
         """Return the rows as compressed sparse rows: starts, column indices, values."""
-        indices = np.concatenate([np.asarray(row, np.int32) for row in self._indices] or [np.empty(0, np.int32)])
-        values = np.concatenate([np.asarray(row, np.float64) for row in self._values] or [np.empty(0)])
-        return np.asarray(self.row_start, np.int32), indices, values
+        return (
+            np.asarray(self.row_start, np.int32),
+            np.array(self._indices, np.int32),
+            np.array(self._values, np.float64),
+        )
 
     def fixed(self, values: Mapping[int, float]) -> LinearProgram:
         """Return the program with some variables held at a value."""
@@ -140,8 +149,8 @@ class LinearProgram:
             objective=Expression(
                 indices=np.arange(len(columns), dtype=np.int32), values=cost, constant=self.objective.constant
             ),
-            _indices=[new[indices][left]],
-            _values=[values[left]],
+            _indices=array("i", new[indices][left].tobytes()),
+            _values=array("d", values[left].tobytes()),
         )
 
     def cost(self) -> Floats:

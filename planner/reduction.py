@@ -195,11 +195,12 @@ def _branch(
     """Return the best solution by depth-first branching from ``root``, the best so far after so many ``steps``."""
     open_: list[dict[int, float]] = [{}]
     best, lowest = Answer(status="infeasible"), math.inf
+    relaxations = solvers.Relaxations(program, solver=solver)
     for _ in range(steps):
         fixed, relaxed = open_.pop(), root
         if fixed:
             try:
-                relaxed = solvers.solve_relaxation(program.fixed(fixed), time_limit_s=_left_s(deadline), solver=solver)
+                relaxed = relaxations.at(fixed, time_limit_s=_left_s(deadline))
             except SolverError:
                 break
         if relaxed.status == "cut-short":

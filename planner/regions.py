@@ -17,8 +17,10 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from planner.errors import ModelError
-from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, with_refs
+from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name, with_refs
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
 SlotKey = tuple[str, int]
@@ -300,9 +302,11 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
         return f"#{next(counter)}" if isinstance(leaf, Ref) else repr(leaf)
 
     leaves = tuple(text(leaf) for leaf in leaves_of((op.args, op.kwargs)))
-    target = getattr(op.target, "code", op.target)  # a captured submodule is what its code says
+    is_overload = isinstance(op.target, torch._ops.OpOverload)
+    # A captured submodule is what its code says.
+    target = overload_name(op.target) if is_overload else str(getattr(op.target, "code", op.target))
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
-    return (str(target), leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled)
+    return (target, leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled)
 
 
 def _op_signature(region_op: RegionOp) -> Hashable:

@@ -29,6 +29,7 @@ from planner.random_assignment import random_assignment
 from planner.regions import Region
 from planner.report import Estimate
 from planner.run import Run
+from planner.strategies.dtensor_rules import quiet
 from planner.strategies.enumerate import StrategyTable
 from planner.structure import Structure
 
@@ -142,7 +143,7 @@ class Search:
         Args:
             floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
         """
-        with self.clock.stage("costs_s"):
+        with self.clock.stage("costs_s"), quiet():
             formulator, structure = self.formulator(run)
             built = formulator.build(
                 None if restriction is None else restriction.accepts,
@@ -217,7 +218,7 @@ class Search:
 
     def refused(self, run: Run, formulation: Formulation, decision: Decision) -> list[int]:
         """Return the region classes whose strategy DTensor would run otherwise on the whole mesh than axis by axis."""
-        with self.clock.stage("check_s"):
+        with self.clock.stage("check_s"), quiet():
             return [
                 index
                 for index, strategy in enumerate(decision.strategies)

@@ -129,10 +129,10 @@ class PlanningSession:
     ) -> ShardingPlan | None:
         """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
         name, seed = baselines.parse_planner(planner)
-        meshes = self._meshes(mesh, planner)
-        modes = _modes(self._traced, self.job.ac)
-        self._search.memory_bytes = memory_bytes or self._memory_bytes
         with collector.put_off():
+            meshes = self._meshes(mesh, planner)
+            modes = _modes(self._traced, self.job.ac)
+            self._search.memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
                 candidate, report = self._random(meshes[-1], modes, seed), SolverReport(name=planner, status="given")
             else:

@@ -7,6 +7,7 @@ row, it took longer to hand over a program of this package than to solve it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -44,6 +45,37 @@ def solve_relaxation(program: LinearProgram, *, time_limit_s: float | None = Non
     return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
+class Relaxations:
+    """The relaxations of one program with some of its variables held at a value, one after another."""
+
+    def __init__(self, program: LinearProgram, *, solver: str | None = None) -> None:
+        self._program = program
+        self._is_highs = (solver or solver_name()) == "highs"
+        self._highs: Any = None
+        self._held: list[int] = []
+
+    def at(self, values: Mapping[int, float], *, time_limit_s: float | None = None) -> Answer:
+        """Return the solution of the relaxation with some variables held: what `solve_relaxation` returns of it.
+
+        Raises:
+            SolverError: the solver broke off without an answer.
+        """
+        program = self._program
+        if not self._is_highs:
+            return _cbc(program.fixed(values), 0.0, time_limit_s, mip=False)
+        if self._highs is None:
+            self._highs = _highs_solver(program, 0.0, mip=False)
+        for variable in self._held:
+            self._highs.changeColBounds(variable, program.lower[variable], program.upper[variable])
+        for variable, value in values.items():
+            self._highs.changeColBounds(variable, value, value)
+        self._held = list(values)
+        # From the beginning each time: from the last solution it would be faster, but what is found of solutions that
+        # cost the same would depend on the order in which they are asked for.
+        self._highs.clearSolver()
+        return _highs_run(self._highs, time_limit_s, mip=False)
+
+
 _SECOND_TRIES = (("simplex_dual_edge_weight_strategy", 1), ("simplex_strategy", 4), ("solver", "ipm"))
 """What HiGHS is told where it ends without an answer: Devex pricing, the primal simplex, the interior point method."""
 
@@ -61,6 +93,10 @@ def _broke_off(what: object) -> SolverError:
 
 
 def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, mip: bool) -> Answer:
+    return _highs_run(_highs_solver(program, mip_gap, mip=mip), time_limit_s, mip=mip)
+
+
+def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     import highspy
 
     solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
@@ -72,43 +108,58 @@ def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *
     solver.setOptionValue("presolve", "off")
     # A few bytes beside a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
     solver.setOptionValue("small_matrix_value", 1e-12)
-    if time_limit_s is not None:
-        solver.setOptionValue("time_limit", float(time_limit_s))
-    if solver.passModel(_highs_model(program, mip)) == highspy.HighsStatus.kError:
+    if solver.passModel(*_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")
+    return solver
+
+
+def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool) -> Answer:
+    import highspy
+
+    # It counts the time of all its runs.
+    limit_s = math.inf if time_limit_s is None else solver.getRunTime() + time_limit_s
+    solver.setOptionValue("time_limit", limit_s)
     solver.run()
+    usual = {}
     without_answer = [highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError]
     for option, value in _SECOND_TRIES if not mip else ():
         if solver.getModelStatus() not in without_answer:
             break
         # The dual simplex now and then ends so, by rounding, where nothing fits by far.
         solver.clearSolver()
+        usual[option] = solver.getOptionValue(option)[1]
         solver.setOptionValue(option, value)
-        solver.setOptionValue("time_limit", _SECOND_TRY_S)
+        solver.setOptionValue("time_limit", solver.getRunTime() + _SECOND_TRY_S)
         solver.run()
         without_answer = [*without_answer, highspy.HighsModelStatus.kTimeLimit]
+    for option, value in usual.items():
+        solver.setOptionValue(option, value)
     if len(without_answer) > 2 and solver.getModelStatus() in without_answer:
         raise _broke_off("HiGHS ended without an answer, whatever it was told")
     return _highs_answer(solver, mip)
 
 
-def _highs_model(program: LinearProgram, mip: bool) -> Any:
+def _highs_model(program: LinearProgram, mip: bool) -> tuple[Any, ...]:
+    """Return what HiGHS takes a program as, arrays all (element by element it took as long as to solve it)."""
     import highspy
 
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = program.columns, program.rows
-    model.col_cost_ = program.cost()
-    model.offset_ = program.objective.constant
-    model.col_lower_, model.col_upper_ = np.asarray(program.lower), np.asarray(program.upper)
-    model.row_lower_, model.row_upper_ = np.asarray(program.row_lower), np.asarray(program.row_upper)
-    matrix = model.a_matrix_
-    matrix.format_ = highspy.MatrixFormat.kRowwise
-    matrix.num_col_, matrix.num_row_ = program.columns, program.rows
-    matrix.start_, matrix.index_, matrix.value_ = program.matrix()
-    if mip:
-        whole, any_ = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-        model.integrality_ = [whole if integer else any_ for integer in program.integer]
-    return model
+    starts, indices, values = program.matrix()
+    whole, any_ = highspy.HighsVarType.kInteger.value, highspy.HighsVarType.kContinuous.value
+    return (
+        program.columns,
+        program.rows,
+        len(values),
+        highspy.MatrixFormat.kRowwise.value,
+        highspy.ObjSense.kMinimize.value,
+        program.objective.constant,
+        program.cost(),
+        *(np.asarray(side, np.float64) for side in (program.lower, program.upper)),
+        *(np.asarray(side, np.float64) for side in (program.row_lower, program.row_upper)),
+        starts,
+        indices,
+        values,
+        np.where(np.asarray(program.integer, np.bool_) & mip, whole, any_).astype(np.int32),
+    )
 
 
 def _highs_answer(solver: Any, mip: bool) -> Answer:

@@ -237,7 +237,13 @@ class _Unrolling:
         )
 
     def _named(self, value: Value, copy: int) -> Value:
-        return dataclasses.replace(value, name=self._value(value.name, copy))
+        return Value(
+            name=self._value(value.name, copy),
+            shape=value.shape,
+            dtype=value.dtype,
+            kind=value.kind,
+            requires_grad=value.requires_grad,
+        )
 
     def _copied(self, op: Op, inputs: Sequence[Copied], copy: int) -> Op:
         outputs = tuple(self._value(name, copy) for name in op.outputs)
@@ -252,15 +258,16 @@ class _Unrolling:
     def _rewired(op: Op, call: int, inputs: Sequence[tuple[str, Crossings]], name: str, outputs: tuple[str, ...]) -> Op:
         names = iter([value for value, _ in inputs])
         args, kwargs = with_refs((op.args, op.kwargs), lambda _: Ref(next(names)))
-        return dataclasses.replace(
-            op,
+        return Op(
             name=name,
-            call=call,
+            target=op.target,
             args=args,
             kwargs=kwargs,
-            inputs=tuple(value for value, _ in inputs),
-            crossings=tuple(crossings for _, crossings in inputs),
+            call=call,
+            inputs=tuple([value for value, _ in inputs]),
+            crossings=tuple([crossings for _, crossings in inputs]),
             outputs=outputs,
+            grad_enabled=op.grad_enabled,
         )
 
     def _all_calls(self) -> tuple[Call, ...]:

@@ -8,6 +8,7 @@ gives the outputs and the gradients.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -19,7 +20,10 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrder, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._ops import utils as dtensor_op_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
@@ -66,6 +70,9 @@ def quiet() -> Iterator[None]:
     """Silence what DTensor logs of the layouts that it refuses. (For many attempts at once: it takes a millisecond.)"""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
+    if level == logging.ERROR:
+        yield
+        return
     logger.setLevel(logging.ERROR)
     try:
         yield
@@ -123,13 +130,60 @@ class _Ran:
     backward: dict[Layouts, Layouts | None] = field(default_factory=dict)
 
 
-def _tried(run: Callable[[], T]) -> T | None:
+_default_order = functools.cache(DTensorSpec.compute_default_shard_order)
+_verify_order = DTensorSpec._verify_shard_order
+
+
+def _verified(spec: DTensorSpec, order: ShardOrder) -> None:
+    """Refuse what DTensor does; the order that follows from the placements it need not look at."""
+    if order is not _default_order(spec.placements):
+        _verify_order(spec, order)
+
+
+_OutputMeta = TensorMeta | Sequence[TensorMeta | None] | None
+
+
+class WholeOutputs:
+    """What ops make of whole tensors, which DTensor asks again for every layout of them; each is worked out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _OutputMeta] = {}
+        self._asked = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def of(self, propagator: ShardingPropagator, schema: OpSchema) -> _OutputMeta:
+        """Return shape, strides and dtype of what the op of ``schema`` makes."""
+        key = schema.op, _whole(schema.args_schema), _whole(schema.kwargs_schema)
+        if key not in self._known:
+            self._known[key] = self._asked(propagator, schema)
+        return self._known[key]
+
+
+def _whole(tree: Any) -> Hashable:
+    """Return what an op sees of its arguments, whatever layouts they are in."""
+    if isinstance(tree, DTensorSpec):
+        return tree.tensor_meta
+    if isinstance(tree, (tuple, list)):
+        return tuple([_whole(part) for part in tree])
+    if isinstance(tree, dict):
+        return tuple([(key, _whole(part)) for key, part in tree.items()])
+    return type(tree), tree if isinstance(tree, Hashable) else repr(tree)
+
+
+def _tried(run: Callable[[], T], outputs: WholeOutputs) -> T | None:
     """Return what ``run`` does; None where DTensor cannot.
 
     It has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
     """
     try:
-        with implicit_replication(), mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not):
+        with (
+            implicit_replication(),
+            mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not),
+            mock.patch.object(
+                ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda *asked: outputs.of(*asked)
+            ),
+            mock.patch.object(DTensorSpec, "compute_default_shard_order", staticmethod(_default_order)),
+            mock.patch.object(DTensorSpec, "_verify_shard_order", _verified),
+        ):
             return run()
     except (
         RuntimeError,
@@ -145,13 +199,18 @@ def _tried(run: Callable[[], T]) -> T | None:
 
 
 class DTensorRules:
-    """DTensor's behaviour on one mesh shape, op by op; every answer is remembered."""
+    """DTensor's behaviour on one mesh shape, op by op; every answer is remembered.
 
-    def __init__(self, mesh_shape: Sequence[int]) -> None:
+    Args:
+        outputs: what ops make of whole tensors, known from other meshes.
+    """
+
+    def __init__(self, mesh_shape: Sequence[int], outputs: WholeOutputs | None = None) -> None:
         check_torch_version()
         self.mesh_shape = tuple(mesh_shape)
         self._size = math.prod(mesh_shape)
         self._mesh = mesh_without_groups(mesh_shape)
+        self._whole = outputs or WholeOutputs()
         self._runs: dict[Hashable, _Ran] = {}
 
     def forward(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
@@ -174,7 +233,9 @@ class DTensorRules:
         inputs = small(op, inputs, self._size)
         ran = self._ran(op, inputs, layouts)
         if output_gradients not in ran.backward:
-            found = None if ran.layouts is None else _tried(lambda: self._differentiate(ran, inputs, output_gradients))
+            found = None
+            if ran.layouts is not None:
+                found = _tried(lambda: self._differentiate(ran, inputs, output_gradients), self._whole)
             ran.backward[output_gradients] = found
         return ran.backward[output_gradients]
 
@@ -190,7 +251,7 @@ class DTensorRules:
             if layout is not None and not divides(value.shape, layout, self.mesh_shape):
                 return ran
         ran.tensors = [self._tensor(value, layout) for value, layout in zip(inputs, layouts, strict=True)]
-        results = _tried(lambda: pytree.tree_leaves(run_op(op, ran.tensors, functional=True)))
+        results = _tried(lambda: pytree.tree_leaves(run_op(op, ran.tensors, functional=True)), self._whole)
         if results is None:
             return ran
         tensors = [result for result in results if isinstance(result, torch.Tensor)]

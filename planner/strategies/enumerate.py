@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from cost_model.layout import Layout, divides
 from planner.graph import Op, Value
 from planner.regions import OUTSIDE, Region, RegionOp, find_op_inputs
-from planner.strategies.dtensor_rules import DTensorRules, quiet
+from planner.strategies.dtensor_rules import DTensorRules, WholeOutputs, quiet
 from planner.strategies.own_rules import may_run, own_rules, uncommon_placements
 
 R = Replicate()
@@ -230,12 +230,15 @@ class StrategyTable:
 
     def __init__(self) -> None:
         self._rules: dict[tuple[int, ...], DTensorRules] = {}
+        self._outputs = WholeOutputs()
         self._axis: dict[tuple[Hashable, int], tuple[AxisStrategy, ...]] = {}
         self._mesh: dict[Hashable, tuple[Strategy, ...]] = {}
         self._verified: dict[tuple[Hashable, tuple[int, ...], Strategy], bool] = {}
 
     def _rules_on(self, mesh_shape: tuple[int, ...]) -> DTensorRules:
-        return self._rules.setdefault(mesh_shape, DTensorRules(mesh_shape))
+        if mesh_shape not in self._rules:
+            self._rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs)
+        return self._rules[mesh_shape]
 
     def on_axis(self, region: Region, axis_size: int) -> tuple[AxisStrategy, ...]:
         """Return the strategies of ``region`` on one axis of ``axis_size`` ranks."""

@@ -54,6 +54,7 @@ def small(op: Op, inputs: Sequence[Value], mesh_size: int) -> Sequence[Value]:
     lengths = [length for value in inputs for length in value.shape]
     if op.target not in NAME_NO_LENGTH or 0 in lengths:
         return inputs
+    mesh_size = math.lcm(mesh_size, 4)  # one axis of two ranks and two such axes then get the same stand-ins
     primes = iter(prime for prime in _PRIMES if mesh_size % prime)
     known: dict[int, int] = {1: 1}
     for length in lengths:

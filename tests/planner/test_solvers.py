@@ -54,6 +54,22 @@ def test_reduced_costs_bound_what_a_variable_would_cost(solver: str) -> None:
     assert found.reduced_costs[y] == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_relaxations_one_after_another_are_those_of_programs_of_their_own(solver: str) -> None:
+    """What was held the time before is free again."""
+    program, things = knapsack(6.0), range(3)
+    relaxations = solvers.Relaxations(program, solver=solver)
+    for held in ({}, {1: 1.0}, {0: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0}, {0: 1.0}, {}):
+        found, alone = relaxations.at(held), solvers.solve_relaxation(program.fixed(held), solver=solver)
+        assert found.status == alone.status
+        if alone.values is None:
+            continue
+        assert found.values is not None
+        assert found.objective == alone.objective
+        assert found.values.tolist() == alone.values.tolist()
+        assert all(found.values[i] == pytest.approx(held.get(i, found.values[i])) for i in things)
+
+
 def test_what_is_left_alone_in_a_balance_is_0() -> None:
     """Flows f and g of choices a and b, and h of both flows together: without a, f is 0; without b as well, all are."""
     program = LinearProgram()

@@ -18,7 +18,9 @@ from planner.capture import to_meta
 from planner.inputs import as_inputs
 from planner.regions import Region, build_regions
 from planner.strategies.dtensor_rules import (
+    DTensorRules,
     UnsupportedTorchError,
+    WholeOutputs,
     _free_or_not,
     check_torch_version,
     mesh_without_groups,
@@ -139,3 +141,28 @@ def test_what_is_free_to_dtensor_on_two_axes_in_all_cases() -> None:
     for before, after in itertools.product(layouts, layouts):
         current, target = _spec(before), _spec(after)
         assert (_free_or_not(current, target) == 0) == (redistribute_cost(current, target) == 0), (before, after)
+
+
+def test_dtensor_answers_the_same_where_it_is_told_what_ops_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one axis, with what it was told on two, and where it works out everything again each time."""
+    region = linear_region(bias=True)
+    (region_op,) = region.ops
+    inputs = tuple(region.slots[i].value for i in region_op.inputs)
+
+    def answers(outputs: WholeOutputs | None) -> list[Any]:
+        found: list[Any] = []
+        for shape, options in ((2, 2), [(S0, R), (R, S2), (S1, R)]), ((2,), [(R,), (S0,), (S1,), (S2,)]):
+            rules = DTensorRules(shape, outputs)
+            for first in options:
+                for second in options:
+                    layouts = (first, second, (R,) * len(shape))
+                    made = rules.forward(region_op.op, inputs, layouts)
+                    found.append(made)
+                    if made is not None:
+                        found.append(rules.backward(region_op.op, inputs, layouts, made))
+        return found
+
+    told = answers(WholeOutputs())
+    assert any(answer is not None for answer in told)
+    monkeypatch.setattr(WholeOutputs, "of", lambda self, *asked: self._asked(*asked))
+    assert told == answers(None)

@@ -164,3 +164,51 @@ def test_what_neither_can_trace_is_refused_by_name() -> None:
 def test_a_module_that_fails_on_its_inputs_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="same reduction dim"):
         trace(to_meta(nn.Sequential(nn.Linear(8, 4)), None), as_inputs((torch.zeros(4, 7),)))
+
+
+class Holding(nn.Module):
+    """A module that holds more than modules and tensors, some of it twice, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.also_sizes = self.sizes
+        self.settings = {"width": 8}
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.again = [self.first]
+        self.second.weight = self.first.weight
+        self.alias = self.first
+        self.register_forward_hook(lambda *_: None)
+
+
+class Counted(nn.Module):
+    """A module with a way of its own to be copied."""
+
+    def __init__(self, copies: int = 0) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
+        return Counted(self.copies + 1)
+
+
+def test_a_copy_on_meta_holds_what_the_module_does_and_nothing_of_it() -> None:
+    module = nn.Sequential(Holding(), Counted())
+    copy, counted = to_meta(module, torch.bfloat16)
+    original = module[0]
+    assert isinstance(copy, Holding)
+    assert isinstance(counted, Counted)
+    assert counted.copies == 1
+    assert copy.also_sizes is copy.sizes
+    assert copy.sizes is not original.sizes
+    assert copy.settings == {"width": 8}
+    assert copy.settings is not original.settings
+    assert copy.again[0] is copy.first
+    assert copy.alias is copy.first
+    assert copy.first is not original.first
+    assert copy.second.weight is copy.first.weight
+    assert copy.first.weight.is_meta
+    assert copy.first.weight.dtype == torch.bfloat16
+    assert len(copy._forward_hooks) == 1
+    assert copy._forward_hooks is not original._forward_hooks
+    assert list(vars(copy)) == list(vars(original))
