@@ -16,6 +16,7 @@ from planner.ports import Port, ports_of
 _BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
 _ROOT_INPUT = ("", "input")
 _IN_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
+_BELOW_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})\.(?!input$)")
 _EXPERTS = re.compile(r"(^|\.)experts\.")
 _NAMED = 3
 
@@ -148,11 +149,17 @@ def _weights(plan: ShardingPlan, index: int) -> _Weights:
 
 
 def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
-    """Return whether a tensor that comes split by sequence goes on split by heads, or the other way round."""
+    """Return whether in a block a tensor that comes split by sequence goes on split by heads, or the other way round.
+
+    What comes to the first block may be embeddings, of a table whose columns are split.
+    """
     swap = {_SEQUENCE_DIM, _HIDDEN_DIM}
     return any(
         port.source is not None and {sharded_dim(port.source[index]), sharded_dim(port.layout[index])} == swap
-        for _, port in _ports(plan)
+        for entries in (plan.input_plan, plan.output_plan)
+        for key, spec in entries.items()
+        for _, port in ports_of(spec)
+        if _BELOW_BLOCK.search(key)
     )
 
 

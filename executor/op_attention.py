@@ -1,7 +1,8 @@
-"""Scaled dot-product attention on local pieces, with batch and heads split on any axes.
+"""Scaled dot-product attention on local pieces, with batch and heads split on any axes, and the sequence on one.
 
 Batch and heads are independent of each other, so every rank runs the kernel of its device on what it holds. DTensor
 would take the op apart where it has no rule for the kernel, as on CPUs, and folds batch and heads into one dim there.
+Where the sequence is split, keys and values are gathered: `executor.op_context_parallel`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layout import Layout, sharded_dim
+from executor.op_context_parallel import SEQUENCE, context_parallel_attention
 from executor.redistribute import Redistributor, contiguous_stride
 
 _SPLITS = (Replicate(), Shard(0), Shard(1))
@@ -31,20 +33,28 @@ def attention(
 ) -> Any:
     """Return attention [batch, heads, queries, width] in the layout of ``query``; arguments as in torch.
 
-    NotImplemented unless query, key and value, of four dims, have one layout that splits no other dim than batch and
-    heads. A mask is taken to that layout where it has those dims: a replicated one is sliced.
+    NotImplemented unless query, key and value, of four dims, have one layout that splits no other dim than batch, heads
+    and, without dropout, on one axis the sequence. A mask is taken to that layout where it has those dims: a replicated
+    one is sliced.
     """
     inputs = [redistributor.as_dtensor(tensor) for tensor in (query, key, value)]
     layout = tuple(inputs[0].placements)
     if any(tensor.dim() != 4 or tuple(tensor.placements) != layout for tensor in inputs):
         return NotImplemented
-    if any(placement not in _SPLITS for placement in layout):
+    split = [axis for axis, place in enumerate(layout) if place == SEQUENCE and redistributor.axis_size(axis) > 1]
+    if any(placement not in (*_SPLITS, SEQUENCE) for placement in layout):
+        return NotImplemented
+    if split and (len(split) > 1 or dropout_p or (attn_mask is not None and attn_mask.requires_grad)):
+        return NotImplemented
+    if split and is_causal and inputs[0].shape[2] != inputs[1].shape[2]:
         return NotImplemented
     mask = None
     if attn_mask is not None:
         if attn_mask.dim() != 4:
             return NotImplemented
         mask = _local_mask(redistributor, redistributor.as_dtensor(attn_mask), layout)
+    if split:
+        return context_parallel_attention(redistributor, split[0], inputs, mask, is_causal, options.get("scale"))
     # The op is linear in its output's gradient, which has the layout of the output, and the inputs' have it too.
     pieces = [tensor.to_local(grad_placements=layout) for tensor in inputs]
     found = F.scaled_dot_product_attention(

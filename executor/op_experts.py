@@ -5,20 +5,21 @@ On each axis one of
     tokens split, matrices whole     each rank runs its tokens through all experts; gradients of matrices are partial
     experts split, tokens whole      each rank runs the tokens that chose its experts; the result is partial
     inner dim split, tokens whole    each rank runs all through its part of every expert; the result is partial
+    experts and tokens split         each token goes to the ranks of its experts, and their results come back
 
-so that nothing is communicated inside. The gates and ups of an expert lie in one tensor one after the other, and where
-the inner dim is split a rank has the same piece of both: `SS(1,2)`, a strided shard. ``shard_module`` puts this in the
-place of the forward of every module that `planner.experts` knows, under whatever implementation its config names.
-
-A *row* is a token at one of its experts; rows are sorted by expert. On meta, where nobody knows which expert a token
-chose, experts are equally busy.
+so that nothing is communicated inside but in the last, which is for one axis alone: all-to-alls of as many rows as
+there are for each rank (`executor.expert_rows`). The gates and ups of an expert lie in one tensor one after the other,
+and where the inner dim is split a rank has the same piece of both: `SS(1,2)`, a strided shard. ``shard_module`` puts
+this in the place of the forward of every module that `planner.experts` knows, under whatever implementation its config
+names.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, format_layout
+from executor.expert_rows import Exchange, Rows, exchanged_rows
 from executor.op_embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function
@@ -41,6 +43,7 @@ _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placem
     (S0, R, R): (S0, S0, P, P),
     (R, S0, S0): (P, P, S0, S0),
     (R, _PACKED, Shard(2)): (P, P, _PACKED, Shard(2)),
+    (S0, S0, S0): (S0, S0, S0, S0),
 }
 """Tokens, gate_up and down -> the result, and the gradients of tokens and their weights, of gate_up and of down."""
 
@@ -87,8 +90,27 @@ def experts(
     """
     given = [redistributor.as_dtensor(tensor) for tensor in (hidden, index, weights, gate_up, down)]
     output = _output_layout([tuple(tensor.placements) for tensor in given])
-    found: DTensor = run_function(_Experts, *given, redistributor, output, activation)
+    axis = _exchange_axis(redistributor, given)
+    found: DTensor = run_function(_Experts, *given, redistributor, output, axis, activation)
     return found
+
+
+def _exchange_axis(redistributor: Redistributor, given: Sequence[DTensor]) -> int | None:
+    """Return the axis on which tokens and experts are both split; None where there is none."""
+    tokens, experts = given[0].placements, given[4].placements
+    axes = [
+        axis
+        for axis, places in enumerate(zip(tokens, experts, strict=True))
+        if places == (S0, S0) and redistributor.axis_size(axis) > 1
+    ]
+    if len(axes) > 1:
+        raise PlanLayoutError(
+            f"experts got tokens in ({', '.join(format_layout(tuple(tokens)))}) and down_proj in "
+            f"({', '.join(format_layout(tuple(experts)))}): both are split on {len(axes)} axes.",
+            field="input_plan",
+            what_to_do="Split tokens and experts both on one axis at most; make one larger axis of two.",
+        )
+    return axes[0] if axes else None
 
 
 def _output_layout(layouts: list[Layout]) -> Layout:
@@ -100,39 +122,11 @@ def _output_layout(layouts: list[Layout]) -> Layout:
                 f"experts got tokens, their choice and its weights in {texts[0]}, {texts[1]}, {texts[2]}, gate_up_proj "
                 f"in {texts[3]} and down_proj in {texts[4]}.",
                 field="input_plan",
-                what_to_do="On each axis split the tokens alone, or S(0) of both matrices, or SS(1,2) of gate_up_proj "
+                what_to_do="On each axis split the tokens, S(0) of both matrices, or both, or SS(1,2) of gate_up_proj "
                 "and S(2) of down_proj, with tokens, choice and weights alike.",
             )
         found.append(tokens if isinstance(tokens, Shard) else P if isinstance(down, Shard) else R)
     return tuple(found)
-
-
-class _Rows(NamedTuple):
-    """A rank's rows: the place of each among all that the tokens chose, and how many each expert has."""
-
-    choice: torch.Tensor
-    counts: torch.Tensor
-    chosen: int
-
-    @property
-    def token(self) -> torch.Tensor:
-        return self.choice // self.chosen
-
-    @classmethod
-    def of(cls, index: torch.Tensor, first: int, experts: int, all_experts: int) -> _Rows:
-        """Return the rows of ``index`` [tokens, chosen] at ``experts`` experts from ``first`` on."""
-        chosen = index.reshape(-1) - first
-        if chosen.is_meta:
-            rows = -(-chosen.numel() * experts // all_experts)
-            choice, counts = chosen.new_empty(rows), chosen.new_empty(experts)
-        else:
-            elsewhere = (chosen < 0) | (chosen >= experts)
-            chosen = chosen.masked_fill(elsewhere, experts)
-            counts = torch.bincount(chosen, minlength=experts + 1)[:experts]
-            order = chosen.argsort(stable=True)
-            # Where this rank has all experts their number is known, and no GPU is waited for.
-            choice = order if experts == all_experts else order[: int(counts.sum())]
-        return cls(choice=choice, counts=counts, chosen=index.shape[1])
 
 
 class _Experts(torch.autograd.Function):
@@ -148,26 +142,46 @@ class _Experts(torch.autograd.Function):
         down: DTensor,
         redistributor: Redistributor,
         output: Layout,
+        axis: int | None,
         activation: str,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         x, up_matrices, down_matrices = local_of(hidden), local_of(gate_up), local_of(down)
-        first, count = split_offset(redistributor, gate_up.shape[0], tuple(gate_up.placements), 0)
-        rows = _Rows.of(local_of(index), first, count, gate_up.shape[0])
-        inner = _product(x[rows.token], up_matrices, rows.counts)
+        layout, all_experts = tuple(gate_up.placements), gate_up.shape[0]
+        exchange: Exchange | None = None
+        if axis is None:
+            first, count = split_offset(redistributor, all_experts, layout, 0)
+            rows = Rows.of(local_of(index), first, count, all_experts)
+            counts = rows.counts
+        else:
+            rows, counts, exchange = exchanged_rows(redistributor, local_of(index), all_experts, layout, axis)
+        row_weights, tokens = _of_rows(local_of(weights), rows), x[rows.token]
+        if exchange is not None:
+            tokens, row_weights = exchange.to_experts(tokens), exchange.to_experts(row_weights)
+        inner = _product(tokens, up_matrices, counts)
+        # Where tokens came from other ranks they are kept as they came.
+        kept = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)
+        del tokens
         gate, up = inner.chunk(2, -1)
-        weighted = _activated(gate, activation).mul_(up).mul_(_of_rows(local_of(weights), rows).to(x.dtype))
-        found = torch.zeros_like(x).index_add_(0, rows.token, _product(weighted, down_matrices, rows.counts))
-        ctx.save_for_backward(x, local_of(weights), up_matrices, down_matrices, inner, rows.choice, rows.counts)
+        weighted = _activated(gate, activation).mul_(up).mul_(row_weights.to(x.dtype))
+        found = torch.zeros_like(x)
+        results = _product(weighted, down_matrices, counts)
+        if exchange is not None:
+            del weighted
+            results = exchange.to_tokens(results)
+        found.index_add_(0, rows.token, results)
+        ctx.save_for_backward(local_of(weights), up_matrices, down_matrices, inner, rows.choice, counts, *kept)
+        ctx.group = None if exchange is None else exchange.group
         ctx.redistributor, ctx.output, ctx.activation = redistributor, output, activation
-        ctx.layouts = tuple(hidden.placements), tuple(gate_up.placements), tuple(down.placements)
+        ctx.layouts = tuple(hidden.placements), layout, tuple(down.placements)
         ctx.shapes = [tuple(tensor.shape) for tensor in (hidden, weights, gate_up, down)]
+        ctx.tokens = x.shape[0]
         return make_dtensor(found, redistributor.device_mesh, output, hidden.shape, contiguous_stride(hidden.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
-            return (None,) * 8
+            return (None,) * 9
         redistributor: Redistributor = ctx.redistributor
         arrived = redistributor.as_dtensor(gradient)
         wanted, layouts = _gradient_layouts(tuple(arrived.placements), ctx.layouts, ctx.output)
@@ -179,32 +193,40 @@ class _Experts(torch.autograd.Function):
             else make_dtensor(piece, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
             for piece, layout, shape in zip(found, layouts, ctx.shapes, strict=True)
         ]
-        return made[0], None, made[1], made[2], made[3], None, None, None
+        return made[0], None, made[1], made[2], made[3], None, None, None, None
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of this rank's hidden, weights, gate_up and down, given that of its result."""
-    x, weights, up_matrices, down_matrices, inner, choice, counts = ctx.saved_tensors
-    rows = _Rows(choice, counts, weights.shape[1])
+    weights, up_matrices, down_matrices, inner, choice, counts, tokens, came_weights, sizes, order = ctx.saved_tensors
+    rows = Rows(choice, counts, weights.shape[1])
+    exchange = None if ctx.group is None else Exchange(ctx.group, sizes, order)
     needs_x, _, needs_weights, needs_up, needs_down = ctx.needs_input_grad[:5]
     gate, up = inner.chunk(2, -1)
-    row_weights = _of_rows(weights, rows).to(x.dtype)
+    row_weights = (_of_rows(weights, rows) if exchange is None else came_weights).to(inner.dtype)
     arrived = gradient[rows.token]
-    of_weighted = _product(arrived, down_matrices.transpose(1, 2), rows.counts)
+    arrived = arrived if exchange is None else exchange.to_experts(arrived)
+    of_weighted = _product(arrived, down_matrices.transpose(1, 2), counts)
     product = _activated(gate, ctx.activation).mul_(up)
     of_weights = None
     if needs_weights:
         of_rows = (of_weighted * product).sum(-1).to(weights.dtype)
+        of_rows = of_rows if exchange is None else exchange.to_tokens(of_rows)
         of_weights = weights.new_zeros(weights.numel()).index_copy_(0, rows.choice, of_rows).view(weights.shape)
-    of_down = _outer(arrived, product.mul_(row_weights), rows.counts, down_matrices) if needs_down else None
+    of_down = _outer(arrived, product.mul_(row_weights), counts, down_matrices) if needs_down else None
     del arrived, product
     of_inner = _through_activation(of_weighted.mul_(row_weights), gate, up, ctx.activation)
     del of_weighted
-    of_up = _outer(of_inner, x[rows.token], rows.counts, up_matrices) if needs_up else None
+    of_up = None
+    if needs_up:
+        of_up = _outer(of_inner, tokens[rows.token] if exchange is None else tokens, counts, up_matrices)
     of_x = None
     if needs_x:
-        passed = _product(of_inner, up_matrices.transpose(1, 2), rows.counts)
-        of_x = torch.zeros_like(x).index_add_(0, rows.token, passed)
+        passed = _product(of_inner, up_matrices.transpose(1, 2), counts)
+        if exchange is not None:
+            del of_inner
+            passed = exchange.to_tokens(passed)
+        of_x = passed.new_zeros(ctx.tokens, passed.shape[1]).index_add_(0, rows.token, passed)
     return of_x, of_weights, of_up, of_down
 
 
@@ -224,7 +246,7 @@ def _gradient_layouts(
     return tuple(wanted), (tokens_layout, tokens_layout, up_layout, down_layout)
 
 
-def _of_rows(weights: torch.Tensor, rows: _Rows) -> torch.Tensor:
+def _of_rows(weights: torch.Tensor, rows: Rows) -> torch.Tensor:
     return weights.reshape(-1)[rows.choice].unsqueeze(1)
 
 

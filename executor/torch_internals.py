@@ -55,9 +55,18 @@ def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) ->
     return result
 
 
-def all_to_all(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return piece r of every rank on rank r: ``local`` is cut, and the result joined, along dim 0 in equal parts."""
-    return waited(funcol.all_to_all_single(local.contiguous(), None, None, group))
+def all_to_all(
+    local: torch.Tensor,
+    group: dist.ProcessGroup,
+    arriving: list[int] | None = None,
+    sent: list[int] | None = None,
+) -> torch.Tensor:
+    """Return piece r of every rank on rank r: ``local`` is cut, and the result joined, along dim 0.
+
+    Args:
+        arriving, sent: lengths of the pieces that come from each rank, and that go to each; None: all are equal.
+    """
+    return waited(funcol.all_to_all_single(local.contiguous(), arriving, sent, group))
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:

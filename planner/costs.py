@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cost_model import moving_time_s
-from cost_model.layout import Layout, shard_counts, split_factor
+from cost_model.layout import Layout, split_factor
 from planner import experts
 from planner import problem as quantity
 from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices, link_of
@@ -26,8 +26,11 @@ from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
 from planner.run import PIPELINE_AXIS, Run, StagePlace
+from planner.strategies import context_parallel
+from planner.strategies.context_parallel import ContextWork
 from planner.strategies.enumerate import Strategy
-from planner.strategies.own_rules import inner_collectives, work_split
+from planner.strategies.expert_parallel import exchange_ranks
+from planner.strategies.own_rules import inner_collectives, piece_shape, work_split
 from planner.tallies import Tally
 from planner.timeline import ClassTimeline
 
@@ -115,11 +118,13 @@ class Pricer:
             region_op.op,
             inputs,
             region.slots[output].value,
-            [_piece(value, strategy.forward[i], mesh) for i, value in zip(region_op.inputs, inputs, strict=True)],
-            _piece(region.slots[output].value, strategy.forward[output], mesh),
+            [piece_shape(value, strategy.forward[i], mesh) for i, value in zip(region_op.inputs, inputs, strict=True)],
+            piece_shape(region.slots[output].value, strategy.forward[output], mesh),
             profile,
             share,
             work_split([strategy.forward[i] for i in touched], mesh),
+            self._context_work(region, region_op, strategy),
+            exchange_ranks(region_op.op, [strategy.forward[i] for i in region_op.inputs], mesh),
         )
         sums_s = 0.0
         for position in profile.summed:
@@ -177,9 +182,13 @@ class Pricer:
         layouts = [strategy.forward[i] for i in region_op.inputs]
         prices = []
         for inner in inner_collectives(region_op.op, inputs, layouts, self.run.mesh.shape):
-            phases: list[tuple[Phase, str]] = [("forward", quantity.BLOCKING_FORWARD)]
-            if recomputes:
-                phases.append(("recompute", quantity.BLOCKING_BACKWARD))
+            phases: list[tuple[Phase, str]] = []
+            if inner.phase == "forward":
+                phases.append(("forward", quantity.BLOCKING_FORWARD))
+                if recomputes:
+                    phases.append(("recompute", quantity.BLOCKING_BACKWARD))
+            elif self.run.job.training:
+                phases.append(("backward", quantity.BLOCKING_BACKWARD))
             for phase, prefix in phases:
                 prices.append(self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, prefix))
         return prices
@@ -191,12 +200,21 @@ class Pricer:
         if not (profile.saved_extra_nbytes or profile.cached_extra_nbytes or profile.backward_extra_nbytes):
             return 0.0, 0.0, 0.0, 0.0
         if region_op.op.target_name == experts.OP_NAME:
-            # Where each expert is split, its tokens are not.
+            # Where each expert is split, its tokens need not be.
             values = find_op_inputs(region, region_op)
             layouts = [strategy.forward[i] for i in region_op.inputs]
-            shapes = [_piece(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
-            work = experts.ExpertsWork.of(shapes, values[4].shape[0], values[0].dtype.itemsize)
+            shapes = [piece_shape(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
+            ranks = exchange_ranks(region_op.op, layouts, mesh)
+            work = experts.ExpertsWork.of(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
             return work.saved_nbytes, work.products_nbytes, work.backward_rise_nbytes, work.forward_peak_nbytes
+        context = self._context_work(region, region_op, strategy)
+        if context is not None:
+            return (
+                context.saved_nbytes + self._kept_beside(region, region_op, strategy),
+                context.products_nbytes,
+                context.backward_rise_nbytes,
+                context.forward_peak_nbytes,
+            )
         split = work_split([strategy.forward[i] for i in (*region_op.inputs, *region_op.outputs)], mesh)
         return (
             profile.saved_extra_nbytes / split,
@@ -204,6 +222,24 @@ class Pricer:
             profile.backward_extra_nbytes / split,
             profile.forward_peak_nbytes / split,
         )
+
+    def _context_work(self, region: Region, region_op: RegionOp, strategy: Strategy) -> ContextWork | None:
+        """Return what attention takes on one device whose sequence is split; None for any other op."""
+        mesh = self.run.mesh.shape
+        layouts = [strategy.forward[i] for i in region_op.inputs]
+        axis = context_parallel.split_axis(region_op.op, layouts, mesh)
+        if axis is None:
+            return None
+        values = find_op_inputs(region, region_op)
+        shapes = [piece_shape(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
+        return ContextWork.of(region_op.op, shapes, values[0].dtype.itemsize, mesh[axis])
+
+    def _kept_beside(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
+        """Return the bytes of query, key, value and result that the op keeps, and the profiled kernel does not."""
+        saved = self._profile.ops[region_op.op.name].saved
+        slots = (*region_op.inputs[:3], region_op.outputs[0])
+        beside = [i for i in slots if self._profile.root[region.slots[i].value.name] not in saved]
+        return sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in beside)
 
     def _alive(
         self, region: Region, strategy: Strategy, moments: Sequence[Moment], alive: ClassTimeline
@@ -234,13 +270,13 @@ class Pricer:
 
     def _transient(self, region: Region, strategy: Strategy) -> float:
         """Return the bytes that the region's largest op works on in inference."""
-        return max(
-            (
-                sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in (*op.inputs, *op.outputs))
-                for op in region.ops
-            ),
-            default=0.0,
-        )
+        return max((self._touched_nbytes(region, op, strategy) for op in region.ops), default=0.0)
+
+    def _touched_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
+        context = self._context_work(region, region_op, strategy)
+        slots = (*region_op.inputs, *region_op.outputs)
+        inside = 0.0 if context is None else context.forward_peak_nbytes - context.result_nbytes
+        return inside + sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
 
     def copy(self, value: Value, layout: Layout, tally: Tally, moments: Sequence[Moment]) -> Price:
         """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says."""
@@ -250,11 +286,3 @@ class Pricer:
         for name in (moment.quantity("activations") for moment in moments if others and moment.position >= 0):
             charge[name] = charge.get(name, 0.0) + others * nbytes
         return Price(charge=charge)
-
-
-def _piece(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one device's piece; a plain value (None) is whole everywhere."""
-    if layout is None:
-        return value.shape
-    counts = shard_counts(layout, mesh_shape, len(value.shape))
-    return tuple(length // count for length, count in zip(value.shape, counts, strict=True))

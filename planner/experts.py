@@ -142,6 +142,7 @@ class ExpertsWork(NamedTuple):
         inner: values of an expert between its matrices, on this rank.
         width: values of a token.
         itemsize: bytes of a value.
+        ranks: among which tokens go to their experts; 1: none moves.
     """
 
     rows: int
@@ -150,13 +151,19 @@ class ExpertsWork(NamedTuple):
     inner: int
     width: int
     itemsize: int
+    ranks: int = 1
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], all_experts: int, itemsize: int) -> ExpertsWork:
+    def of(cls, shapes: Sequence[Sequence[int]], all_experts: int, itemsize: int, ranks: int = 1) -> ExpertsWork:
         """Return the work on pieces of ``shapes``: hidden, index, weights, gate_up, down; of ``all_experts`` in all."""
         (tokens, chosen), (experts, width, inner) = shapes[1], shapes[4]
-        rows = -(-tokens * chosen * experts // all_experts)
-        return cls(rows, tokens, experts, inner, width, itemsize)
+        rows = ranks * -(-tokens * chosen * experts // all_experts)
+        return cls(rows, tokens, experts, inner, width, itemsize, ranks)
+
+    @property
+    def came_nbytes(self) -> int:
+        """Of the rows that came from other ranks (their own included); 0 where none moves."""
+        return self.rows * self.width * self.itemsize if self.ranks > 1 else 0
 
     @property
     def flops(self) -> float:
@@ -171,12 +178,14 @@ class ExpertsWork(NamedTuple):
     @property
     def forward_nbytes(self) -> int:
         """Moved beside the products: rows gathered, activation, weights, rows added up."""
-        return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize
+        beside = 4 * self.came_nbytes  # sorted by expert, and back
+        return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
 
     @property
     def backward_nbytes(self) -> int:
         """Moved beside the products: rows gathered twice and added up, activation, weights, and their gradients."""
-        return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize
+        beside = 4 * self.came_nbytes
+        return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
 
     @property
     def matrices_nbytes(self) -> int:
@@ -185,8 +194,9 @@ class ExpertsWork(NamedTuple):
 
     @property
     def saved_nbytes(self) -> int:
-        """Kept for the backward: the first product, and where each row's token is."""
-        return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES)
+        """Kept for the backward: the first product, where each row's token is, and rows that came, with their place."""
+        came = self.came_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
+        return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES) + came
 
     @property
     def products_nbytes(self) -> int:
@@ -196,15 +206,21 @@ class ExpertsWork(NamedTuple):
     @property
     def forward_peak_nbytes(self) -> int:
         """Alive at once in the forward: the results of both products, what lies between them, and the op's own."""
-        return (self.rows * (3 * self.inner + self.width) + self.tokens * self.width) * self.itemsize
+        alone = (self.rows * (3 * self.inner + self.width) + self.tokens * self.width) * self.itemsize
+        if self.ranks == 1:
+            return alone
+        # Results are there three times as they go back: as made, in the order of ranks, and as they arrive.
+        return alone + self.came_nbytes + max(2 * self.came_nbytes - self.rows * self.inner * self.itemsize, 0)
 
     @property
     def backward_rise_nbytes(self) -> int:
         """Alive at once in the backward, beside what was kept and the gradients that it leaves."""
         matrix, hidden = self.experts * self.width * self.inner, self.tokens * self.width
+        moved = self.ranks > 1
         stages = (
             self.rows * (self.width + 3 * self.inner) - 3 * matrix - hidden,  # no gradient is there yet
             self.rows * 4 * self.inner - 2 * matrix - hidden,  # that of the second matrices is
-            self.rows * (self.width + 2 * self.inner),
+            self.rows * (self.width + 2 * self.inner) - moved * hidden,
+            moved * (3 * self.rows * self.width - hidden),  # gradients of rows go back
         )
         return max(stages) * self.itemsize

@@ -18,6 +18,7 @@ from cost_model.in_step import in_step
 from planner import experts
 from planner.graph import Op, Value
 from planner.profile import ATTENTION, OpProfile
+from planner.strategies.context_parallel import ContextWork, Kernel, is_causal
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -93,6 +94,8 @@ class OpTimes:
         profile: OpProfile,
         share: float,
         split: int,
+        context: ContextWork | None = None,
+        exchange_ranks: int = 1,
     ) -> OpTime:
         """Return the seconds of ``op`` on one device.
 
@@ -102,17 +105,35 @@ class OpTimes:
             profile: of the whole op.
             share: of the op's bytes that the pieces hold.
             split: into how many equal parts its FLOPs are divided.
+            context: of attention whose sequence is split.
+            exchange_ranks: among which experts' tokens change places.
         """
         matmul = profile.flops > 0
         key = (
-            *(op.target, tuple(shapes), local_output, output.dtype, _is_causal(op), share, split),
+            *(
+                op.target,
+                tuple(shapes),
+                local_output,
+                output.dtype,
+                _is_causal(op),
+                share,
+                split,
+                context,
+                exchange_ranks,
+            ),
             *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
             *(profile.forward_dispatched, profile.backward_dispatched),
             tuple(value.requires_grad for value in inputs),
         )
         if key not in self._known:
             dtype = _DTYPE_NAMES.get(output.dtype, "fp32")
-            found = self._by_shape(op, inputs, output, shapes, local_output, profile, dtype, share) if matmul else None
+            if context is not None:
+                found: OpTime | None = self._context(context, profile, dtype, share)
+            elif op.target_name == experts.OP_NAME:
+                found = self._experts(inputs, shapes, dtype, profile.backward_flops > 0, exchange_ranks)
+            else:
+                by_shape = (op, inputs, output, shapes, local_output, profile, dtype, share)
+                found = self._by_shape(*by_shape) if matmul else None
             self._known[key] = self._with_host(found or self._by_roofline(profile, share, split, dtype), profile)
         return self._known[key]
 
@@ -142,8 +163,6 @@ class OpTimes:
     ) -> OpTime | None:
         if op.target is ATTENTION:
             return self._attention(op, shapes, profile, dtype, share)
-        if op.target_name == experts.OP_NAME:
-            return self._experts(inputs, shapes, dtype, profile.backward_flops > 0)
         product = product_of(op.target_name, shapes, local_output)
         if product is None:
             return None
@@ -165,28 +184,49 @@ class OpTimes:
         return alone_s / self._in_step.gemm_share
 
     def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
-        batch, heads, seq_q, head_dim = shapes[0]
-        _, kv_heads, seq_k, head_dim_v = shapes[2]
-        causal = _is_causal(op)
+        kernel = Kernel(shapes[0][2], shapes[2][2], _is_causal(op))
+        return self._kernels((kernel,), shapes[0], shapes[2], profile, dtype, share, self._kernel)
+
+    def _context(self, work: ContextWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
+        """Return the seconds of attention whose sequence is split: of its kernels, and of putting pieces in order."""
+        name = "flash2" if self._kernel == "flash" else self._kernel  # whose sums of exponentials the op works with
+        found = self._kernels(work.kernels, work.query, work.value, profile, dtype, share, name)
+        bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
+        backward_s = found.backward_s + work.backward_nbytes / bytes_per_s if found.backward_s else 0.0
+        return OpTime(found.forward_s + work.forward_nbytes / bytes_per_s, backward_s)
+
+    def _kernels(
+        self,
+        kernels: Sequence[Kernel],
+        query: Shape,
+        value: Shape,
+        profile: OpProfile,
+        dtype: str,
+        share: float,
+        name: str,
+    ) -> OpTime:
         counted = bool(self._host_op_s) and self._kernel == "unfused"
         shipped = shipped_efficiency()
         efficiency = dataclasses.replace(shipped, unfused=_NO_BYTES) if counted else shipped
 
         def pass_s(backward: bool) -> float:
-            return attention_time_s(
-                batch=batch,
-                heads=heads,
-                kv_heads=kv_heads,
-                seq_q=seq_q,
-                seq_k=seq_k,
-                head_dim=head_dim,
-                head_dim_v=head_dim_v,
-                causal=causal,
-                backward=backward,
-                device=self._device,
-                dtype=dtype,
-                kernel=self._kernel,
-                efficiency=efficiency,
+            return sum(
+                attention_time_s(
+                    batch=query[0],
+                    heads=query[1],
+                    kv_heads=value[1],
+                    seq_q=kernel.queries,
+                    seq_k=kernel.keys,
+                    head_dim=query[3],
+                    head_dim_v=value[3],
+                    causal=kernel.causal,
+                    backward=backward,
+                    device=self._device,
+                    dtype=dtype,
+                    kernel=name,
+                    efficiency=efficiency,
+                )
+                for kernel in kernels
             )
 
         found = OpTime(pass_s(False), pass_s(True) if profile.backward_flops > 0 else 0.0)
@@ -198,9 +238,11 @@ class OpTimes:
             found.backward_s + profile.backward_dispatched.nbytes * per_byte,
         )
 
-    def _experts(self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool) -> OpTime:
+    def _experts(
+        self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
+    ) -> OpTime:
         """Return the seconds of the experts on this rank, equally busy."""
-        work = experts.ExpertsWork.of(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize)
+        work = experts.ExpertsWork.of(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
         up, down = (2 * work.inner, work.width), (work.width, work.inner)
 
@@ -245,6 +287,4 @@ class OpTimes:
 
 def _is_causal(op: Op) -> bool:
     """Tell whether ``op`` is attention of which the kernel itself masks the later half."""
-    if op.target is not ATTENTION:
-        return False
-    return bool(op.kwargs.get("is_causal", op.args[5] if len(op.args) > 5 else False))
+    return op.target is ATTENTION and is_causal(op)

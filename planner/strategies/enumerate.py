@@ -13,7 +13,7 @@ from cost_model.layout import Layout, divides
 from planner.graph import Op, Value
 from planner.regions import OUTSIDE, Region, RegionOp, find_op_inputs
 from planner.strategies.dtensor_rules import DTensorRules, WholeOutputs, quiet
-from planner.strategies.own_rules import may_run, own_rules, uncommon_placements
+from planner.strategies.own_rules import may_join, may_run, own_rules, uncommon_placements
 
 R = Replicate()
 P = Partial()
@@ -274,7 +274,7 @@ class StrategyTable:
             if all(
                 layout is None or divides(shape, layout, mesh_shape)
                 for shape, layout in zip(shapes, forward, strict=True)
-            ):
+            ) and all(may_join(r.op, [forward[i] for i in r.inputs]) for r in base.ops):
                 found.append(Strategy(forward=forward, gradient=gradient))
         return tuple(found)
 

@@ -5,9 +5,11 @@ rules.
 `conv2d`     DTensor refuses a batch that is sharded on two axes.
 `cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages ranks that ignore different numbers of
 labels.
-`scaled_dot_product_attention`  DTensor takes it apart where it has no rule for the kernel. Batch and heads are split.
+`scaled_dot_product_attention`  DTensor takes it apart where it has no rule for the kernel. Batch, heads, or queries and
+keys (context parallelism: `planner.strategies.context_parallel`) are split.
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
-`shardplan.experts`  Our own op. Tokens, experts, or the inner dim of each expert are split.
+`shardplan.experts`  Our own op. Tokens, experts, both (`planner.strategies.expert_parallel`), or the inner dim of each
+expert are split.
 
 Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
 """
@@ -16,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layout import Layout, split_factor
+from cost_model.layout import Layout, shard_counts, split_factor
 from planner import experts
 from planner.graph import Op, Value
+from planner.strategies import context_parallel, expert_parallel
+from planner.strategies.inner_collectives import InnerCollective
 
 R = Replicate()
 P = Partial()
@@ -39,15 +42,6 @@ class AxisRule:
     output: Placement
     output_gradient: Placement
     input_gradients: tuple[Placement | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InnerCollective:
-    """A collective that an op runs inside itself: ``nbytes`` is the full buffer on one rank, ``axis`` a mesh axis."""
-
-    kind: Literal["all_reduce"]
-    axis: int
-    nbytes: int
 
 
 def _embedding(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
@@ -139,7 +133,10 @@ def _attention(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
 
     if any(len(value.shape) != 4 for value in inputs):
         return [rule(R)]
-    return [rule(R), rule(Shard(0)), rule(Shard(1))]
+    rules = [rule(R), rule(Shard(0)), rule(Shard(1))]
+    if context_parallel.may_split(op, inputs):
+        rules.append(rule(context_parallel.SEQUENCE))
+    return rules
 
 
 def _where(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
@@ -184,6 +181,7 @@ def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
         rule(Shard(0), (R, R), Shard(0), (Shard(0), P, P)),
         rule(R, (Shard(0), Shard(0)), P, (P, Shard(0), Shard(0))),
         rule(R, inner, P, (P, *inner)),
+        rule(Shard(0), (Shard(0), Shard(0)), Shard(0), (Shard(0), Shard(0), Shard(0))),
     ]
 
 
@@ -227,16 +225,35 @@ def may_run(op: Op, placements: Sequence[Placement | None]) -> bool:
     return all(placement == P for placement in given) or P not in given
 
 
+def may_join(op: Op, layouts: Sequence[Layout | None]) -> bool:
+    """Tell whether the rules that an op has on each axis go together, in ``layouts`` of its inputs."""
+    if op.target_name == context_parallel.OP_NAME:
+        return context_parallel.may_join(layouts)
+    return len(expert_parallel.exchange_axes(op, layouts)) <= 1
+
+
 def inner_collectives(
     op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
 ) -> tuple[InnerCollective, ...]:
-    """Return the collectives that an op of ours runs inside its forward.
+    """Return the collectives that an op of ours runs inside itself."""
+    shapes = [piece_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)]
+    if op.target_name == context_parallel.OP_NAME:
+        return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    if op.target_name == experts.OP_NAME:
+        return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
+        return _of_cross_entropy(inputs, layouts, mesh_shape)
+    return ()
 
-    Cross entropy over split classes reduces the rows' maxima, then their sums of exponentials and target logits
-    together (float32); over split rows it reduces the sum of losses and the count of labels.
+
+def _of_cross_entropy(
+    inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> tuple[InnerCollective, ...]:
+    """Return the collectives of a loss.
+
+    Over split classes it reduces the rows' maxima, then their sums of exponentials and target logits together
+    (float32); over split rows it reduces the sum of losses and the count of labels.
     """
-    if op.target_name != "aten.cross_entropy_loss.default" or not is_shardable_cross_entropy(op, inputs):
-        return ()
     layout = layouts[0]
     assert layout is not None
     axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
@@ -249,6 +266,14 @@ def inner_collectives(
     found += [InnerCollective(kind="all_reduce", axis=axis, nbytes=8 * rows) for axis in classes]
     found += [InnerCollective(kind="all_reduce", axis=axis, nbytes=8) for axis in axes if layout[axis] == Shard(0)]
     return tuple(found)
+
+
+def piece_shape(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one device's piece; a plain value (None) is whole everywhere."""
+    if layout is None:
+        return value.shape
+    counts = shard_counts(layout, mesh_shape, len(value.shape))
+    return tuple(length // count for length, count in zip(value.shape, counts, strict=True))
 
 
 def work_split(layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:

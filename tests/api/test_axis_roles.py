@@ -54,6 +54,19 @@ def test_heads_inside_attention_are_ulysses_and_a_split_vocabulary_alone_is_no_t
     assert "lm_head used in pieces" in only.details
 
 
+def test_columns_of_a_table_that_become_sequences_are_no_heads() -> None:
+    (shard0, shard1, shard2, whole) = (parse_layout([text]) for text in ("S(0)", "S(1)", "S(2)", "R"))
+    plan = ShardingPlan(
+        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        plan={"embed.weight": shard1, "layers.*.q.weight": shard0},
+        compute_plan={"layers.*.q.weight": whole},
+        input_plan={"layers.0.input": Port(source=shard2, layout=shard1)},
+    )
+    (only,) = axis_roles(plan)
+    assert only.role == "FSDP+CP"
+    assert "splits sequences" in only.details
+
+
 def test_tied_weight_is_used_as_under_its_other_name() -> None:
     shard, whole, partial = (parse_layout([text]) for text in ("S(0)", "R", "P(sum)"))
     plan = ShardingPlan(

@@ -27,6 +27,7 @@ SPLITS = {
     "tokens": (S0, R, R),
     "experts": (R, S0, S0),
     "inner": (R, _StridedShard(1, split_factor=2), Shard(2)),
+    "tokens and experts": (S0, S0, S0),
 }
 
 
@@ -44,7 +45,7 @@ def module_of_experts() -> nn.Module:
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(TOKENS, EXPERTS, generator=generator)
-    scores[:, 3] = -100.0  # an expert that nobody chooses
+    scores[:, :4] = -100.0  # experts that nobody chooses: with two ranks, all of the first
     weights, index = scores.softmax(-1).topk(CHOSEN, -1)
     return torch.randn(TOKENS, WIDTH, generator=generator), index, weights
 
@@ -61,8 +62,8 @@ def check_all(rank: int) -> list[str]:
     wrong = []
     for names in itertools.product(SPLITS, repeat=2):
         tokens, up, down = zip(*(SPLITS[name] for name in names), strict=True)
-        if names == ("inner", "inner"):
-            continue  # two strided shards of one dim, which no plan has
+        if names in (("inner",) * 2, ("tokens and experts",) * 2):
+            continue  # two strided shards of one dim, which no plan has; two exchanges, which are refused
         given = [distribute_tensor(tensor, mesh, tokens) for tensor in inputs()]
         given += [distribute_tensor(part.gate_up_proj.detach(), mesh, up)]
         given += [distribute_tensor(part.down_proj.detach(), mesh, down)]
@@ -85,6 +86,12 @@ def check_refusal(redistributor: Redistributor, mesh: DeviceMesh, part: nn.Modul
     matrices = [distribute_tensor(p.detach(), mesh, (R, Shard(1))) for p in part.parameters()]
     with pytest.raises(PlanLayoutError, match="SS\\(1,2\\)"):
         experts(redistributor, *given, *matrices, "silu")
+    given = [
+        distribute_tensor(tensor, mesh, (S0, S0))
+        for tensor in (*inputs(), *map(torch.Tensor.detach, part.parameters()))
+    ]
+    with pytest.raises(PlanLayoutError, match="one axis at most"):
+        experts(redistributor, *given, "silu")
 
 
 def test_experts_equal_transformers_or_are_refused() -> None:

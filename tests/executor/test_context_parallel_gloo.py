@@ -1,0 +1,179 @@
+"""Attention with its sequence split equals torch's, on two and four real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from gloo import run_on_gloo
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from cost_model.layout import Layout
+from executor.batch import local_batch
+from executor.counting import CollectiveCounter, axes_by_group
+from executor.mesh import device_mesh_for
+from executor.ops import OwnOps
+from executor.redistribute import Redistributor
+from executor.shard import shard_module
+from executor.verify import verify
+from planner import PlanningSession
+from planner.plan import PlanMesh, ShardingPlan
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+Call = Callable[..., torch.Tensor]
+
+
+def cases() -> Iterator[tuple[str, Call, list[torch.Tensor]]]:
+    torch.manual_seed(0)
+    for rows in (16, 12):  # with four ranks: halves of two rows, and of one and two
+        query, key = torch.randn(2, 4, rows, 8), torch.randn(2, 2, rows, 8)
+        inputs = [query, key, torch.randn_like(key)]
+        yield "causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), inputs
+        yield (
+            "scaled",
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3),
+            inputs,
+        )
+        yield "whole", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), inputs
+        yield (
+            "narrow values",
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v[..., :4], is_causal=True, enable_gqa=True),
+            inputs,
+        )
+    for shape in ((2, 4, 12, 12), (1, 1, 12, 12), (2, 1, 1, 12)):
+        mask = torch.rand(shape) > 0.3
+        mask[..., 0] = True
+        for one in (mask, torch.randn(shape)):
+            yield (
+                "mask",
+                lambda q, k, v, m=one: F.scaled_dot_product_attention(q, k, v, attn_mask=m, enable_gqa=True),
+                inputs,
+            )
+    longer = [query, torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)]
+    yield "other keys", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), longer
+
+
+def check_all(rank: int, shape: tuple[int, int], layouts: list[Layout]) -> list[str]:
+    axes = PlanMesh(axes=(("dp", shape[0]), ("cp", shape[1])), device="cpu")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes.names)
+    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=axes))
+    wrong = []
+    for name, call, inputs in cases():
+        plain = [tensor.clone().requires_grad_() for tensor in inputs]
+        expected = call(*plain)
+        gradient = torch.randn_like(expected)
+        expected.backward(gradient)
+        for layout in layouts:
+            sharded = [distribute_tensor(tensor, mesh, layout).requires_grad_() for tensor in inputs]
+            arriving = distribute_tensor(gradient, mesh, layout)
+            counter = CollectiveCounter(axes_by_group(mesh), lambda: "forward")
+            with OwnOps(redistributor), counter:
+                found = call(*sharded)
+                found.backward(arriving)
+            pairs = zip((found, *(t.grad for t in sharded)), (expected, *(t.grad for t in plain)), strict=True)
+            wrong += [
+                f"{name} {layout} {tensor.shape}"
+                for tensor, whole in pairs
+                if tuple(tensor.placements) != layout or not close(tensor, whole)
+            ]
+            wrong += [f"{name} {layout} {row}" for row in counter.counts if row.axis != "cp"]
+    return wrong
+
+
+def close(sharded: DTensor, whole: torch.Tensor) -> bool:
+    return torch.allclose(sharded.full_tensor(), whole, rtol=1e-5, atol=1e-5)
+
+
+def check_meshes(rank: int, cases: list[tuple[tuple[int, int], list[Layout]]]) -> list[str]:
+    return [wrong for shape, layouts in cases for wrong in check_all(rank, shape, layouts)]
+
+
+def test_attention_over_a_split_sequence_equals_torchs_on_four_ranks() -> None:
+    both: list[tuple[tuple[int, int], list[Layout]]] = [((1, 4), [(R, S2)]), ((2, 2), [(S0, S2), (S1, S2)])]
+    assert run_on_gloo(check_meshes, 4, both) == [[]] * 4
+
+
+def test_attention_over_a_split_sequence_equals_torchs_on_two_ranks() -> None:
+    assert run_on_gloo(check_meshes, 2, [((1, 2), [(R, S2)])]) == [[]] * 2
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
+ROWS = 256
+KEYS_NBYTES = 2 * 2 * ROWS * 8 * 4
+"""Of the keys of one layer: 2 sequences, 2 heads of 8 values, float32."""
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=256, max_position_embeddings=ROWS)
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def make_batch() -> dict[str, Any]:
+    ids = torch.randint(0, 256, (2, ROWS), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[1, :100] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def train_all(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
+    return [f"{name}: {wrong}" for name, plan in plans.items() for wrong in train(ShardingPlan.from_dict(plan))]
+
+
+def train(plan: ShardingPlan) -> list[str]:
+    """Return where loss or gradients under ``plan`` are not the unsharded model's."""
+    mesh = device_mesh_for(plan)
+    reference, model = make_model(), make_model()
+    shard_module(model, mesh, plan)
+    expected, found = reference(**make_batch()).loss, model(**local_batch(make_batch(), mesh, plan)).loss
+    expected.backward()
+    found.backward()
+    wrong = [] if abs(found.full_tensor().item() - expected.item()) <= 1e-5 else [f"{found} for {expected}"]
+    wanted = {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
+    largest = max(gradient.abs().max().item() for gradient in wanted.values())
+    for fqn, parameter in model.named_parameters():
+        difference = (parameter.grad.full_tensor() - wanted[fqn]).abs().max().item() / largest
+        if difference > 1e-5:
+            wrong.append(f"gradient of {fqn}, by {difference}")
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, ShardingPlan]:
+    """Plans of the search for more devices than there are heads of keys, which cannot be split by heads then."""
+    found = {}
+    for ac in ("none", "selective", "full"):
+        session = PlanningSession(
+            make_model(),
+            cluster="1x4xtoy",
+            example_inputs=make_batch(),
+            dtype="fp32",
+            optimizer="sgd",
+            micro_batches=1,
+            ac=ac,
+        )
+        found[ac] = session.plan(mesh="dp=1,tp=4")
+    return found
+
+
+def test_search_splits_sequences_where_there_are_fewer_heads_than_devices(plans: dict[str, ShardingPlan]) -> None:
+    for ac, plan in plans.items():
+        assert plan.estimate is not None
+        gathers = {
+            row.phase: row.count
+            for row in plan.estimate.collectives
+            if (row.kind, row.axis, row.bytes) == ("all_gather", "tp", KEYS_NBYTES)
+        }
+        again = {} if ac == "none" else {"recompute": 4}
+        assert gathers == {"forward": 4, "backward": 4, **again}, ac
+        assert verify(make_model(), plan, make_batch()).equal, ac
+
+
+def test_models_with_split_sequences_give_the_unsharded_models_numbers(plans: dict[str, ShardingPlan]) -> None:
+    assert run_on_gloo(train_all, 4, {ac: plan.to_dict() for ac, plan in plans.items()}) == [[]] * 4
