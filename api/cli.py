@@ -25,6 +25,7 @@ from api.cli_options import (
     Model,
     NoCache,
     Optimizer,
+    Phase,
     Pins,
     PlanFile,
     Planner,
@@ -50,6 +51,7 @@ app = typer.Typer(
 def plan_command(
     model: Model,
     cluster: Cluster,
+    phase: Phase = "training",
     mesh: Mesh = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -68,13 +70,14 @@ def plan_command(
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
-    """Plan how MODEL is trained on a cluster."""
+    """Plan how MODEL is trained, or run, on a cluster."""
     with reported(as_json):
         if output is not None:
             check_writable(output)
         request = request_of(
             model=model,
             cluster=cluster,
+            phase=phase,
             mesh=mesh,
             batch=batch,
             seq=seq,
@@ -116,6 +119,7 @@ def estimate_command(
     cluster: Annotated[
         str | None, typer.Option(help="As for plan; for a plan file, its own cluster where left out.")
     ] = None,
+    phase: Annotated[str | None, typer.Option(help="training (the default), prefill or decode.")] = None,
     mesh: Mesh = None,
     batch: Batch = None,
     seq: Seq = None,
@@ -140,9 +144,10 @@ def estimate_command(
         from planner.errors import JobError
 
         if what is None and plan is None and planner is None and (micro_batch is not None or names_degrees(mesh)):
-            if micro_batches is not None or memory_gb is not None:
+            if micro_batches is not None or memory_gb is not None or phase is not None:
                 raise JobError(
-                    "--micro-batches and --memory-gb are for plans.", what_to_do="Give --batch and --micro-batch."
+                    "--micro-batches, --memory-gb and --phase are for plans.",
+                    what_to_do="Give --batch and --micro-batch.",
                 )
             configuration: dict[str, Any] = {
                 "cluster": cluster,
@@ -165,6 +170,7 @@ def estimate_command(
             return
         file, name = what_to_price(what, plan, planner)
         options = {
+            "phase": phase,
             "mesh": mesh,
             "batch": batch,
             "seq": seq,

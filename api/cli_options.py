@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,6 +17,10 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 Cluster = Annotated[str, typer.Option(help="NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a .yaml file.")]
 Mesh = Annotated[
     str | None, typer.Option(help="Such as dp=2,tp=8, outermost axis first; without it, meshes are tried.")
+]
+Phase = Annotated[
+    Literal["training", "prefill", "decode"],
+    typer.Option(help="What a step is; decode: one more token of each sequence, with --seq of them in the cache."),
 ]
 Batch = Annotated[int | None, typer.Option(help="Samples in the global batch.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]

@@ -1,4 +1,4 @@
-"""The commands that show what else could be had: ``runner-ups``, ``pareto``, ``sizes``."""
+"""The commands that show what else could be had: ``runner-ups``, ``pareto``, ``sizes``, ``batches``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from api.cli_options import (
     MicroBatches,
     Model,
     Optimizer,
+    Phase,
     Pins,
     Seq,
     TimeLimit,
@@ -41,12 +42,14 @@ def add_tradeoff_commands(app: typer.Typer) -> None:
     app.command("runner-ups")(runner_ups_command)
     app.command("pareto")(pareto_command)
     app.command("sizes")(sizes_command)
+    app.command("batches")(batches_command)
 
 
 def runner_ups_command(
     model: Model,
     cluster: Cluster,
     count: Annotated[int, typer.Option(min=1, max=100, help="How many other meshes.")] = 3,
+    phase: Phase = "training",
     batch: Batch = None,
     seq: Seq = None,
     micro_batches: MicroBatches = None,
@@ -62,7 +65,13 @@ def runner_ups_command(
 ) -> None:
     """Show the best plan for MODEL and the best plans of the meshes that come next."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"optimizer": optimizer, "dtype": dtype, "pins": tuple(pin or ()), "data_axes": tuple(data_axis or ())}
+    job |= {
+        "phase": phase,
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "pins": tuple(pin or ()),
+        "data_axes": tuple(data_axis or ()),
+    }
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import runner_up_rows
@@ -74,6 +83,7 @@ def pareto_command(
     model: Model,
     cluster: Cluster,
     mesh: Mesh = None,
+    phase: Phase = "training",
     batch: Batch = None,
     seq: Seq = None,
     micro_batches: MicroBatches = None,
@@ -96,7 +106,13 @@ def pareto_command(
         "ac": ac,
         "memory_gb": memory_gb,
     }
-    job |= {"optimizer": optimizer, "dtype": dtype, "pins": tuple(pin or ()), "data_axes": tuple(data_axis or ())}
+    job |= {
+        "phase": phase,
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "pins": tuple(pin or ()),
+        "data_axes": tuple(data_axis or ()),
+    }
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import pareto_rows
@@ -113,6 +129,7 @@ def sizes_command(
     ] = "cost",
     within: Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")] = None,
     price: Annotated[float | None, typer.Option(help="Of a device for an hour, in any currency.")] = None,
+    phase: Phase = "training",
     batch: Batch = None,
     seq: Seq = None,
     micro_batches: MicroBatches = None,
@@ -126,12 +143,36 @@ def sizes_command(
 ) -> None:
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"optimizer": optimizer, "dtype": dtype}
+    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows
 
         rows = size_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit)
+        _show(rows, output, as_json=as_json)
+
+
+def batches_command(
+    model: Model,
+    cluster: Cluster,
+    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Of inference.")] = "decode",
+    mesh: Mesh = None,
+    seq: Seq = None,
+    within: Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="The largest batch that is tried.")] = 4096,
+    memory_gb: MemoryGb = None,
+    dtype: Dtype = "bf16",
+    time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
+    output: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Plan inference with MODEL at batches of 1, 2, 4, ... and say which makes the most tokens per second."""
+    job: dict[str, Any] = {"phase": phase, "mesh": mesh, "batch": 1, "seq": seq, "memory_gb": memory_gb, "dtype": dtype}
+    with reported(as_json), watched() as progress:
+        opened = _opened(progress, output, model=model, cluster=cluster, **job)
+        from api.tradeoff_rows import batch_rows
+
+        rows = batch_rows(opened, mesh, most=most, within_s=within, time_limit_s=time_limit)
         _show(rows, output, as_json=as_json)
 
 

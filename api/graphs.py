@@ -19,7 +19,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
 
     Raises:
         GraphFormatError: it is none.
-        JobError: it was traced for another dtype or batch.
+        JobError: it was traced for another dtype, phase or batch.
     """
     from planner.graph_json import read_graph
     from planner.session import micro_batches_for
@@ -29,7 +29,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
         module = read_graph(graph, run=False)
     batch = request.batch or module.samples
     counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
-    check_traced(module, batch, counts, request.dtype)
+    check_traced(module, batch, counts, request.dtype, request.phase)
 
 
 def load_graph(graph: dict[str, Any]) -> TracedModule:

@@ -96,6 +96,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
 
     say = progress or (lambda stage: None)
     job: dict[str, Any] = {
+        "phase": request.phase,
         "batch": request.batch,
         "micro_batches": micro_batches_for(request.planner, request.micro_batches),
         "ac": request.ac,
@@ -141,7 +142,7 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
         advice = "Name the model that the plan is for, or plan this one."
         raise PlanMismatchError(detail, subject="model", expected=expected, found=found, what_to_do=advice)
     if source.example_inputs is None:
-        inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq)
+        inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
     else:
         inputs = as_inputs(source.example_inputs)
     batch = batch_of(inputs)

@@ -30,6 +30,9 @@ _ROLES = {
 }
 """What a person cannot guess from the role's name."""
 
+_ROLES_OF_A_FORWARD = {"activations": "there at once, at most", "transient": "more that one op works on"}
+_NAMES = {"kv_cache": "KV cache"}
+
 
 def show_plan(plan: ShardingPlan, console: Console) -> None:
     """Print what a person wants to know of a plan: its axes, its price, how good it is, and its notes."""
@@ -72,10 +75,12 @@ def _heading(plan: ShardingPlan) -> Text:
         name = device.get("name") if isinstance(device, Mapping) else device
         parts.append(f"cluster {plan.cluster.get('nodes', 1)}x{plan.cluster.get('devices_per_node')}x{name}")
     if job.batch is not None:
-        parts.append(f"batch {job.batch} in {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}")
+        pieces = f" in {plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''}"
+        parts.append(f"batch {job.batch}" + (pieces if job.phase == "training" else ""))
     if job.seq is not None:
-        parts.append(f"seq {job.seq}")
-    parts += [job.optimizer if job.training else "inference", job.dtype]
+        parts.append(f"{job.seq} tokens in the cache" if job.phase == "decode" else f"seq {job.seq}")
+    phase = "forward" if job.phase == "training" else job.phase
+    parts += [job.optimizer if job.training else phase, job.dtype]
     return Text(", ".join(parts), style="bold")
 
 
@@ -129,7 +134,7 @@ def _step_table(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> Tabl
     waits = f"{duration(estimate.exposed_communication_s)} of it waiting for communication"
     rate = ""
     if job.batch is not None and estimate.step_time_s > 0:
-        items, unit = (job.batch, "samples") if job.seq is None else (job.batch * job.seq, "tokens")
+        items, unit = job.items
         rate = f"{items / estimate.step_time_s:,.0f} {unit}/s, "
     rows = {
         "forward": estimate.forward_s,
@@ -138,6 +143,7 @@ def _step_table(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> Tabl
         "optimizer": estimate.optimizer_s,
         **({} if pipeline is None else {"waiting for other stages": pipeline.idle_s}),
     }
+    rows = rows if job.training else {"forward": estimate.forward_s}
     for name, value in rows.items():
         share = f"{value / estimate.step_time_s:.1%}" if estimate.step_time_s > 0 else ""
         table.add_row(name, duration(value), share)
@@ -150,7 +156,8 @@ def _memory_table(estimate: Estimate, job: Job) -> Table:
     table = new_table("Memory per device", "Bytes>", "")
     for role, nbytes in sorted(estimate.memory.items(), key=lambda item: -item[1]):
         if nbytes:
-            table.add_row(role.replace("_", " "), size(nbytes), _ROLES.get(role, ""))
+            told = _ROLES if job.training else _ROLES | _ROLES_OF_A_FORWARD
+            table.add_row(_NAMES.get(role, role.replace("_", " ")), size(nbytes), told.get(role, ""))
     cap = "" if job.memory_bytes is None else f"of {size(job.memory_bytes)} allowed"
     table.add_row("peak", size(estimate.peak_memory_bytes), cap, style="bold")
     return table

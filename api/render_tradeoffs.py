@@ -19,17 +19,20 @@ def show_tradeoffs(rows: Sequence[TradeoffRow], console: Console) -> None:
     clusters = len({row.cluster for row in rows}) > 1
     priced = any(row.price is not None for row in rows)
     per_device = _rate_name(rows)
-    columns = ["#>", "", *(["Cluster"] if clusters else []), "Mesh", "Micro-batches>", "Checkpointing", "Step>"]
+    inference = any(row.batch is not None for row in rows)
+    pieces = ["Batch>", "Mesh"] if inference else ["Mesh", "Micro-batches>", "Checkpointing"]
+    columns = ["#>", "", *(["Cluster"] if clusters else []), *pieces, "Step>"]
     columns += ["Peak memory>", f"{per_device}>", "Device time>", *(["Price>"] if priced else []), "Gap>"]
     table = new_table(*columns)
     for number, row in enumerate(rows, 1):
         lead = [str(number), "*" if row.is_best else "", *([row.cluster] if clusters else [])]
+        lead += [str(row.batch)] if inference else []
         if row.plan is None:
             table.add_row(*lead, "nothing fits" if row.in_time else "time was up")
             continue
         plan, step_s = row.plan, step_time_s(row.plan)
-        cells = [str(plan.mesh), str(plan.micro_batches), plan.job.ac or "none", duration(step_s)]
-        cells += [size(peak_bytes(plan)), _rate(plan, row.devices), duration(step_s * row.devices)]
+        cells = [str(plan.mesh), *([] if inference else [str(plan.micro_batches), plan.job.ac or "none"])]
+        cells += [duration(step_s), size(peak_bytes(plan)), _rate(row), duration(step_s * row.devices)]
         cells += [f"{row.price:.4g}"] if priced and row.price is not None else []
         table.add_row(*lead, *cells, _gap(plan), style="bold" if row.is_best else None)
     console.print(table)
@@ -44,9 +47,8 @@ def _rate_name(rows: Sequence[TradeoffRow]) -> str:
     return "Tokens/s per device" if has_tokens else "Samples/s per device"
 
 
-def _rate(plan: ShardingPlan, devices: int) -> str:
-    items = (plan.job.batch or 0) * (plan.job.seq or 1)
-    rate = items / step_time_s(plan) / devices
+def _rate(row: TradeoffRow) -> str:
+    rate = row.items_per_s or 0.0
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 

@@ -46,10 +46,13 @@ class PlanRequest(BaseModel):
     """``2x8xh100-sxm-80gb``, or an object with nodes, devices_per_node, device and the links that differ from usual."""
     mesh: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """``dp=2,tp=8``, outermost axis first; without it all meshes of one and two axes are tried."""
+    phase: Literal["training", "prefill", "decode"] = "training"
+    """What a step is: prefill is one forward over the batch, decode that of one more token of each sequence."""
     batch: Count | None = None
     """Samples in the global batch."""
     seq: Count | None = None
-    """Tokens in a sequence; both lengths of an encoder-decoder; ignored, with a note, where it has no meaning."""
+    """Tokens in a sequence, in decode those in the cache; both lengths of an encoder-decoder; ignored, with a note,
+    where it has no meaning."""
     micro_batches: Count | None = None
     """Micro-batches per step; without it several are tried."""
     ac: Annotated[str, Field(pattern=r"^(none|(selective|full)(:[1-9][0-9]{0,3})?)$")] | None = None

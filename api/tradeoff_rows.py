@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from api.models import quiet_libraries
 from planner.errors import JobError
+from planner.throughput import batches, best_batch
 from planner.tradeoffs import Objective, best_size, pareto_front, peak_bytes, runner_ups, sizes, step_time_s
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class TradeoffRow:
         in_time: whether there was time enough to tell.
         is_best: whether it is the one that was asked for.
         price: of a step, in the currency of the price of a device-hour; None without one.
+        batch: of the plan, where batches are compared.
     """
 
     cluster: str
@@ -33,6 +35,7 @@ class TradeoffRow:
     in_time: bool = True
     is_best: bool = False
     price: float | None = None
+    batch: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values; what a plan says is null where there is none."""
@@ -51,7 +54,13 @@ class TradeoffRow:
                 "status": plan.solver.status,
             }
         head = {"cluster": self.cluster, "devices": self.devices, "fits": plan is not None if self.in_time else None}
-        return {**head, **found, "price": self.price, "best": self.is_best}
+        compared = {} if self.batch is None else {"batch": self.batch, "items_per_s_per_device": self.items_per_s}
+        return {**head, **compared, **found, "price": self.price, "best": self.is_best}
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Tokens (or samples) per second and device."""
+        return None if self.plan is None else self.plan.job.items[0] / step_time_s(self.plan) / self.devices
 
 
 def _row(plan: ShardingPlan, opened: OpenedRequest, *, is_best: bool) -> TradeoffRow:
@@ -76,6 +85,53 @@ def pareto_rows(opened: OpenedRequest, mesh: str | None, time_limit_s: float | N
 
 
 @quiet_libraries()
+def batch_rows(
+    opened: OpenedRequest, mesh: str | None, *, most: int, within_s: float | None, time_limit_s: float | None
+) -> list[TradeoffRow]:
+    """Return the fastest plan at each batch of the request's phase, and which has the most tokens per second.
+
+    Raises:
+        JobError: the limit is not above 0, or the phase is training.
+    """
+    _check_limits(within=within_s)
+    job = {name: value for name, value in opened.job.items() if name not in ("batch", "micro_batches", "ac")}
+    found = batches(
+        opened.model, cluster=opened.cluster, mesh=mesh, most=most, time_limit_s=time_limit_s, **_without_inputs(job)
+    )
+    best = best_batch(found, within_s=within_s)
+    cluster = opened.cluster
+    return [
+        TradeoffRow(
+            cluster=cluster.name,
+            devices=cluster.size,
+            plan=None if size.plan is None else opened.noted(size.plan),
+            in_time=size.in_time,
+            is_best=size is best,
+            batch=size.batch,
+        )
+        for size in found
+    ]
+
+
+def _without_inputs(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the job of a model whose inputs its config tells.
+
+    Raises:
+        JobError: it has inputs of its own, which have a batch of their own.
+    """
+    if job.pop("example_inputs", None) is not None:
+        advice = "Name a preset or a Hugging Face config."
+        raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
+    return job
+
+
+def _check_limits(**limits: float | None) -> None:
+    for name, value in limits.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise JobError(f"--{name} is {value}.", what_to_do="Give a number above 0, or none.", field=name)
+
+
+@quiet_libraries()
 def size_rows(
     opened: OpenedRequest,
     objective: Objective,
@@ -89,9 +145,7 @@ def size_rows(
     Raises:
         JobError: a limit or a price is not above 0.
     """
-    for name, value in (("within", within_s), ("price", price)):
-        if value is not None and not 0 < value < float("inf"):
-            raise JobError(f"--{name} is {value}.", what_to_do="Give a number above 0, or none.", field=name)
+    _check_limits(within=within_s, price=price)
     found = sizes(opened.model, cluster=opened.cluster, time_limit_s=time_limit_s, **opened.job)
     best = best_size(found, objective, within_s=within_s)
     return [

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 
-from cost_model.compute import dtype_nbytes, stream_bytes_per_s
+from cost_model.compute import dtype_nbytes, matmul_flops_per_s, stream_bytes_per_s
 from cost_model.devices import DeviceSpec
 from cost_model.efficiency import Efficiency, FlashEfficiency, PassEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s
@@ -134,6 +134,34 @@ def attention_time_s(
     most = seq_k if window is None else min(window, seq_k)
     longest_s = min(_TILE, rows) * (most + fill_keys) * score_s * device.processors
     return max(all_s, longest_s, bytes_s) + device.kernel_launch_s
+
+
+def cached_attention_time_s(
+    *,
+    batch: float,
+    heads: float,
+    kv_heads: float,
+    tokens: float,
+    head_dim: int,
+    head_dim_v: int,
+    device: DeviceSpec,
+    dtype: str,
+) -> float:
+    """Return the seconds of attention of one new token of each sequence over ``tokens`` keys and values in a cache.
+
+    Kernels for this (flash decoding) spread a sequence's keys over all processors and read each key and value once for
+    all query heads that share it, so that the bytes of the cache bound them, or the FLOPs where many heads share one:
+
+        seconds = max(batch * kv_heads * tokens * (head_dim + head_dim_v) * size / bandwidth, flops / rate) + launch
+
+    Known error: none published is known to us; the second kernel that joins the parts is left out.
+    """
+    if not (batch and heads and tokens):
+        return 0.0
+    nbytes = batch * kv_heads * tokens * (head_dim + head_dim_v) * dtype_nbytes(dtype)
+    flops = 2 * batch * heads * tokens * (head_dim + head_dim_v)
+    rate = matmul_flops_per_s(device, dtype)
+    return max(nbytes / stream_bytes_per_s(device), flops / rate) + device.kernel_launch_s
 
 
 def _kernel_on(device: DeviceSpec, kernel: str) -> str:

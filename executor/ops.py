@@ -1,4 +1,4 @@
-"""Ops of ours: embedding, convolution, attention and cross entropy, by the rules of ``planner.strategies.own_rules``.
+"""Ops of ours: embedding, attention and others, by the rules of ``planner.strategies.own_rules``.
 
 A ``TorchFunctionMode`` sees the calls before DTensor does. What a rule of ours covers runs on local pieces with
 explicit layouts, forward and backward; anything else falls through to DTensor.
@@ -6,7 +6,7 @@ explicit layouts, forward and backward; anything else falls through to DTensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from executor.op_attention import attention
+from executor.op_concatenate import concatenate
 from executor.op_convolution import conv2d
 from executor.op_cross_entropy import cross_entropy
 from executor.op_embedding import embedding
@@ -30,6 +31,7 @@ _OWN: dict[Callable[..., Any], OwnOp] = {
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
     torch.where: where,
+    torch.cat: concatenate,
 }
 
 
@@ -49,8 +51,17 @@ class OwnOps(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         own = _OWN.get(func)
-        if own is not None and any(isinstance(value, DTensor) for value in (*args, *kwargs.values())):
+        if own is not None and any(isinstance(value, DTensor) for value in _tensors(args, kwargs)):
             result = own(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments, and what is in lists of them."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value

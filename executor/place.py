@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
@@ -73,7 +74,14 @@ def parameter_layouts(module: nn.Module, entries: Mapping[str, Layout], *, field
     return layouts
 
 
-def place_parameters(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *, src_data_rank: int | None = 0) -> None:
+def place_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    plan: ShardingPlan,
+    *,
+    src_data_rank: int | None = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Make every parameter that is not a Sharder's a DTensor in its stored layout. ``check_plan`` must have passed.
 
     Args:
@@ -82,6 +90,7 @@ def place_parameters(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *,
         plan: its ``plan`` entries that are layouts.
         src_data_rank: the rank, counted along each axis, whose values count; None takes each rank's own piece of
             its own values without any communication (all ranks hold the same values, or do not care).
+        dtype: that floating-point parameters rest in; None: their own.
     """
     layouts = stored_layouts(module, plan)
     placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -90,14 +99,18 @@ def place_parameters(module: nn.Module, mesh: DeviceMesh, plan: ShardingPlan, *,
             if parameter is None or parameter not in layouts:
                 continue
             if parameter not in placed:
-                placed[parameter] = _placed(parameter, mesh, layouts[parameter], src_data_rank)
+                placed[parameter] = _placed(parameter, mesh, layouts[parameter], src_data_rank, dtype)
             parent.register_parameter(name, placed[parameter])
 
 
-def _placed(parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None) -> nn.Parameter:
+def _placed(
+    parameter: nn.Parameter, mesh: DeviceMesh, layout: Layout, src_data_rank: int | None, dtype: torch.dtype | None
+) -> nn.Parameter:
     # A tensor without storage has no values to send.
     source = None if parameter.is_meta else src_data_rank
     # Scattering needs contiguous memory, which a transposed parameter lacks.
     data = parameter.detach().contiguous()
+    if dtype is not None and data.is_floating_point():
+        data = data.to(dtype)
     tensor = distribute_tensor(data, mesh, layout, src_data_rank=source)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)

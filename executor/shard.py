@@ -41,7 +41,8 @@ def shard_module(
 
     Feed each rank its slice of the batch (``executor.batch.local_batch``). Gradients are those of the loss over the
     global batch, and in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of
-    each micro-batch by ``1 / plan.micro_batches``.
+    each micro-batch by ``1 / plan.micro_batches``. A plan for prefill or decoding is run under ``torch.no_grad``, with
+    transformers' ``DynamicCache`` where there is one: its keys and values are DTensors, in pieces as attention is.
 
     Args:
         module: plain, on the mesh's device or on meta; changed in place.
@@ -73,7 +74,9 @@ def _shard(
 ) -> nn.Module:
     check_plan(module, device_mesh, plan, sharders)
     groups = gather_groups(module, plan)
-    place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank)
+    # Nothing is trained in inference: no wider copy is kept.
+    resting = None if plan.job.phase == "training" else compute_dtype(plan)
+    place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank, dtype=resting)
     together = members_of(groups)
     uses = uses_outside(groups, parameter_uses(module, plan))
     # Keys are for the module as it was: what a Sharder makes is its own affair.

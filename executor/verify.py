@@ -26,7 +26,7 @@ from executor.shard import shard_with_clock
 from executor.torch_internals import fake_process_group, local_of, make_dtensor
 from planner.eager_masks import unpacked_sequences
 from planner.errors import PlanError
-from planner.plan import ShardingPlan
+from planner.plan import JobPhase, ShardingPlan
 
 _RUN_AT_MOST = 2
 """Micro-batches that are run: from the second on they are alike."""
@@ -83,7 +83,8 @@ def verify(
     """Return how the collectives of one step under ``plan`` compare with the plan's estimate.
 
     One step is every micro-batch's forward and backward and the reduction of gradients, on meta tensors; the optimizer
-    is not run. ``module`` itself is neither changed nor read.
+    is not run. In prefill it is the forward, in decoding the forward of one token behind as many as the job says, which
+    ran through the model before, uncounted. ``module`` itself is neither changed nor read.
 
     Args:
         module: that the plan is for, plain, on any device.
@@ -132,8 +133,10 @@ def observed_collectives(
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
         shown = dataclasses.replace(plan, micro_batches=run)
-        model = shard_with_clock(_meta_copy(module), device_mesh, shown, clock)
+        model = shard_with_clock(_meta_copy(module, plan.job.phase), device_mesh, shown, clock)
         batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
+        if plan.job.phase == "decode":
+            batch = _behind_a_prompt(model, batch, plan.job.seq or 0)
         passes = [_run_once(model, batch, plan, device_mesh, clock) for _ in range(run)]
     total: Counts = Counter()
     for index, counts in enumerate(passes):
@@ -155,6 +158,21 @@ def _run_once(model: nn.Module, batch: Any, plan: ShardingPlan, device_mesh: Dev
             with torch.no_grad():
                 model(*args, **kwargs)
     return counter.counts
+
+
+def _behind_a_prompt(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
+    """Return the arguments of a decoding step, with a cache of ``tokens`` of each sequence.
+
+    Args:
+        model: sharded, with a key-value cache as transformers has them.
+        batch: by keyword; ``input_ids`` holds one token of each of this rank's sequences.
+    """
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        raise PlanError("A decoding step needs input_ids, by keyword.", what_to_do='Give {"input_ids": ...}.')
+    given = {**batch, "use_cache": True}
+    prompt = {**given, "input_ids": batch["input_ids"].expand(-1, tokens)}
+    with torch.no_grad():
+        return {**given, "past_key_values": model(**prompt).past_key_values if tokens else None}
 
 
 def _ones_like(loss: torch.Tensor) -> torch.Tensor:
@@ -192,15 +210,16 @@ def _ranks(size: int) -> Iterator[None]:
         yield
 
 
-def _meta_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with parameters and buffers on meta; ties stay tied."""
+def _meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
+    """Return a copy with parameters and buffers on meta, as it runs in ``phase``; ties stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    return copy.deepcopy(module, memo)
+    found: nn.Module = copy.deepcopy(module, memo)
+    return found if phase == "training" else found.eval()
 
 
 def _meta_inputs(example_inputs: Any) -> Any:

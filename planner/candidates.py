@@ -27,6 +27,7 @@ class TracedModel:
     Attributes:
         fold: whether equal blocks share their decisions; see `build_regions`.
         lists: patterns of the whole model's lists of blocks, where this is one stage of it.
+        cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
     """
 
     graph: OpGraph
@@ -35,19 +36,26 @@ class TracedModel:
     flash_attention: bool
     fold: bool = True
     lists: frozenset[str] = frozenset()
+    cached_before: int | None = None
     _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
     _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
     _structures: dict[tuple[int, Grouping], Structure] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: TracedModule, *, flash_attention: bool) -> TracedModel:
-        """Return the model of which ``module`` is the graph."""
+    def of(cls, module: TracedModule, *, flash_attention: bool, seq: int | None = None) -> TracedModel:
+        """Return the model of which ``module`` is the graph.
+
+        Args:
+            seq: tokens in the cache before a decoding step.
+        """
+        cached = module.phase != "training" and module.decodes
         return cls(
             graph=module.graph,
             traced_batch=module.traced_batch,
             is_open=module.is_open,
             flash_attention=flash_attention,
+            cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
         )
 
     @property
@@ -96,7 +104,9 @@ class TracedModel:
     def profile(self, batch: int) -> GraphProfile:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
         if batch not in self._profiles:
-            self._profiles[batch] = profile(self.graph_at(batch), flash_attention=self.flash_attention)
+            self._profiles[batch] = profile(
+                self.graph_at(batch), flash_attention=self.flash_attention, cached_before=self.cached_before
+            )
         return self._profiles[batch]
 
     def graph_at(self, batch: int) -> OpGraph:

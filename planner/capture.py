@@ -62,13 +62,16 @@ def module_names(module: nn.Module) -> dict[nn.Module, str]:
     return {submodule: name for name, submodule in module.named_modules()}
 
 
-def to_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of ``module`` on the meta device, floating-point parameters in ``dtype``; ties stay tied."""
+def to_meta(module: nn.Module, dtype: torch.dtype | None, *, trained: bool = True) -> nn.Module:
+    """Return a copy of ``module`` on the meta device, floating-point parameters in ``dtype``; ties stay tied.
+
+    Where it is not to be ``trained`` nothing needs a gradient, and modules are in evaluation mode.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         data = torch.empty_like(parameter, device="meta", dtype=wanted)
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(data, requires_grad=trained and parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     plain = [submodule for submodule in module.modules() if _is_plain(type(submodule))]
@@ -76,7 +79,8 @@ def to_meta(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         memo[id(submodule)] = object.__new__(type(submodule))
     for submodule in plain:
         vars(memo[id(submodule)]).update({name: _copied(value, memo) for name, value in vars(submodule).items()})
-    return copy.deepcopy(module, memo)
+    found: nn.Module = copy.deepcopy(module, memo)
+    return found if trained else found.eval()
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:

@@ -164,16 +164,27 @@ class Pricer:
         for region_op in region.ops:
             forward_s, backward_s = self._op_time(region, region_op, strategy)
             matmul = self._profile.ops[region_op.op.name].flops > 0
+            cache_nbytes = self._cache_nbytes(region, region_op, strategy)
+            if cache_nbytes:
+                charge[quantity.MEMORY + "kv_cache"] += count * cache_nbytes
             charge[quantity.COMPUTE_FORWARD] += calls * forward_s
             if self.run.job.training:
                 again = mode == "full" or (mode == "selective" and not matmul)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
             prices += self._inner(region, region_op, strategy, calls, recomputes)
-        if self.run.job.training:
+        if self.run.job.counts_moments:
             charge.update(self._alive(region, strategy, moments, alive))
         else:
             charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
         return add_prices([Price(charge=charge), *prices])
+
+    def _cache_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
+        """Return the bytes of the keys and values that one device keeps for an op of attention: laid out as it is."""
+        tokens = self._profile.ops[region_op.op.name].cached_tokens
+        if not tokens:
+            return 0.0
+        keys_and_values = [(region.slots[i].value, strategy.forward[i]) for i in region_op.inputs[1:3]]
+        return sum(self.local_nbytes(value, layout) / value.shape[2] * tokens for value, layout in keys_and_values)
 
     def _inner(
         self, region: Region, region_op: RegionOp, strategy: Strategy, calls: int, recomputes: bool
@@ -253,6 +264,8 @@ class Pricer:
         extra, cached, working, running = np.zeros((4, len(region.ops)))
         for index, region_op in enumerate(region.ops):
             extra[index], cached[index], working[index], running[index] = self._inside(region, region_op, strategy)
+        if not self.run.job.training:
+            working = running  # the op itself, in the forward
         others = self.run.in_flight - 1
         held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached if others else 0.0
         there = np.array([others * held if moment.position >= 0 else 0.0 for moment in moments])
@@ -269,7 +282,7 @@ class Pricer:
         }
 
     def _transient(self, region: Region, strategy: Strategy) -> float:
-        """Return the bytes that the region's largest op works on in inference."""
+        """Return the bytes that the region's largest op works on in a forward of a model traced for training."""
         return max((self._touched_nbytes(region, op, strategy) for op in region.ops), default=0.0)
 
     def _touched_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:

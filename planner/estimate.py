@@ -41,7 +41,7 @@ class _Itemiser:
         for block, axis, numel in self._formulator.block_gathers(self._decision.strategies, self._decision.stored):
             yield self._formulator.gather_price(block, axis, numel)
         yield from self._redistributions()
-        if self._pricer.run.job.training:
+        if self._pricer.run.job.counts_moments:
             yield from self._copies()
 
     def _ports(self, key: EdgeKey) -> tuple[Port, Port]:

@@ -16,10 +16,10 @@ from planner.costs import Pricer
 from planner.graph import Value
 from planner.parameter_classes import BlockGather, ParameterClass
 from planner.parameter_costs import ParameterPricer, StoredChoice
-from planner.problem import Charge, Edge, Node, Problem
+from planner.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.regions import Region, RegionGraph
 from planner.stored_choices import stored_choices, stored_layouts
-from planner.strategies.enumerate import Strategy, StrategyTable
+from planner.strategies.enumerate import Strategy, StrategyTable, slices_parameters
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
 
@@ -109,8 +109,9 @@ class Formulator:
         edges = [self._edge(key, strategies) for key in self._structure.edges]
         charges = Charges()
         self._charge_redistributions(edges, charges)
-        first = len(edges) + len(self._structure.agreements)
-        edges += [self._agreement(edges[a], edges[b]) for a, b in self._structure.agreements]
+        agreed = [same_producer_port(edges[a], edges[b]) for a, b in self._structure.agreements]
+        edges += [*agreed, *(same_consumer_port(edges[a], edges[b]) for a, b in self._structure.alike)]
+        first = len(edges)
         edges += list(self._parameter_edges(strategies, stored, first, charges))
         edges += list(self._axis_edges(len(strategies), stored, axis_node))
         units = charges.settle(edges)
@@ -124,9 +125,14 @@ class Formulator:
         )
 
     def strategies(self, index: int) -> tuple[Strategy, ...]:
-        """Return every strategy of a region class on the run's mesh."""
+        """Return every strategy of a region class on the run's mesh.
+
+        In inference without those in which DTensor slices a whole parameter: that copies the slice in every step.
+        """
         region = self._structure.representative(index)
-        return self._table.on_mesh(region, self._mesh, self._base.regions[region.index])
+        found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index])
+        inference = self.pricer.run.job.phase != "training"
+        return tuple(s for s in found if not slices_parameters(region, s)) if inference else found
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
@@ -219,18 +225,6 @@ class Formulator:
             pairs=pairs,
         )
 
-    @staticmethod
-    def _agreement(a: Edge, b: Edge) -> Edge:
-        """Return an edge that holds the producers of two edges to the same port: one key of the plan names both."""
-        shared = set(a.producer_ports) & set(b.producer_ports)
-        return Edge(
-            producer=a.producer,
-            consumer=b.producer,
-            producer_ports=a.producer_ports,
-            consumer_ports=b.producer_ports,
-            pairs={(p, p): {} for p in shared},
-        )
-
     def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, pricer = self._ports, self.pricer
         for tally in self._structure.forward:
@@ -245,7 +239,7 @@ class Formulator:
                 if ports.port(p)[0] != ports.port(q)[0]:
                     price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count)
                     charges.add(members, price.charge)
-        if pricer.run.job.training:
+        if pricer.run.job.counts_moments:
             self._charge_copies(edges, charges)
 
     def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:

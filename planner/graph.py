@@ -99,7 +99,8 @@ class ModelInput:
 class ModelOutput:
     """An output of the root module; ``is_loss`` marks the scalar that training differentiates.
 
-    ``is_sent`` marks what a pipeline stage hands to the next, which sends its gradient back.
+    ``is_sent`` marks what a pipeline stage hands to the next, which sends its gradient back; ``is_result`` what a
+    forward that is not differentiated is run for, which leaves the model as whole values or pieces of them, not sums.
     """
 
     value: str
@@ -107,6 +108,7 @@ class ModelOutput:
     crossings: tuple[Crossing, ...]
     is_loss: bool
     is_sent: bool = False
+    is_result: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,22 @@ def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
                 graph.add_edge(produced[value], op.name, value=value)
         produced.update(dict.fromkeys(op.outputs, op.name))
     return graph
+
+
+def later_uses(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Return op -> those of its inputs that need gradients and have been used before."""
+    used: set[str] = set()
+    found = {}
+    for op in graph.ops:
+        backward = any(graph.values[name].requires_grad for name in op.outputs)
+        again = []
+        for position, name in enumerate(op.inputs):
+            if backward and graph.values[name].requires_grad:
+                if name in used:
+                    again.append(position)
+                used.add(name)
+        found[op.name] = tuple(again)
+    return found
 
 
 def leaves_of(template: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from cost_model.memory import OPTIMIZERS
 from planner.errors import JobError
@@ -39,18 +39,27 @@ class Checkpointing(NamedTuple):
         return self.mode if self.first is None else f"{self.mode}:{self.first}"
 
 
+JobPhase = Literal["training", "prefill", "decode"]
+"""What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
+
+PHASES: tuple[JobPhase, ...] = get_args(JobPhase)
+
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element, by the dtype names that a job knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training step (or inference call) of a model, with the assumptions that its price depends on.
+    """One step of a model, with the assumptions that its price depends on.
 
     Attributes:
         batch: samples in the global batch of one step; None takes the example inputs' first dim.
-        seq: tokens in a sequence (both lengths for an encoder-decoder); None where it has no meaning.
-        training: False prices the forward pass alone, without gradients and optimizer state.
+        seq: tokens in a sequence (both lengths for an encoder-decoder); in decoding, tokens of each sequence that are
+            in the cache already; None where it has no meaning.
+        phase: what a step is; all but training are run at once (one micro-batch, nothing checkpointed), with
+            parameters in ``dtype`` and no master copy.
+        training: False prices the forward pass alone, without gradients and optimizer state; so it is in every phase
+            but training.
         optimizer: a name in ``cost_model.memory.OPTIMIZERS``.
         dtype: of parameters and activations.
         master_dtype: of the optimizer's own copy of the parameters; None keeps no copy.
@@ -69,6 +78,7 @@ class Job:
 
     batch: int | None = None
     seq: int | None = None
+    phase: JobPhase = "training"
     training: bool = True
     optimizer: str = "adamw"
     dtype: str = "bf16"
@@ -85,6 +95,10 @@ class Job:
     data_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.phase != "training":
+            object.__setattr__(self, "training", False)
+            object.__setattr__(self, "master_dtype", None)
+            self._check_inference()
         for field in ("batch", "seq", "memory_bytes", "micro_batches"):
             value = getattr(self, field)
             if value is not None and value < 1:
@@ -101,7 +115,30 @@ class Job:
             advice = f"Choose one of {', '.join(OPTIMIZERS)}."
             raise JobError(f"optimizer is {self.optimizer!r}.", what_to_do=advice, field="optimizer")
 
-    def _check_choice(self, field: str, choices: tuple[str, ...], *, none_is_fine: bool) -> None:
+    @property
+    def counts_moments(self) -> bool:
+        """Whether memory is added up at moments: of the backward, or of a forward that was traced for inference."""
+        return self.training or self.phase != "training"
+
+    @property
+    def items(self) -> tuple[int, str]:
+        """How many tokens a step reads or makes, or samples where they have no length, and which of both."""
+        batch = self.batch or 0
+        if self.seq is None:
+            return batch, "samples"
+        return (batch if self.phase == "decode" else batch * self.seq), "tokens"
+
+    def _check_inference(self) -> None:
+        self._check_choice("phase", PHASES)
+        advice = "Leave it out: nothing is kept for a backward pass."
+        if self.micro_batches not in (None, 1):
+            detail = f"{self.phase} in {self.micro_batches} micro-batches: a batch is run at once."
+            raise JobError(detail, what_to_do=advice, field="micro_batches")
+        if self.ac not in (None, "none"):
+            detail = f"{self.phase} with activation checkpointing {self.ac!r}."
+            raise JobError(detail, what_to_do=advice, field="ac")
+
+    def _check_choice(self, field: str, choices: tuple[str, ...], *, none_is_fine: bool = False) -> None:
         value = getattr(self, field)
         if value not in choices and not (none_is_fine and value is None):
             raise JobError(f"{field} is {value!r}.", what_to_do=f"Choose one of {', '.join(choices)}.", field=field)

@@ -17,9 +17,14 @@ from torch import nn
 _ATTRIBUTES = ("expand_kv", "kv_b_proj", "qk_nope_head_dim", "v_head_dim")
 
 
+def latent_attentions(module: nn.Module) -> list[nn.Module]:
+    """Return the latent attentions in ``module``; their cache holds what keys and values are made of."""
+    return [part for part in module.modules() if all(hasattr(part, name) for name in _ATTRIBUTES)]
+
+
 def concatenate_keys(module: nn.Module) -> list[nn.Module]:
     """Make the latent attentions in ``module`` put their keys together by concatenation, and return them."""
-    found = [part for part in module.modules() if all(hasattr(part, name) for name in _ATTRIBUTES)]
+    found = latent_attentions(module)
     for part in found:
         part.__dict__["expand_kv"] = functools.partial(_expand, part)
     return found

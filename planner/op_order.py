@@ -48,6 +48,11 @@ class OpOrder:
         self.passed: dict[int, frozenset[str]] = {}
         self._follow_gradients()
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether nothing has a backward: the model was traced for inference."""
+        return not any(value.requires_grad for value in self.regions.graph.values.values())
+
     def block(self, region: int) -> str | None:
         """Return the checkpointed block that a region is in."""
         block = self._blocks.of_region.get(region)

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from cost_model import DeviceSpec, op_time_s
-from cost_model.attention import attention_time_s
+from cost_model.attention import attention_time_s, cached_attention_time_s
 from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
 from cost_model.in_step import in_step
 from planner import experts
 from planner.graph import Op, Value
+from planner.job import BYTES_PER_ELEMENT
 from planner.profile import ATTENTION, OpProfile
 from planner.strategies.context_parallel import ContextWork, Kernel, is_causal
 
@@ -122,7 +123,7 @@ class OpTimes:
                 exchange_ranks,
             ),
             *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
-            *(profile.forward_dispatched, profile.backward_dispatched),
+            *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens),
             tuple(value.requires_grad for value in inputs),
         )
         if key not in self._known:
@@ -161,6 +162,8 @@ class OpTimes:
         dtype: str,
         share: float,
     ) -> OpTime | None:
+        if op.target is ATTENTION and profile.cached_tokens:
+            return self._cached_attention(op, shapes, profile, dtype, share)
         if op.target is ATTENTION:
             return self._attention(op, shapes, profile, dtype, share)
         product = product_of(op.target_name, shapes, local_output)
@@ -237,6 +240,29 @@ class OpTimes:
             found.forward_s + profile.forward_dispatched.nbytes * per_byte,
             found.backward_s + profile.backward_dispatched.nbytes * per_byte,
         )
+
+    def _cached_attention(
+        self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float
+    ) -> OpTime:
+        """Return the seconds of attention, and of writing the new keys and values where the cache has room for them."""
+        batch, heads, _, head_dim = shapes[0]
+        _, kv_heads, new, head_dim_v = shapes[2]
+        itemsize = BYTES_PER_ELEMENT[dtype]
+        copied = 2 * batch * kv_heads * new * (head_dim + head_dim_v) * itemsize
+        writing_s = copied / stream_bytes_per_s(self._device) + 2 * self._device.kernel_launch_s
+        if profile.cached_tokens == new:
+            return OpTime(self._attention(op, shapes, profile, dtype, share).forward_s + writing_s, 0.0)
+        reading_s = cached_attention_time_s(
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            tokens=profile.cached_tokens,
+            head_dim=head_dim,
+            head_dim_v=head_dim_v,
+            device=self._device,
+            dtype=dtype,
+        )
+        return OpTime(reading_s + writing_s, 0.0)
 
     def _experts(
         self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int

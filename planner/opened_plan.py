@@ -17,13 +17,13 @@ from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint
 from planner.formulate import Formulator
 from planner.grouping import Grouping
-from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
+from planner.inputs import GivenInputs, batch_of
 from planner.plan import ShardingPlan
 from planner.plan_grouping import groupings_of_plan
 from planner.run import Run
 from planner.search import Search
 from planner.structure import Structure
-from planner.traced_module import ModuleNames, traced
+from planner.traced_module import ModuleNames, given_or_made, traced
 
 WITHOUT_LOSS = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
@@ -141,17 +141,13 @@ def open_plan(
         raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
     cluster = cluster or ClusterSpec.from_dict(plan.cluster)
     check_mesh(plan.mesh.spec, cluster)
-    inputs = (
-        inputs_for(model, batch=plan.job.batch, seq=plan.job.seq)
-        if example_inputs is None
-        else as_inputs(example_inputs)
-    )
+    inputs = given_or_made(model, example_inputs, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
     batch = plan.job.batch or batch_of(inputs)
     clock = Clock()
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
     with clock.stage("trace_s"):
-        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype)
-    model_traced = TracedModel.of(module, flash_attention=flash)
+        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype, plan.job.phase)
+    model_traced = TracedModel.of(module, flash_attention=flash, seq=plan.job.seq)
     search = Search(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

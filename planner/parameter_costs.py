@@ -178,7 +178,7 @@ class ParameterPricer:
             saved: whether autograd keeps the parameter for the backward, which then gathers it again.
             recomputed: whether the use is inside a checkpointed block.
             first: whether nothing is left of the backward that could hide its gradient's reduction.
-            working: moment's quantity -> how many of them an op uses at that moment.
+            working: moment's quantity -> how many of them an op uses at that moment, backward, or forward in inference.
             pending: moment's quantity -> how many of their gradients from this use wait for those from others.
         """
         layout, gradient = use
@@ -189,6 +189,8 @@ class ParameterPricer:
             return None
         prices = [forward]
         training = self._run.job.training
+        if layout != choice.stored and self._run.job.phase != "training":
+            prices.append(self._presented(value, choice.stored, layout, calls, working))
         if training and (recomputed or saved):
             phase: Phase = "recompute" if recomputed else "backward"
             again = self._gather(value, choice.stored, layout, phase, calls, quantity.BLOCKING_BACKWARD)
@@ -208,6 +210,16 @@ class ParameterPricer:
             if self._run.micro_batches > 1 and choice.accumulated is None:
                 prices.append(self._gradient_memory(value, gradient, count))
         return add_prices(prices)
+
+    def _presented(self, value: Value, stored: Layout, layout: Layout, calls: int, working: Mapping[str, int]) -> Price:
+        """Price the copy of a parameter that inference uses: a slice is read and written in every step."""
+        copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
+        charge = {name: n * copy for name, n in working.items()}
+        path = self._communication.path(value.shape, value.dtype.itemsize, stored, layout)
+        if path is not None and any(step.kind == "slice" for step in path.steps):
+            device = self._run.cluster.device
+            charge[quantity.COMPUTE_FORWARD] = calls * (2 * copy / stream_bytes_per_s(device) + device.kernel_launch_s)
+        return Price(charge=charge)
 
     def _gather(
         self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: int, prefix: str

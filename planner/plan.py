@@ -11,7 +11,7 @@ from typing import Any
 from cost_model.layout import Layout, LayoutError, MeshSpec, parse_layout
 from planner import plan_file, plan_json
 from planner.errors import MeshError, PlanError, PlannerError
-from planner.job import CheckpointingMode, Job
+from planner.job import CheckpointingMode, Job, JobPhase
 from planner.patterns import check_pattern
 from planner.plan_checks import check_layout, check_names, check_ports, wrong_type
 from planner.plan_json import FORMAT_VERSION
@@ -25,6 +25,7 @@ __all__ = [
     "CollectiveKind",
     "Estimate",
     "Job",
+    "JobPhase",
     "Phase",
     "Pipeline",
     "PipelineStage",

@@ -66,6 +66,21 @@ class Edge:
     pairs: Mapping[tuple[int, int], Charge]
 
 
+def same_producer_port(a: Edge, b: Edge) -> Edge:
+    """Return an edge that holds the producers of two edges to the same port: one key of a plan names both."""
+    return _same_port(a.producer, a.producer_ports, b.producer, b.producer_ports)
+
+
+def same_consumer_port(a: Edge, b: Edge) -> Edge:
+    """Return an edge that holds the consumers of two edges to the same port, likewise."""
+    return _same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports)
+
+
+def _same_port(node: int, ports: tuple[int, ...], other: int, other_ports: tuple[int, ...]) -> Edge:
+    pairs: dict[tuple[int, int], Charge] = {(port, port): {} for port in set(ports) & set(other_ports)}
+    return Edge(producer=node, consumer=other, producer_ports=ports, consumer_ports=other_ports, pairs=pairs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """A charge that is paid once if any of ``members`` (edge, producer port, consumer port) is chosen."""

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from planner import experts
 from planner.flop_count import FlopCount
-from planner.graph import Op, OpGraph, Value
+from planner.graph import Op, OpGraph, Value, later_uses
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways
 from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
@@ -55,6 +55,7 @@ class OpProfile:
         forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
             local pieces, the ops are the tensors that become plain and DTensors again.
         summed: which of its inputs have an earlier use: autograd adds the gradients of both.
+        cached_tokens: of each sequence, in the key-value cache behind an op of attention; 0 where there is none.
     """
 
     flops: float
@@ -69,6 +70,7 @@ class OpProfile:
     forward_dispatched: Dispatched = NOTHING
     backward_dispatched: Dispatched = NOTHING
     summed: tuple[int, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +139,10 @@ class _Walk:
     The tensors that the others would make are made where an op that does run reads them.
     """
 
-    def __init__(self, graph: OpGraph, flash_attention: bool) -> None:
+    def __init__(self, graph: OpGraph, flash_attention: bool, cached_before: int | None) -> None:
         self._graph = graph
         self._flash = flash_attention
+        self._cached_before = cached_before
         self._made: dict[str, torch.Tensor] = {}
         self._like: dict[str, torch.Tensor] = {}
         self._roots: dict[int, str] = {}
@@ -147,7 +150,7 @@ class _Walk:
         self._storage_nbytes: dict[str, int] = {}
         self._lie: dict[str, tuple[tuple[int, ...], int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
-        self._summed = _summed(graph)
+        self._summed = later_uses(graph)
         self._seed = torch.empty((), device="meta", requires_grad=True)
 
     def run(self) -> GraphProfile:
@@ -261,7 +264,7 @@ class _Walk:
                 del extra[storage]
                 saved.append(self._root_of[name])
         if op.target is ATTENTION and self._flash:
-            return self._flash_attention(op, inputs, outputs, count.flops)
+            return self._with_cache(op, inputs, self._flash_attention(op, inputs, outputs, count.flops))
         if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
             saved, extra = [self._root_of[op.inputs[0]]], {0: 8 * inputs[0].shape[0]}
             run = _own_cross_entropy(inputs[0])
@@ -276,7 +279,8 @@ class _Walk:
         found = self._sum_up(
             op, inputs, outputs, count.flops, tuple(dict.fromkeys(saved)), sum(extra.values()), is_view, cached, run
         )
-        return dataclasses.replace(found, forward_peak_nbytes=forward_peak(op, given)) if cached else found
+        found = dataclasses.replace(found, forward_peak_nbytes=forward_peak(op, given)) if cached else found
+        return self._with_cache(op, inputs, found) if op.target is ATTENTION else found
 
     def _sum_up(
         self,
@@ -335,6 +339,17 @@ class _Walk:
             backward_extra_nbytes=0,
         )
 
+    def _with_cache(self, op: Op, inputs: list[Value], found: OpProfile) -> OpProfile:
+        """Return the profile of attention whose keys and values are in a cache, behind those of earlier steps."""
+        if self._cached_before is None:
+            return found
+        new = inputs[1].shape[2]
+        tokens = self._cached_before + new
+        earlier = sum(value.nbytes for value in inputs[1:3]) // new * self._cached_before
+        return dataclasses.replace(
+            found, flops=found.flops / new * tokens, nbytes=found.nbytes + earlier, cached_tokens=tokens
+        )
+
     def _experts(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
         """Return the profile of `planner.experts`' op, with its experts equally busy."""
         work = experts.ExpertsWork.of([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
@@ -359,22 +374,6 @@ class _Walk:
         )
 
 
-def _summed(graph: OpGraph) -> dict[str, tuple[int, ...]]:
-    """Return op -> those of its inputs that need gradients and have been used before."""
-    used: set[str] = set()
-    found = {}
-    for op in graph.ops:
-        backward = any(graph.values[name].requires_grad for name in op.outputs)
-        again = []
-        for position, name in enumerate(op.inputs):
-            if backward and graph.values[name].requires_grad:
-                if name in used:
-                    again.append(position)
-                used.add(name)
-        found[op.name] = tuple(again)
-    return found
-
-
 def _own_cross_entropy(logits: Value) -> OpRun:
     """Return what is seen of our own cross entropy."""
     nbytes = 4 * math.prod(logits.shape)  # in float32
@@ -382,12 +381,13 @@ def _own_cross_entropy(logits: Value) -> OpRun:
     return OpRun(CROSS_ENTROPY_COPIES[logits.dtype == torch.float32] * nbytes, forward, backward)
 
 
-def profile(graph: OpGraph, *, flash_attention: bool) -> GraphProfile:
+def profile(graph: OpGraph, *, flash_attention: bool, cached_before: int | None = None) -> GraphProfile:
     """Return what every op of ``graph`` costs on one device, unsplit.
 
     Args:
         graph: the traced model.
         flash_attention: whether attention runs in a fused kernel; otherwise its scores are kept.
+        cached_before: tokens of each sequence that are in a key-value cache before the step; None: there is no cache.
     """
     with torch.enable_grad():
-        return _Walk(graph, flash_attention).run()
+        return _Walk(graph, flash_attention, cached_before).run()

@@ -120,7 +120,7 @@ class _Frames:
                 if crossings and graph.values[value].kind != "parameter":
                     self._paths[value, op.call] = crossings
         for output in graph.outputs:
-            if output.is_loss or output.is_sent:
+            if output.is_loss or output.is_sent or output.is_result:
                 self._paths[output.value, OUTSIDE] = output.crossings
         for model_input in graph.inputs:
             crossing = Crossing(call=0, direction="input", path=model_input.path)

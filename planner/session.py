@@ -20,12 +20,11 @@ from planner import baselines, collector
 from planner.baselines import Restriction
 from planner.block_variants import vary_blocks
 from planner.candidates import TracedModel, check_mesh, meshes_of
-from planner.capture import ExampleInputs
 from planner.clock import Clock
 from planner.cut import obstacle
 from planner.errors import JobError, MeshError, PlannerError
-from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for
-from planner.job import Checkpointing, Job, checked_time_limit_s, memory_bytes_of
+from planner.inputs import GivenInputs, batch_of
+from planner.job import Checkpointing, Job, JobPhase, checked_time_limit_s, memory_bytes_of
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.pins import Pins
@@ -37,7 +36,7 @@ from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
 from planner.stage_searches import PlannedPipeline
-from planner.traced_module import TracedModule, check_traced, micro_batch_counts, traced
+from planner.traced_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
 
@@ -56,6 +55,7 @@ class PlanningSession:
         *,
         cluster: str | ClusterSpec | Mapping[str, Any],
         example_inputs: GivenInputs = None,
+        phase: JobPhase = "training",
         batch: int | None = None,
         seq: int | None = None,
         micro_batches: int | None = None,
@@ -76,12 +76,16 @@ class PlanningSession:
         self._vary_blocks = vary_blocks
         self._executable_only = executable_only
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
-        inputs = _inputs(model, example_inputs, batch, seq)
+        if phase != "training":
+            # What a job of the phase has, and says that it has where it was asked for another.
+            micro_batches, ac = micro_batches or 1, ac or "none"
+        inputs = given_or_made(model, example_inputs, batch=batch, seq=seq, phase=phase)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
         flash = self.cluster.device.flash_attention
         self.job = Job(
             batch=batch or given_batch,
             seq=seq,
+            phase=phase,
             optimizer=optimizer,
             dtype=dtype,
             flash_attention=flash,
@@ -96,16 +100,16 @@ class PlanningSession:
         self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
-            check_traced(model, self._batch, self._counts, dtype)
+            check_traced(model, self._batch, self._counts, dtype, phase)
             self._module = model
         else:
             if progress is not None:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with collector.put_off(), self._clock.stage("trace_s"):
-                self._module = traced(model, inputs, alone, dtype)
+                self._module = traced(model, inputs, alone, dtype, phase)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._traced = TracedModel.of(self._module, flash_attention=flash)
+        self._traced = TracedModel.of(self._module, flash_attention=flash, seq=seq)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
 
     def plan(
@@ -169,11 +173,13 @@ class PlanningSession:
         """Yield what a person should know of the plan that its figures do not say."""
         if self.job.training and gives_no_loss(self._traced):
             yield WITHOUT_LOSS
+        if self.job.phase == "prefill" and not self._module.decodes:
+            yield "no key-value cache is counted: the model has none, or one of latents."
         micro_batch = self._batch // run.micro_batches
         if not self._executable_only and self._uncut is not None:
             yield f"no pipeline was tried: {self._uncut}."
         sizes = [size for size in run.mesh.shape if size > 1]
-        if sizes and all(micro_batch % size for size in sizes):
+        if self.job.training and sizes and all(micro_batch % size for size in sizes):
             yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
 
     def _random(self, mesh: MeshSpec, modes: Sequence[str], seed: int) -> Candidate:
@@ -200,6 +206,8 @@ class PlanningSession:
     @functools.cached_property
     def _uncut(self) -> str | None:
         """Why no pipelines are tried; None where they are."""
+        if not self.job.training:
+            return "only training is cut into stages"
         if self._executable_only:
             return "only plans that can be run are wanted"
         if Checkpointing.parse(self.job.ac or "none").first is not None:
@@ -292,20 +300,6 @@ class PlanningSession:
         return counts
 
 
-def _inputs(model: nn.Module | TracedModule, given: GivenInputs, batch: int | None, seq: int | None) -> ExampleInputs:
-    """Return the arguments to trace ``model`` with; none where it is traced already.
-
-    Raises:
-        JobError: it is traced already, and arguments are given.
-    """
-    if not isinstance(model, TracedModule):
-        return inputs_for(model, batch=batch, seq=seq) if given is None else as_inputs(given)
-    if given is not None:
-        advice = "Give them to trace_module, or the module itself here."
-        raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
-    return ExampleInputs(args=(), kwargs={})
-
-
 def _modes(traced: TracedModel, ac: str | None) -> list[str]:
     if ac is not None and ac != "none" and not traced.blocks.lists:
         raise JobError(
@@ -324,6 +318,7 @@ def build_plan(
     *,
     cluster: str | ClusterSpec | Mapping[str, Any],
     example_inputs: GivenInputs = None,
+    phase: JobPhase = "training",
     mesh: str | MeshSpec | None = None,
     batch: int | None = None,
     seq: int | None = None,
@@ -341,13 +336,16 @@ def build_plan(
     time_limit_s: float | None = None,
     progress: Progress | None = None,
 ) -> ShardingPlan:
-    """Return the fastest plan for training ``model`` on ``cluster`` within its memory.
+    """Return the fastest plan for a step of ``model`` on ``cluster`` within its memory.
 
     Args:
         model: any module; stays as it is, and may be on the meta device. Or what `trace_module` made of one.
         cluster: for example "4x8xh100-sxm-80gb".
         example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
         config.
+        phase: what a step is: "training"; "prefill", one forward over the batch that fills a key-value cache; "decode",
+            the forward of one more token of each sequence, of which ``seq`` are in the cache. The latter two are for
+            latency: ``planner.tradeoffs.batches`` looks for throughput.
         mesh: for example "dp=4,tp=8"; None: all one- and two-axis meshes of the cluster are tried.
         batch: samples per step in all; None takes the example inputs'.
         seq: tokens per sample, for models that read tokens.
@@ -381,6 +379,7 @@ def build_plan(
         model,
         cluster=cluster,
         example_inputs=example_inputs,
+        phase=phase,
         batch=batch,
         seq=seq,
         micro_batches=micro_batches_for(planner, micro_batches),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.blocks import Blocks
+from planner.forward_timeline import forward_copies, forward_moments, forward_timeline
 from planner.graph import Crossing
 from planner.job import CheckpointingMode
 from planner.moments import find_moments
@@ -35,6 +37,8 @@ class Structure:
 
     Attributes:
         modes: block -> how it is checkpointed, of those that are.
+        agreements, alike: pairs of edges that one key of the plan names: they show the same ports where they come from,
+            and, in inference, where they lead.
         arguments: region class -> slots that show what the model is called with, or hands to the next stage, each
             tensor once.
     """
@@ -51,6 +55,7 @@ class Structure:
     copied: tuple[Tally, ...]
     passed: tuple[Tally, ...]
     agreements: tuple[tuple[int, int], ...]
+    alike: tuple[tuple[int, int], ...]
     first_class: int | None
     arguments: Mapping[int, tuple[int, ...]]
     gathers: tuple[BlockGather, ...]
@@ -84,8 +89,11 @@ def build_structure(
         )
         edge = edge_index.setdefault(key, len(edge_index))
         leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
-    timeline = build_timeline(regions, profile, blocks, modes)
+    op_order = OpOrder(regions, profile, blocks, modes)
+    timeline = forward_timeline(op_order) if op_order.is_forward else build_timeline(op_order)
     tallies = count_tallies(regions, profile, blocks, modes, leaving, timeline)
+    if op_order.is_forward:
+        tallies["copied"] = forward_copies(op_order, timeline, leaving)
     parameters = parameter_classes(regions, timeline)
     with_parameters = [
         (region.ops[0].op.name, regions.class_of[region.index])
@@ -101,6 +109,7 @@ def build_structure(
         edges=tuple(edge_index),
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
+        alike=_alike(regions, edge_index) if op_order.is_forward else (),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
         arguments=_arguments(regions),
         gathers=block_gathers(regions, blocks, parameters, timeline),
@@ -119,7 +128,8 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
         return None
     if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
         return None
-    if find_moments(OpOrder(regions, profile, known.blocks, known.modes)) != known.timeline.moments:
+    order = OpOrder(regions, profile, known.blocks, known.modes)
+    if (forward_moments(order) if order.is_forward else find_moments(order)) != known.timeline.moments:
         return None
     return dataclasses.replace(known, regions=regions, profile=profile)
 
@@ -134,9 +144,11 @@ def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
 
 def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
     found: dict[str, tuple[int, int]] = {}
+    sent = {output.value for output in regions.graph.outputs if output.is_sent}
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
-            if (slot.value.kind == "input" and slot.source is None) or is_sent(region, slot):
+            handed_on = slot.value.name in sent and is_sent(region, slot)
+            if (slot.value.kind == "input" and slot.source is None) or handed_on:
                 found.setdefault(slot.value.name, (regions.class_of[region.index], position))
     slots: dict[int, list[int]] = defaultdict(list)
     for region_class, position in found.values():
@@ -151,6 +163,25 @@ def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
 
 def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
     """Return pairs of edges that one key of the plan names, so that they must show the same ports."""
+    pairs = {pair for edges in _named_together(regions, edge_index) for pair in itertools.pairwise(sorted(edges))}
+    return tuple(sorted(pairs))
+
+
+def _alike(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of edges that one key names and that lead to different entries.
+
+    A module that is called twice hands its results to different regions: dropout, which hands on what it got.
+    """
+    entries = {edge: (key.consumer, key.consumer_slot) for key, edge in edge_index.items()}
+    pairs: set[tuple[int, int]] = set()
+    for edges in _named_together(regions, edge_index):
+        first = {entries[edge]: edge for edge in sorted(edges, reverse=True)}
+        pairs.update(itertools.pairwise(sorted(first.values())))
+    return tuple(sorted(pairs))
+
+
+def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> list[set[int]]:
+    """Return the edges that each key of a plan names."""
     by_key: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for link in regions.links:
         slot = regions.regions[link.consumer].slots[link.consumer_slot]
@@ -162,5 +193,4 @@ def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tupl
             consumer_slot=link.consumer_slot,
         )
         by_key[hook_key(regions, slot.boundary)].add(edge_index[key])
-    pairs = {pair for edges in by_key.values() for pair in zip(sorted(edges), sorted(edges)[1:], strict=False)}
-    return tuple(sorted(pairs))
+    return list(by_key.values())

@@ -13,13 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.blocks import Blocks
 from planner.handed_on import first_reads, handed_on, savers
-from planner.job import CheckpointingMode
 from planner.moments import Moment, find_moments
 from planner.op_order import NEVER, OpOrder
-from planner.profile import GraphProfile
-from planner.regions import Region, RegionGraph
+from planner.regions import Region
 
 Counts = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
@@ -136,18 +133,12 @@ class _Builder:
             block = self._order.block_of_op(moment.position)
             if block is not None:
                 in_blocks[block].append(moment)
-        uses: dict[str, list[int]] = defaultdict(list)
-        for region in self._regions.regions:
-            for region_op in region.ops:
-                for slot in (region.slots[i] for i in region_op.inputs):
-                    if slot.origin == "parameter":
-                        uses[slot.value.name].append(self._order.position[region_op.op.name])
         handed = handed_on(self._order)
         return Timeline(
             moments=moments,
             classes=tuple(self._of_class(c.members) for c in self._regions.classes),
             blocks={block: tuple(found) for block, found in in_blocks.items()},
-            uses={name: tuple(positions) for name, positions in uses.items()},
+            uses=positions_of_uses(self._order),
             savers=savers(self._order, handed),
             handed_on=handed,
             starts=self._order.starts,
@@ -296,8 +287,17 @@ class _Builder:
                 found.setdefault(name, (region.index, slot))
 
 
-def build_timeline(
-    regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
-) -> Timeline:
+def positions_of_uses(order: OpOrder) -> dict[str, tuple[int, ...]]:
+    """Return parameter -> positions of the ops that use it."""
+    uses: dict[str, list[int]] = defaultdict(list)
+    for region in order.regions.regions:
+        for region_op in region.ops:
+            for slot in (region.slots[i] for i in region_op.inputs):
+                if slot.origin == "parameter":
+                    uses[slot.value.name].append(order.position[region_op.op.name])
+    return {name: tuple(positions) for name, positions in uses.items()}
+
+
+def build_timeline(order: OpOrder) -> Timeline:
     """Return the moments at which memory may be at its peak, and what is alive at each."""
-    return _Builder(OpOrder(regions, profile, blocks, modes)).build()
+    return _Builder(order).build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from planner.capture import ExampleInputs, quiet, to_meta
 from planner.errors import JobError
 from planner.fingerprint import model_fingerprint
 from planner.graph import OpGraph
-from planner.inputs import GivenInputs, as_inputs, batch_of, inputs_for, with_batch, with_dtype
+from planner.inputs import GivenInputs, as_inputs, batch_of, decodes, inputs_for, with_batch, with_dtype
+from planner.job import JobPhase
 from planner.trace import trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,6 +60,8 @@ class TracedModule:
         samples: first dim of the example inputs.
         traced_batch: first dim that the graph has.
         is_open: whether the graph stands for any batch (`planner.graph.at_batch`), or for ``traced_batch`` alone.
+        phase: what it was traced for: outside training nothing needs a gradient.
+        decodes: whether it has a key-value cache of its own tokens.
     """
 
     name: str
@@ -69,6 +73,8 @@ class TracedModule:
     samples: int
     traced_batch: int
     is_open: bool
+    phase: JobPhase = "training"
+    decodes: bool = False
 
 
 def trace_module(
@@ -79,6 +85,7 @@ def trace_module(
     seq: int | None = None,
     micro_batches: int | None = None,
     dtype: str = "bf16",
+    phase: JobPhase = "training",
 ) -> TracedModule:
     """Return ``module`` as planning knows it; it stays as it is, and may be on the meta device.
 
@@ -90,27 +97,55 @@ def trace_module(
         seq: tokens per sample, for models that read tokens.
         micro_batches: per step; None keeps it open, and the graph good for any batch where the batch is even.
         dtype: of parameters and activations.
+        phase: of the jobs that it is traced for. Only training is cut into micro-batches; the graphs of the others are
+            good for any batch.
 
     Raises:
         PlannerError: it cannot be traced, or no inputs can be made for it.
     """
-    inputs = inputs_for(module, batch=batch, seq=seq) if example_inputs is None else as_inputs(example_inputs)
+    inputs = given_or_made(module, example_inputs, batch=batch, seq=seq, phase=phase)
     samples = batch_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
-    return traced(module, inputs, (batch or samples) // counts[0] if len(counts) == 1 else None, dtype)
+    alone = phase == "training" and len(counts) == 1
+    return traced(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase)
 
 
-def traced(module: nn.Module, inputs: ExampleInputs, micro_batch: int | None, dtype: str) -> TracedModule:
+def given_or_made(
+    module: nn.Module | TracedModule, given: GivenInputs, *, batch: int | None, seq: int | None, phase: JobPhase
+) -> ExampleInputs:
+    """Return the given arguments of one call, or those that the module's config tells; none where it is traced already.
+
+    Raises:
+        PlannerError: none can be made, none may be given, or the module cannot decode.
+    """
+    if isinstance(module, TracedModule):
+        if given is not None:
+            advice = "Give them to trace_module, or the module itself here."
+            raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
+        return ExampleInputs(args=(), kwargs={})
+    if given is None:
+        return inputs_for(module, batch=batch, seq=seq, phase=phase)
+    if phase == "decode":
+        advice = "Leave example_inputs out: those of a decoding step are made from a Hugging Face config."
+        raise JobError("decoding is not planned from example inputs.", what_to_do=advice, field="phase")
+    return as_inputs(given)
+
+
+def traced(
+    module: nn.Module, inputs: ExampleInputs, micro_batch: int | None, dtype: str, phase: JobPhase = "training"
+) -> TracedModule:
     """Return ``module`` traced at ``micro_batch`` alone, or at any batch where that is None.
 
     Raises:
         ModelError: it cannot be traced.
     """
-    copy = to_meta(module, TORCH_DTYPES[dtype])
+    copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     samples = batch_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
     with quiet():
         graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
+    if phase != "training":
+        graph = _with_results(graph)
     tp_plan = getattr(module, "tp_plan", None)
     return TracedModule(
         name=type(module).__name__,
@@ -122,7 +157,18 @@ def traced(module: nn.Module, inputs: ExampleInputs, micro_batch: int | None, dt
         samples=samples,
         traced_batch=batch,
         is_open=micro_batch is None,
+        phase=phase,
+        decodes=decodes(module),
     )
+
+
+def _with_results(graph: OpGraph) -> OpGraph:
+    """Return ``graph`` with what it computes marked as what the forward is run for."""
+    outputs = tuple(
+        dataclasses.replace(output, is_result=graph.values[output.value].kind == "activation")
+        for output in graph.outputs
+    )
+    return dataclasses.replace(graph, outputs=outputs)
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:
@@ -145,13 +191,16 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
     return [micro_batches]
 
 
-def check_traced(module: TracedModule, batch: int, counts: list[int], dtype: str) -> None:
+def check_traced(module: TracedModule, batch: int, counts: list[int], dtype: str, phase: JobPhase = "training") -> None:
     """Refuse a job that ``module`` was not traced for.
 
     Raises:
-        JobError: it was traced in another dtype, or at the batch of another job.
+        JobError: it was traced in another dtype, for another phase, or at the batch of another job.
     """
-    advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=...)."
+    advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=...)."
+    if module.phase != phase:
+        detail = f"the graph of {module.name} was traced for {module.phase}, and the job is {phase}."
+        raise JobError(detail, what_to_do=advice, field="phase")
     if module.dtype != dtype:
         detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {dtype}."
         raise JobError(detail, what_to_do=advice, field="dtype")

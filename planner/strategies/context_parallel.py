@@ -39,14 +39,15 @@ def may_split(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether attention on ``inputs`` (query, key, value, perhaps a mask) can run so.
 
     No dropout, whose pattern the kernel would have to draw again for each part. A mask that is learned would need its
-    gradient. Under a causal mask there are as many keys as queries.
+    gradient. Under a causal mask there are as many keys as queries. Not in inference: a cache of keys and values holds
+    whole sequences.
     """
     query, key, _ = inputs[:3]
     dropout = op.kwargs.get("dropout_p", op.args[4] if len(op.args) > 4 else 0.0)
     masks_need_gradients = any(mask.requires_grad for mask in inputs[3:])
-    alike = len({value.requires_grad for value in inputs[:3]}) == 1
+    trained = all(value.requires_grad for value in inputs[:3])
     square = query.shape[2] == key.shape[2] and query.shape[2] > 1
-    return not dropout and not masks_need_gradients and alike and (square or not is_causal(op))
+    return not dropout and not masks_need_gradients and trained and (square or not is_causal(op))
 
 
 def may_join(layouts: Sequence[Layout | None]) -> bool:

@@ -95,3 +95,37 @@ def test_bad_input(tmp_path: Path, command: str, options: list[str], said: str) 
     assert done.exit_code in (2, 3)
     assert said in done.output
     assert "Traceback" not in done.output
+
+
+def test_batches(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    options = ["--cluster", "1x2xtoy", "--mesh", "dp=2", "--seq", "16", "--dtype", "fp32", "--most", "4"]
+    done = CliRunner().invoke(app, ["batches", str(config), *options, "-o", str(tmp_path / "plans"), "--json"])
+    rows = rows_of(done)
+    assert [row["batch"] for row in rows] == [1, 2, 4]
+    assert [row["best"] for row in rows].index(True) == max(
+        range(len(rows)), key=lambda i: rows[i]["items_per_s_per_device"]
+    )
+    for number, row in enumerate(rows, 1):
+        plan = ShardingPlan.load(tmp_path / "plans" / f"{number}.json")
+        assert (plan.job.phase, plan.job.batch) == ("decode", row["batch"])
+        assert row["items_per_s_per_device"] == row["batch"] / row["step_time_s"] / 2
+    shown = CliRunner().invoke(app, ["batches", str(config), *options])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.split()[:3] == ["#", "Batch", "Mesh"]
+    refused = CliRunner().invoke(app, ["batches", str(config), *options, "--within", "0"])
+    assert refused.exit_code == 2
+
+
+def test_a_decoding_plan_says_what_it_is_for(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    options = ["--cluster", "1x2xtoy", "--phase", "decode", "--batch", "4", "--seq", "16", "--mesh", "dp=2"]
+    shown = CliRunner().invoke(app, ["plan", str(config), *options, "--no-cache"])
+    assert shown.exit_code == 0, shown.output
+    for said in ("16 tokens in the cache, decode", "KV cache", "tokens/s"):
+        assert said in shown.stdout
+    assert "backward" not in shown.stdout
+    refused = CliRunner().invoke(app, ["plan", str(config), *options, "--micro-batches", "2", "--no-cache"])
+    assert refused.exit_code == 2

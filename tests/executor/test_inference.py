@@ -1,0 +1,66 @@
+"""What is planned for inference is what runs: a prompt's forward, and one token behind a prompt, on fake processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from executor_cases import make_model
+from torch.distributed.device_mesh import init_device_mesh
+
+from executor.shard import shard_module
+from executor.torch_internals import fake_process_group
+from executor.verify import verify
+from planner import PlanningSession
+from planner.errors import PlanError
+from planner.inputs import inputs_for
+
+BATCH, SEQ = 8, 16
+CASES = [
+    ("llama", "prefill"),
+    ("llama", "decode"),
+    ("vit", "prefill"),
+    *(pytest.param(f, p, marks=pytest.mark.slow) for f in ("gpt2", "mixtral") for p in ("prefill", "decode")),
+    *(pytest.param(family, "prefill", marks=pytest.mark.slow) for family in ("bert", "t5", "deepseek")),
+]
+
+
+@pytest.mark.parametrize(("family", "phase"), CASES)
+def test_plans_run_as_planned(family: str, phase: Any) -> None:
+    model = make_model(family)
+    session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
+    inputs = dict(inputs_for(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
+    kinds: set[str] = set()
+    for mesh in ("dp=2,tp=2", "dp=1,tp=4"):
+        for planner in ("ilp", "random:0", "random:1"):
+            report = verify(model, session.plan(planner=planner, mesh=mesh), inputs)
+            assert report.equal, report.differences
+            kinds.update(row.kind for row in report.observed)
+            assert {row.phase for row in report.observed} <= {"forward"}
+    # Plans without any collective would prove nothing.
+    assert len(kinds) > 1
+
+
+def test_a_prompt_may_fill_a_cache_while_it_is_verified() -> None:
+    model = make_model("llama")
+    plan = PlanningSession(model, cluster="1x4xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32").plan(
+        planner="random:2", mesh="dp=2,tp=2"
+    )
+    inputs = {**inputs_for(model, batch=BATCH, seq=SEQ, phase="prefill").kwargs, "use_cache": True}
+    assert verify(model, plan, inputs).equal
+
+
+def test_a_decoding_step_needs_its_arguments_by_name() -> None:
+    model = make_model("llama")
+    plan = PlanningSession(model, cluster="1x2xtoy", phase="decode", batch=2, seq=SEQ).plan(mesh="tp=2")
+    with pytest.raises(PlanError, match="input_ids"):
+        verify(model, plan, (torch.zeros(2, 1, dtype=torch.long),))
+
+
+def test_parameters_are_kept_in_the_compute_dtype_alone() -> None:
+    model = make_model("llama")
+    plan = PlanningSession(model, cluster="1x2xtoy", phase="decode", batch=2, seq=SEQ, dtype="bf16").plan(mesh="tp=2")
+    with fake_process_group(2):
+        shard_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan, src_data_rank=None)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
