@@ -18,6 +18,7 @@ from api.cli_options import (
     DataAxes,
     Dtype,
     ExecutableOnly,
+    Jobs,
     Json,
     MemoryGb,
     Mesh,
@@ -66,6 +67,7 @@ def plan_command(
     vary_blocks: VaryBlocks = False,
     executable_only: ExecutableOnly = True,
     time_limit: TimeLimit = None,
+    jobs: Jobs = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     as_json: Json = False,
     no_cache: NoCache = False,
@@ -92,7 +94,7 @@ def plan_command(
             vary_blocks=vary_blocks,
             executable_only=executable_only,
         )
-        found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit)
+        found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
         if output is not None:
             save_plan(found, output)
         print_plan(found, as_json=as_json)

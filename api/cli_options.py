@@ -16,7 +16,8 @@ Model = Annotated[
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 Cluster = Annotated[str, typer.Option(help="NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a .yaml file.")]
 Mesh = Annotated[
-    str | None, typer.Option(help="Such as dp=2,tp=8, outermost axis first; without it, meshes are tried.")
+    str | None,
+    typer.Option(help="Such as dp=2,tp=8, outermost axis first (pp: pipeline stages); without it, meshes are tried."),
 ]
 Phase = Annotated[
     Literal["training", "prefill", "decode"],
@@ -61,6 +62,10 @@ ExecutableOnly = Annotated[
 ]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
+]
+Jobs = Annotated[
+    int,
+    typer.Option(help="Candidates looked at at once, each in a process of its own; -1: on all cores."),
 ]
 Planner = Annotated[str, typer.Option(help="ilp, data-parallel, fully-sharded, tensor-parallel or random:SEED.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]

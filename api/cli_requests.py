@@ -39,8 +39,12 @@ def request_of(**options: Any) -> PlanRequest:
         raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
-def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None) -> ShardingPlan:
-    """Return the plan, from the cache where ``use_cache`` and it is there; after ``time_limit_s`` the best so far."""
+def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None, jobs: int = 1) -> ShardingPlan:
+    """Return the plan, from the cache where ``use_cache`` and it is there; after ``time_limit_s`` the best so far.
+
+    Args:
+        jobs: candidates that are looked at at once.
+    """
     from api.cache import PlanCache
     from api.planning import check_request, fingerprint, plan_request
 
@@ -52,7 +56,7 @@ def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None
         typer.echo(f"(planned before: taken from {cache.folder}; --no-cache plans again)", err=True)
         return known
     with watched() as progress:
-        found = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s)
+        found = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s, jobs=jobs)
     ended = found.solver is None or found.solver.status != "time-limit"
     if key is not None and ended:
         try:

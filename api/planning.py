@@ -38,7 +38,12 @@ _DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy"
 
 
 def plan_request(
-    request: PlanRequest, *, allow_local: bool, progress: Progress | None = None, time_limit_s: float | None = None
+    request: PlanRequest,
+    *,
+    allow_local: bool,
+    progress: Progress | None = None,
+    time_limit_s: float | None = None,
+    jobs: int = 1,
 ) -> ShardingPlan:
     """Return the plan that ``request`` asks for.
 
@@ -46,6 +51,7 @@ def plan_request(
         allow_local: True lets the request name files and Python functions of this machine; a client's may not.
         progress: told of each stage.
         time_limit_s: for the search, which then gives the best plan so far.
+        jobs: candidates that are looked at at once; see `planner.build_plan`.
 
     Raises:
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
@@ -54,7 +60,7 @@ def plan_request(
 
     opened = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
-        session = opened.session(time_limit_s=time_limit_s)
+        session = opened.session(time_limit_s=time_limit_s, jobs=jobs)
         return opened.noted(session.plan(planner=request.planner, mesh=request.mesh))
 
 
@@ -73,11 +79,11 @@ class OpenedRequest:
     job: dict[str, Any]
     notes: tuple[str, ...] = ()
 
-    def session(self, *, time_limit_s: float | None = None) -> PlanningSession:
+    def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return what plans the request."""
         from planner.session import PlanningSession
 
-        return PlanningSession(self.model, cluster=self.cluster, time_limit_s=time_limit_s, **self.job)
+        return PlanningSession(self.model, cluster=self.cluster, time_limit_s=time_limit_s, jobs=jobs, **self.job)
 
     def noted(self, plan: ShardingPlan) -> ShardingPlan:
         """Return ``plan`` with the request's notes before its own."""

@@ -48,6 +48,7 @@ class Row:
         pipelines: whether pipelines are searched as well.
         asked_s: what the issue asks for, None where it does not.
         time_limit_s: of the search, which then gives the best plan so far; None: it ends by itself.
+        jobs: processes that search; memory is then that of the first, and CPU seconds are those of the first.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Row:
     pipelines: bool = False
     asked_s: float | None = None
     time_limit_s: float | None = None
+    jobs: int = 1
 
     @property
     def cluster(self) -> str:
@@ -170,7 +172,7 @@ def measure(row: Row) -> Outcome:
         with quiet_libraries():
             session = PlanningSession(
                 source.module, cluster=row.cluster, batch=row.batch, seq=row.seq, micro_batches=row.micro_batches,
-                ac=row.ac, executable_only=not row.pipelines, time_limit_s=row.time_limit_s,
+                ac=row.ac, executable_only=not row.pipelines, time_limit_s=row.time_limit_s, jobs=row.jobs,
             )  # fmt: skip
             plan = session.plan(mesh=row.mesh)
         assert plan.estimate is not None
@@ -272,6 +274,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", action="append", choices=list(dict.fromkeys(row.group for row in known)))
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that search")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs have it")
@@ -283,7 +286,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def chosen(arguments: argparse.Namespace) -> list[Row]:
     """Return the rows that are asked for; all where none is named."""
     groups, names = arguments.group or [], arguments.row or []
-    return [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
+    wanted = [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
+    return [dataclasses.replace(row, jobs=arguments.jobs) for row in wanted]
 
 
 def main() -> int:

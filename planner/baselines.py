@@ -67,6 +67,13 @@ def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
     return divides(value.shape, layout, mesh.shape)
 
 
+def of_planner(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
+    """Return what the baseline called ``name`` may choose on a mesh."""
+    if name == "tensor-parallel":
+        return tensor_parallel(mesh, tp_plan, graph)
+    return data_parallel(mesh) if name == "data-parallel" else fully_sharded(mesh)
+
+
 def _axes(mesh: MeshSpec) -> list[int]:
     """Return the axes with more than one rank."""
     return [axis for axis, size in enumerate(mesh.shape) if size > 1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.blocks import Blocks, find_blocks
-from planner.errors import MeshError
+from planner.errors import JobError, MeshError
 from planner.graph import OpGraph, at_batch
 from planner.grouping import ALIKE, Grouping, first_blocks
 from planner.job import CheckpointingMode
@@ -56,6 +56,17 @@ class TracedModel:
             is_open=module.is_open,
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
+        )
+
+    def bare(self) -> TracedModel:
+        """Return the same model with nothing remembered."""
+        return TracedModel(
+            graph=self.graph,
+            traced_batch=self.traced_batch,
+            is_open=self.is_open,
+            flash_attention=self.flash_attention,
+            fold=self.fold,
+            lists=self.lists,
         )
 
     @property
@@ -124,6 +135,19 @@ def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
             if cluster.size % inner == 0 and whole:
                 found.append(MeshSpec(axes=(("dp", cluster.size // inner), ("tp", inner))))
     return found
+
+
+def modes_of(traced: TracedModel, ac: str | None) -> list[str]:
+    """Return the modes of checkpointing that a job leaves to choose from.
+
+    Raises:
+        JobError: one is asked for, and there are no blocks.
+    """
+    if ac is not None and ac != "none" and not traced.blocks.lists:
+        raise JobError(
+            f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
+        )
+    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.lists else ["none"])
 
 
 def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,11 @@ class Clock:
     """Stage -> seconds spent in it so far."""
 
     spent: dict[str, float] = field(default_factory=dict)
+
+    def add(self, spent: Mapping[str, float]) -> None:
+        """Add the seconds that were spent elsewhere."""
+        for name, seconds in spent.items():
+            self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

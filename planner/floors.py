@@ -1,8 +1,9 @@
-"""What no run on a mesh can beat: the relaxation without a memory cap, in one micro-batch and without checkpointing.
+"""What no run on a mesh can beat: the relaxation in one micro-batch and without checkpointing, all but uncapped.
 
 Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide them divide the larger ones;
 checkpointing adds work. So the relaxation there bounds every run on the mesh, and its reduced costs every run with a
-certain choice.
+certain choice. Of memory it knows what rests in all of them alike, parameters and the optimizer's states: what does not
+fit has to be split, and gathered.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ class Floor:
     """What no run on a mesh can beat, in all and with any one choice.
 
     Attributes:
+        resting_bytes: the cap on what rests in any micro-batch.
         strategies: by region class, what a run with a strategy takes at least.
         stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
     """
 
     mesh: MeshSpec
     bound_s: float
+    resting_bytes: float | None
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
-    _problem: Problem
+    _problem: Problem | None
     _with_work: dict[float, float] = field(default_factory=dict)
 
     def below(self, time_s: float) -> Promising:
@@ -44,11 +47,17 @@ class Floor:
     def with_work(self, backward_s: float) -> float:
         """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
         if backward_s not in self._with_work:
+            assert self._problem is not None
             constant = dict(self._problem.constant)
             constant[quantity.COMPUTE_BACKWARD] = constant.get(quantity.COMPUTE_BACKWARD, 0.0) + backward_s
-            relaxed = relax(dataclasses.replace(self._problem, constant=constant)) if backward_s else None
+            problem = dataclasses.replace(self._problem, constant=constant)
+            relaxed = relax(problem, resting_bytes=self.resting_bytes) if backward_s else None
             self._with_work[backward_s] = self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
         return self._with_work[backward_s]
+
+    def light(self) -> Floor:
+        """Return what is left to say without the problem: all but `with_work`."""
+        return dataclasses.replace(self, _problem=None, _with_work={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +75,13 @@ class Promising:
         return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
-def floor_of(mesh: MeshSpec, formulation: Formulation) -> Floor | None:
-    """Return the floor of a mesh from the problem of its largest run; None where that has no solution."""
-    relaxed = relax(formulation.problem)
+def floor_of(mesh: MeshSpec, formulation: Formulation, resting_bytes: float | None = None) -> Floor | None:
+    """Return the floor of a mesh from the problem of its largest run; None where that has no solution.
+
+    Args:
+        resting_bytes: the cap on memory.
+    """
+    relaxed = relax(formulation.problem, resting_bytes=resting_bytes)
     if relaxed is None:
         return None
     regions = len(formulation.strategies)
@@ -86,6 +99,7 @@ def floor_of(mesh: MeshSpec, formulation: Formulation) -> Floor | None:
     return Floor(
         mesh=mesh,
         bound_s=relaxed.bound_s,
+        resting_bytes=resting_bytes,
         strategies=tuple(strategies),
         stored=tuple(stored),
         _problem=formulation.problem,

@@ -201,6 +201,13 @@ def _memory(program: _Program, memory_bytes: float | None) -> None:
         linear.at_most(program.peak, memory_bytes * scale)
 
 
+def _states(program: _Program, memory_bytes: float) -> None:
+    """Cap what rests whatever the micro-batches are: parameters, optimizer states, the reserve."""
+    quantities = program.quantities
+    resting = [name for name in quantities.names if name in problems.RESTING]
+    program.linear.at_most(quantities.sum(resting, program.memory_scale), memory_bytes * program.memory_scale)
+
+
 def _typical_time_s(quantities: _Quantities) -> float:
     """Return the largest compute of a choice (communication may be far off it), or any time where nothing computes."""
     compute = quantities.largest((problems.COMPUTE_FORWARD, problems.COMPUTE_BACKWARD))
@@ -320,18 +327,27 @@ class Relaxation:
     at_least_s: tuple[tuple[float, ...], ...]
 
 
-def relax(problem: Problem, *, memory_bytes: float | None = None, solver: str | None = None) -> Relaxation | None:
+def relax(
+    problem: Problem,
+    *,
+    memory_bytes: float | None = None,
+    resting_bytes: float | None = None,
+    solver: str | None = None,
+) -> Relaxation | None:
     """Return the bounds of the linear relaxation, None where it has no solution.
 
     Args:
         memory_bytes: cap on the peak; None for no cap.
+        resting_bytes: cap on what is there in every micro-batch alike (`planner.problem.RESTING`); None for no cap.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
     if memory_bytes is not None and _cannot_fit(problem, memory_bytes):
         return None  # asked first, since it is hard to see from a program that has no solution
-    program = _build(problem, memory_bytes, memory=memory_bytes is not None)
+    program = _build(problem, memory_bytes or resting_bytes, memory=memory_bytes is not None)
+    if resting_bytes is not None:
+        _states(program, resting_bytes)
     answer = solvers.solve_relaxation(program.linear, solver=solver)
     if answer.values is None:
         return None

@@ -3,13 +3,17 @@
 A *lane* is a mesh with a mode of checkpointing; its runs differ in the number of micro-batches, and more of them never
 make a step faster but where they leave room for faster layouts. So a lane starts with the fewest, and has a bound that
 no later run of it can beat: at first the mesh's floor, then the relaxation without a memory cap of the run last looked
-at. What no plan of a single run can beat is its relaxation within the cap. Of lanes to be followed and runs to be
-solved, what has the lowest bound goes next, until no bound is better than the best plan, or time is up. What is left
-could still reach its lowest bound: that is the bound of the whole search.
+at. What no plan of a single run can beat is its relaxation within the cap. Of meshes to be bounded, lanes to be
+followed and runs to be solved, what has the lowest bound goes next, until no bound is better than the best plan, or
+time is up. What is left could still reach its lowest bound: that is the bound of the whole search.
+
+Several of these can go next at once, in a `Pool`. A look then knows of the best plan as it was when the look began:
+less is left out, and what is proved is as true.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -18,18 +22,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cost_model.layout import MeshSpec
-from planner.baselines import Restriction
-from planner.candidates import least_compute_s, least_recompute_s
+from planner.bench import Bench, Restrict, Terms
 from planner.errors import SolverError
-from planner.floors import Floor, floor_of
+from planner.floors import Floor
+from planner.parallel import Pool
 from planner.report import MeshOutcome, MeshReport
-from planner.run import Run
-from planner.search import Candidate, Search
+from planner.run_looks import Followed, FollowLane, Opened, OpenMesh, SolveRun, least_s
+from planner.search import Candidate, Priced, Search
 
 Progress = Callable[[str], None]
 
 _FIRST_GAP = 0.1
 """How far from the best in its run the first plan may be: it is only there to tell what is not worth a look."""
+
+_FIRST_S = 3.0
+"""So long at least the first plan may be solved for: formulating it was most of the work, whatever the time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +55,44 @@ class Found:
     meshes: tuple[MeshReport, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Closed:
+    """A mesh that is not bounded yet, but by its compute, perfectly split."""
+
+    mesh: MeshSpec
+    place: str
+    bound_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Lane:
-    """Runs on one mesh with one mode of checkpointing that were not looked at yet."""
+    """Runs on one mesh with one mode of checkpointing that were not looked at yet, by numbers of micro-batches."""
 
     floor: Floor
     ac: str
-    restriction: Restriction | None
-    counts: list[int]
+    counts: tuple[int, ...]
     bound_s: float
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.floor.mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
     """A run of a lane that is still to be solved, and what no plan of it that fits can beat."""
 
-    run: Run
     lane: _Lane
+    micro_batches: int
     bound_s: float
+
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.lane.mesh
+
+
+_Item = _Closed | _Lane | _Open
+_Task = OpenMesh | FollowLane | SolveRun
 
 
 @dataclass(slots=True)
@@ -74,7 +101,7 @@ class _Mesh:
 
     least_s: float = math.inf
     has_layout: bool = True
-    best: Candidate | None = None
+    best_s: float = math.inf
 
     def bounded(self, time_s: float) -> None:
         self.least_s = min(self.least_s, time_s)
@@ -82,19 +109,25 @@ class _Mesh:
 
 @dataclass(slots=True)
 class OuterSearch:
-    """One walk over the lanes of a job."""
+    """One walk over the lanes of a job.
+
+    Attributes:
+        pool: does the tasks; None: this process does.
+    """
 
     search: Search
     counts: Sequence[int]
     modes: Sequence[str]
-    restrict: Callable[[MeshSpec], Restriction | None]
+    restrict: Restrict
     progress: Progress | None = None
     deadline: float | None = None
-    _best: Candidate | None = None
-    _heap: list[tuple[float, int, _Lane | _Open]] = field(default_factory=list)
+    pool: Pool | None = None
+    _best: Priced | None = None
+    _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _proved_s: float = math.inf
-    _unopened_s: float = math.inf
+    _given_up_s: float = math.inf
+    _cut_short: bool = False
     _unsolved: SolverError | None = None
     _meshes: dict[MeshSpec, _Mesh] = field(default_factory=dict)
 
@@ -106,95 +139,44 @@ class OuterSearch:
         """
         if len(meshes) == len(self.counts) == len(self.modes) == 1:
             return self._only(meshes[0])
+        # The first tasks are done here: what they leave behind all others need.
+        here = Pool(Bench(self.search)).under(Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict))
         # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.
         first = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_evenly(mesh)]
-        self._open_all(first, of=meshes)
-        self._walk()
         others = [mesh for mesh in meshes if mesh not in first]
+        self._close(first, of=meshes)
+        here.run(self._pick, self._done)
         if self._best is None and others:
-            self._dive(min(others, key=self._strangeness))
-        self._open_all(others, of=meshes)
-        complete = self._walk() and math.isinf(self._unopened_s)
-        if self._best is None:
-            if self._unsolved is not None:
-                raise self._unsolved
-            return None
-        left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
-        assert self._at_most_s is not None
-        # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
-        bound_s = min(left_s, self._unopened_s, self._proved_s, self._at_most_s)
-        return Found(candidate=self._best, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+            self._dive(min(others, key=self._strangeness), here)
+        self._close(others, of=meshes)
+        (self.pool or here).run(self._pick, self._done)
+        return self._found(meshes)
 
     def _splits_evenly(self, mesh: MeshSpec) -> bool:
         """Tell whether all devices of a mesh divide the batch in some number of micro-batches."""
         return any(self.search.batch // count % mesh.size == 0 for count in self.counts)
 
-    def _open_all(self, meshes: Sequence[MeshSpec], *, of: Sequence[MeshSpec]) -> None:
-        for mesh in meshes:
-            if self._is_over:
-                least_s = self._least_s(self.search.run_of(mesh, self.counts[0], "none"))
-                self._unopened_s = min(self._unopened_s, least_s)
-                self._of(mesh).bounded(least_s)
-            else:
-                self._say(f"bounding mesh {mesh} ({of.index(mesh) + 1} of {len(of)})")
-                self._open(mesh)
-
-    def _of(self, mesh: MeshSpec) -> _Mesh:
-        return self._meshes.setdefault(mesh, _Mesh())
-
-    def _reports(self, meshes: Sequence[MeshSpec]) -> tuple[MeshReport, ...]:
-        """Return what became of each mesh, once a plan was found."""
-        if len(meshes) == 1:
-            return ()
-        for _, _, item in self._heap:
-            self._of(item.run.mesh if isinstance(item, _Open) else item.floor.mesh).bounded(item.bound_s)
-        return tuple(self._report(mesh) for mesh in meshes)
-
-    def _report(self, mesh: MeshSpec) -> MeshReport:
-        known = self._of(mesh)
-        assert self._best is not None
-        assert self._at_most_s is not None
-        found_s = None if known.best is None else known.best.estimate.step_time_s
-        least_s = known.least_s if found_s is None else min(known.least_s, found_s)
-        outcome: MeshOutcome = "slower" if least_s >= self._at_most_s else "open"
-        if mesh == self._best.run.mesh:
-            outcome = "chosen"
-        elif not known.has_layout:
-            outcome = "no-layout"
-        elif math.isinf(least_s):
-            outcome = "does-not-fit"
-        at_least_s = None if math.isinf(least_s) else least_s
-        return MeshReport(mesh=str(mesh), outcome=outcome, at_least_s=at_least_s, step_time_s=found_s)
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether there is a plan and no time for another.
-
-        Raises:
-            SolverError: there is no time, and no plan either.
-        """
-        if self.deadline is None or time.perf_counter() < self.deadline:
-            return False
-        if self._best is None:
-            raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
-        return True
-
     def _strangeness(self, mesh: MeshSpec) -> float:
         """Return how far the inner axis is from the devices of a node, in powers of two: what most people take."""
         return abs(math.log2(mesh.shape[-1] / self.search.cluster.devices_per_node))
 
-    def _dive(self, mesh: MeshSpec) -> None:
+    def _dive(self, mesh: MeshSpec, here: Pool) -> None:
         """Find a first plan where one is likely: recomputing, in the smallest micro-batches that split the batch."""
-        search, first = self.search, mesh.shape[0]
-        counts = [count for count in self.counts if search.batch // count % first == 0]
-        run = search.run_of(mesh, max(counts, default=self.counts[-1]), self.modes[-1])
-        self._say(f"solving mesh {mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}, for a first plan")
-        try:
-            self._best = search.solve(run, self.restrict(mesh), mip_gap=_FIRST_GAP, deadline=self.deadline)
-        except SolverError:
-            return  # the walk does without, if there is time
-        self._of(mesh).best = self._best
-        self._say_best()
+        if self._is_over:
+            return
+        counts = [count for count in self.counts if self.search.batch // count % mesh.shape[0] == 0]
+        task = SolveRun(
+            mesh=mesh,
+            micro_batches=max(counts, default=self.counts[-1]),
+            ac=self.modes[-1],
+            mip_gap=_FIRST_GAP,
+            left_s=self._left_s,
+            solving_s=_FIRST_S,
+        )
+        self._say_solving(task, ", for a first plan")
+        found = here.do(task)
+        if isinstance(found, Priced):  # the walk does without, if there is time
+            self._keep(found)
 
     def _only(self, mesh: MeshSpec) -> Found | None:
         """One run has nothing to be compared with."""
@@ -206,105 +188,170 @@ class OuterSearch:
         complete = candidate.solution.status == "optimal"
         return Found(candidate=candidate, bound_s=candidate.solution.bound_s, complete=complete)
 
-    def _say(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what)
+    # --- what comes next -----------------------------------------------------------------------------------------
 
-    def _say_best(self) -> None:
-        if self._best is not None:
-            self._say(f"best so far {self._best.estimate.step_time_s:.6g} s")
+    def _close(self, meshes: Sequence[MeshSpec], *, of: Sequence[MeshSpec]) -> None:
+        """Put meshes on the heap that nothing is known of."""
+        for mesh in meshes:
+            bound_s = least_s(self.search, self.search.run_of(mesh, self.counts[0], "none"))
+            self._push(_Closed(mesh=mesh, place=f"{of.index(mesh) + 1} of {len(of)}", bound_s=bound_s))
+
+    def _push(self, item: _Item, *, at_once: bool = False) -> None:
+        heapq.heappush(self._heap, (-math.inf if at_once else item.bound_s, next(self._numbers), item))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is no time for another task."""
+        return self.deadline is not None and time.perf_counter() >= self.deadline
+
+    @property
+    def _left_s(self) -> float | None:
+        return None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0)
 
     @property
     def _at_most_s(self) -> float | None:
         """The step time from which on a plan is not worth finding."""
         return None if self._best is None else self._best.estimate.step_time_s * (1.0 - self.search.job.mip_gap)
 
-    def _open(self, mesh: MeshSpec) -> None:
-        """Find the floor of a mesh, and open its lanes."""
-        search, restriction = self.search, self.restrict(mesh)
-        largest = search.run_of(mesh, self.counts[0], "none")
-        formulation = search.formulate(largest, restriction)[2]
-        with search.clock.stage("solve_s"):
-            floor = None if formulation is None else floor_of(mesh, formulation)
-        if floor is None:
-            self._of(mesh).has_layout = False
+    def _is_wanted(self, bound_s: float) -> bool:
+        return self._at_most_s is None or bound_s < self._at_most_s
+
+    def _pick(self) -> tuple[_Item, _Task] | None:
+        """Return what goes next; None where nothing that is known could be better, or time is up."""
+        if not self._heap or not self._is_wanted(self._heap[0][0]) or self._cut_short or self._is_over:
+            return None
+        item = heapq.heappop(self._heap)[2]
+        return item, self._task(item)
+
+    def _task(self, item: _Item) -> _Task:
+        if isinstance(item, _Closed):
+            self._say(f"bounding mesh {item.mesh} ({item.place})")
+            return OpenMesh(mesh=item.mesh, micro_batches=self.counts[0], modes=self.modes)
+        if isinstance(item, _Lane):
+            return FollowLane(
+                floor=item.floor, ac=item.ac, counts=item.counts, bound_s=item.bound_s, at_most_s=self._at_most_s
+            )
+        task = SolveRun(
+            mesh=item.mesh,
+            micro_batches=item.micro_batches,
+            ac=item.lane.ac,
+            floor=item.lane.floor,
+            at_most_s=self._at_most_s,
+            left_s=self._left_s,
+        )
+        self._say_solving(task)
+        return task
+
+    # --- what came of it -----------------------------------------------------------------------------------------
+
+    def _done(self, item: _Item, task: _Task, found: Opened | Followed | Priced | SolverError | None) -> None:
+        """Note what came of a task."""
+        if isinstance(item, _Closed):
+            assert isinstance(found, Opened)
+            self._opened(item.mesh, found)
+        elif isinstance(item, _Lane):
+            assert isinstance(found, Followed)
+            self._followed(item, found)
+        else:
+            assert isinstance(task, SolveRun)
+            assert not isinstance(found, Opened | Followed)
+            self._solved(item, task, found)
+
+    def _opened(self, mesh: MeshSpec, found: Opened) -> None:
+        """Open the lanes of a mesh."""
+        self._of(mesh).has_layout = found.has_layout
+        if found.floor is None:
             return
-        for ac in self.modes:
-            run = search.run_of(mesh, self.counts[0], ac)
-            more_s = least_recompute_s(search.traced, search.op_times, run, search.micro_batch(run))
-            with search.clock.stage("solve_s"):
-                bound_s = floor.with_work(more_s)
-            lane = _Lane(floor=floor, ac=ac, restriction=restriction, counts=list(self.counts), bound_s=bound_s)
-            self._push(lane)
+        for ac, bound_s in found.bounds_s.items():
+            self._push(_Lane(floor=found.floor, ac=ac, counts=tuple(self.counts), bound_s=bound_s))
 
-    def _push(self, item: _Lane | _Open, *, at_once: bool = False) -> None:
-        heapq.heappush(self._heap, (-math.inf if at_once else item.bound_s, next(self._numbers), item))
-
-    def _walk(self) -> bool:
-        """Go on until nothing is left that could be better; return whether that came before the deadline."""
-        while self._heap:
-            at_most_s = self._at_most_s
-            if at_most_s is not None and self._heap[0][0] >= at_most_s:
-                return True
-            if self._is_over:
-                return False
-            _, _, item = heapq.heappop(self._heap)
-            if isinstance(item, _Lane):
-                self._follow(item)
-            elif not self._solve(item):
-                self._push(item)
-                return False
-        return True
-
-    def _follow(self, lane: _Lane) -> None:
-        """Look at the next run of a lane that could be better; put it on the heap, and the lane back."""
-        at_most_s, known = self._at_most_s, self._of(lane.floor.mesh)
-        while lane.counts:
-            run = self.search.run_of(lane.floor.mesh, lane.counts.pop(0), lane.ac)
-            if self.search.least_memory_bytes(run) > self.search.memory_bytes:
-                continue
-            lane.bound_s = max(lane.bound_s, self._least_s(run))
-            if at_most_s is not None and lane.bound_s >= at_most_s:
-                known.bounded(lane.bound_s)
-                return
-            look = self.search.look_at(run, lane.restriction, lane.floor, at_most_s)
-            if look is None:
-                known.bounded(math.inf if at_most_s is None else at_most_s)
-                return
-            lane.bound_s = max(lane.bound_s, look.uncapped_s)
-            if at_most_s is not None and (look.capped_s is None or look.capped_s >= at_most_s):
-                known.bounded(at_most_s)  # what is not wanted was left out, and may fit and take no more than that
-            elif look.capped_s is not None:
-                # A relaxation that is a plan is solved at no cost, and tells all others what to beat.
-                self._push(_Open(run=run, lane=lane, bound_s=look.capped_s), at_once=look.is_whole)
-            if lane.counts:
-                self._push(lane)
+    def _followed(self, lane: _Lane, found: Followed) -> None:
+        """Put the run that was looked at on the heap, and the lane back."""
+        known, look = self._of(lane.mesh), found.look
+        if look is None or found.micro_batches is None:
+            known.bounded(found.bound_s)
             return
+        if look.capped_s is not None and self._is_wanted(look.capped_s):
+            # A relaxation that is a plan is solved at no cost, and tells all others what to beat.
+            item = _Open(lane=lane, micro_batches=found.micro_batches, bound_s=look.capped_s)
+            self._push(item, at_once=look.is_whole)
+        elif self._at_most_s is not None:
+            known.bounded(self._at_most_s)  # what is not wanted was left out, and may fit and take no more than that
+        if found.counts:
+            self._push(dataclasses.replace(lane, counts=found.counts, bound_s=found.bound_s))
 
-    def _solve(self, item: _Open) -> bool:
-        """Solve a run; return whether that came to its end before the deadline."""
-        run, lane, at_most_s = item.run, item.lane, self._at_most_s
-        self._say(f"solving mesh {run.mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
-        try:
-            candidate = self.search.solve(run, lane.restriction, at_most_s, lane.floor, deadline=self.deadline)
-        except SolverError as error:
-            if self._is_over:
-                return False
+    def _solved(self, item: _Open, task: SolveRun, found: Priced | SolverError | None) -> None:
+        """Keep what was found of a run."""
+        known = self._of(item.mesh)
+        if isinstance(found, SolverError) and self._is_over:
+            self._push(item)
+            self._cut_short = True
+        elif isinstance(found, SolverError):
             # It broke off, and the others may do without: what this run could reach is left in the gap.
-            self._unsolved, self._unopened_s = error, min(self._unopened_s, item.bound_s)
-            self._of(run.mesh).bounded(item.bound_s)
-            return True
-        known = self._of(run.mesh)
-        if candidate is None or candidate.solution is None:
+            self._unsolved, self._given_up_s = found, min(self._given_up_s, item.bound_s)
+            known.bounded(item.bound_s)
+        elif found is None:
             # Nothing that is wanted; what is not wanted may fit or not.
-            known.bounded(math.inf if at_most_s is None else max(item.bound_s, at_most_s))
-            return True
-        self._best = known.best = candidate
-        self._say_best()
-        self._proved_s = min(self._proved_s, candidate.solution.bound_s)
-        known.bounded(candidate.solution.bound_s)
-        return not candidate.solution.cut_short
+            known.bounded(math.inf if task.at_most_s is None else max(item.bound_s, task.at_most_s))
+        else:
+            self._proved_s = min(self._proved_s, found.solution.bound_s)
+            self._cut_short |= found.solution.cut_short
+            known.bounded(found.solution.bound_s)
+            self._keep(found)
 
-    def _least_s(self, run: Run) -> float:
-        search = self.search
-        return least_compute_s(search.traced, search.op_times, run, search.micro_batch(run))
+    def _keep(self, found: Priced) -> None:
+        """Note a plan, and take it where it is the best."""
+        known, time_s = self._of(found.run.mesh), found.estimate.step_time_s
+        known.best_s = min(known.best_s, time_s)
+        if self._best is None or time_s < self._best.estimate.step_time_s:
+            self._best = found
+            self._say(f"best so far {time_s:.6g} s")
+
+    def _found(self, meshes: Sequence[MeshSpec]) -> Found | None:
+        left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
+        if self._best is None:
+            if self._unsolved is not None:
+                raise self._unsolved
+            if self._heap:
+                raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
+            return None
+        assert self._at_most_s is not None
+        complete = left_s >= self._at_most_s and math.isinf(self._given_up_s) and not self._cut_short
+        # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
+        bound_s = min(left_s, self._given_up_s, self._proved_s, self._at_most_s)
+        candidate = self.search.candidate(self._best)
+        return Found(candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+
+    def _of(self, mesh: MeshSpec) -> _Mesh:
+        return self._meshes.setdefault(mesh, _Mesh())
+
+    def _reports(self, meshes: Sequence[MeshSpec]) -> tuple[MeshReport, ...]:
+        """Return what became of each mesh, once a plan was found."""
+        if len(meshes) == 1:
+            return ()
+        for _, _, item in self._heap:
+            self._of(item.mesh).bounded(item.bound_s)
+        return tuple(self._report(mesh) for mesh in meshes)
+
+    def _report(self, mesh: MeshSpec) -> MeshReport:
+        known = self._of(mesh)
+        assert self._best is not None
+        assert self._at_most_s is not None
+        least_s = min(known.least_s, known.best_s)
+        outcome: MeshOutcome = "slower" if least_s >= self._at_most_s else "open"
+        if mesh == self._best.run.mesh:
+            outcome = "chosen"
+        elif not known.has_layout:
+            outcome = "no-layout"
+        elif math.isinf(least_s):
+            outcome = "does-not-fit"
+        at_least_s = None if math.isinf(least_s) else least_s
+        found_s = None if math.isinf(known.best_s) else known.best_s
+        return MeshReport(mesh=str(mesh), outcome=outcome, at_least_s=at_least_s, step_time_s=found_s)
+
+    def _say(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what)
+
+    def _say_solving(self, task: SolveRun, why: str = "") -> None:
+        self._say(f"solving mesh {task.mesh}, {task.micro_batches} micro-batches, checkpointing {task.ac}{why}")

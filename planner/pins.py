@@ -178,6 +178,10 @@ class Pins:
                     if a.contradicts(b):
                         raise _contradiction(a.text, b.text, " = ".join(group))
 
+    def on(self, mesh: MeshSpec) -> Restriction | None:
+        """Return what the pins alone leave to choose on a mesh."""
+        return self.restrict(mesh, None)
+
     def restrict(self, mesh: MeshSpec, other: Restriction | None) -> Restriction | None:
         """Return ``other`` restricted further to what keeps the pins on ``mesh``."""
         if not self:

@@ -2,9 +2,9 @@
 
 Stages are planned one by one (`planner.stages`), each as `Search` plans a model. Of pipelines those with the lowest
 bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B; the second the
-relaxation of its most frequent stage in one micro-batch, without a cap on memory, which holds for every number of
-micro-batches and mode of checkpointing (`planner.floors`); the third that of the run itself, within the cap. Then its
-stages are solved.
+floor (`planner.floors`) of its most frequent stage at its number of micro-batches, one for all modes of checkpointing
+and all splits of the blocks; then the relaxations of its kinds of stages within the cap, one after the other. What is
+found of a stage holds in every pipeline that has it. Then its stages are solved.
 
 What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
 one within a node; the batch split evenly over the first axis; three ways to spread the blocks. What stages hand to each
@@ -18,26 +18,36 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cost_model.layout import Layout, MeshSpec
+from cost_model import reserve_bytes
+from cost_model.layout import MeshSpec
 from planner.balance import balanced
-from planner.baselines import Restriction
-from planner.candidates import least_recompute_s, meshes_of, op_seconds
-from planner.errors import SolverError
-from planner.floors import Floor, floor_of
-from planner.ilp import relax
-from planner.regions import block_of
+from planner.bench import Bench, Restrict, Terms
+from planner.candidates import meshes_of
+from planner.parallel import Pool
 from planner.report import MeshOutcome, MeshReport
-from planner.search import Candidate, Search
-from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks, stage_clusters
-from planner.stages import Role, StageKind, kinds_of, least_step_s, pipeline_step_s, stage_limit_s
-
-MOST_STAGES = 64
+from planner.search import Search
+from planner.stage_looks import (
+    BlockMemory,
+    BoundStage,
+    RelaxStage,
+    SentPipeline,
+    SolvedPipeline,
+    SolvePipeline,
+    StageFloor,
+    Work,
+)
+from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
+from planner.stages import StageKind, kinds_of, least_step_s, stage_limit_s
 
 _LIGHTER = 2.0
 """By how many blocks the first stage is given less in one of the ways to spread them: it keeps most activations."""
+
+
+_ALIKE = 3
+"""From how many blocks on a stage of one more has the same kinds of choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +69,30 @@ class Piped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Item:
-    """A pipeline that is still to be solved; ``looks`` at it so far have raised its bound."""
+    """A pipeline that is still to be solved.
+
+    Attributes:
+        bounds: what each stage cannot beat, as one of equals; ``looks`` so far have raised them.
+    """
 
     pipeline: PipelineRun
-    bound_s: float
+    bounds: tuple[float, ...]
     looks: int = 0
 
+    @property
+    def bound_s(self) -> float:
+        """What no step can beat."""
+        return least_step_s(self.bounds, self.pipeline.micro_batches)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """Seconds of the whole batch on one device: of a block, of what comes before and after all blocks, and of running
-    a block again, by mode of checkpointing."""
+    def raised(self, kind: StageKind, bound_s: float) -> _Item:
+        """Return the item after another look, which found what no stage of ``kind`` can beat."""
+        bounds = (max(b, bound_s) if index in kind.indices else b for index, b in enumerate(self.bounds))
+        return dataclasses.replace(self, bounds=tuple(bounds), looks=self.looks + 1)
 
-    block_s: float
-    first_s: float
-    last_s: float
-    again_s: Mapping[str, float]
 
-    def of(self, kind: StageKind, ac: str) -> float:
-        """Return the seconds of a stage."""
-        around = {"first": self.first_s, "last": self.last_s, "middle": 0.0}[kind.role]
-        return around + kind.blocks * (self.block_s + self.again_s[ac])
+_Task = BoundStage | RelaxStage | SolvePipeline
+_Look = tuple[Hashable, ...]
+"""What names a look at a stage, in whichever pipelines it is."""
 
 
 @dataclass(slots=True)
@@ -91,46 +104,57 @@ class PipelineSearch:
         counts: numbers of micro-batches to choose from.
         modes: of checkpointing.
         restrict: what pins leave to choose on a stage's mesh.
+        pool: does the tasks; None: this process does.
+        only: the one number of stages, and their mesh, that is searched; None: all.
     """
 
     search: Search
     counts: Sequence[int]
     modes: Sequence[str]
-    restrict: Callable[[MeshSpec], Restriction | None]
+    restrict: Restrict
     progress: Callable[[str], None] | None = None
     deadline: float | None = None
-    _best: PlannedPipeline | None = None
+    pool: Pool | None = None
+    only: tuple[int, MeshSpec] | None = None
+    _best: SentPipeline | None = None
     _at_most_s: float = math.inf
     _proved_s: float = math.inf
     _unsolved: bool = False
-    _work: _Work = field(init=False)
-    _stages: StageSearches = field(init=False)
-    _floors: dict[tuple[Role, int, MeshSpec], tuple[int, Floor | None]] = field(default_factory=dict)
+    _work: Work = field(init=False)
+    _bench: Bench = field(init=False)
+    _here: Pool = field(init=False)
+    _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _known: dict[_Look, StageFloor | float] = field(default_factory=dict)
+    _waiting: dict[_Look, list[_Item]] = field(default_factory=dict)
+    _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
+    _tried: set[PipelineRun] = field(default_factory=set)
     _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        most = min(len(listed_blocks(self.search)), MOST_STAGES)
-        self._work = self._measured()
-        self._stages = StageSearches(self.search, self.restrict, dict(stage_clusters(self.search.cluster, most)))
+        self._work = Work.of_model(self.search, self.counts[0], self.modes)
+        self._bench = Bench(self.search)
+        terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
+        self._here = Pool(self._bench).under(terms)
+
+    @property
+    def _stages(self) -> StageSearches:
+        return self._bench.stages
 
     def best(self, at_most_s: float = math.inf) -> Piped:
         """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
         self._at_most_s = at_most_s
         items = list(self._items())
         self._dive(items)
-        numbers = itertools.count()
-        heap = [(item.bound_s, next(numbers), item) for item in items]
-        heapq.heapify(heap)
-        while heap and heap[0][0] < self._at_most_s and not self._is_over:
-            item = heapq.heappop(heap)[2]
-            raised = (self._by_floor, self._by_relaxation, self._solved)[item.looks](item)
-            if raised is not None:
-                heapq.heappush(heap, (raised.bound_s, next(numbers), raised))
-        for bound_s, _, item in heap:
+        for item in items:
+            if item.pipeline not in self._tried:
+                self._push(item)
+        (self.pool or self._here).run(self._pick, self._done)
+        for bound_s, _, item in self._heap:
             self._note(item.pipeline, bound_s)
-        left_s = min((bound_s for bound_s, _, _ in heap), default=math.inf)
+        left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
         return Piped(
-            plan=self._best,
+            plan=None if self._best is None else self._best.whole(self._stages),
             bound_s=min(left_s, self._proved_s, self._at_most_s),
             complete=left_s >= self._at_most_s and not (self._unsolved and self._is_over),
             meshes=tuple(self._reports()),
@@ -144,41 +168,28 @@ class PipelineSearch:
 
     def _items(self) -> Iterator[_Item]:
         """Yield every pipeline with its first bound."""
-        length = len(listed_blocks(self.search))
-        first, last = self._work.first_s / self._work.block_s, self._work.last_s / self._work.block_s
-        for stages, cluster in self._stages.clusters.items():
-            meshes = [mesh for mesh in meshes_of(cluster) if math.prod(mesh.shape[1:]) <= cluster.devices_per_node]
-            around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
-            splits = [balanced(length, stages, *extra) for extra in around]
-            for mesh, split, count, ac in itertools.product(meshes, dict.fromkeys(splits), self.counts, self.modes):
+        for stages, mesh in self._meshes():
+            for split, count, ac in itertools.product(self._splits(stages), self.counts, self.modes):
                 if self.search.batch // count % mesh.shape[0] == 0:
                     pipeline = PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac)
-                    yield _Item(pipeline=pipeline, bound_s=least_step_s(self._bounds(pipeline), count))
+                    yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
 
-    def _measured(self) -> _Work:
-        """Return the work of the largest micro-batch, unsplit: smaller ones fill a device no better."""
-        search, one = self.search, MeshSpec(axes=(("dp", 1),))
-        run = search.run_of(one, self.counts[0], "none")
-        batch, listed = search.micro_batch(run), set(listed_blocks(search))
-        graph = search.traced.graph_at(batch)
-        blocks_s = first_s = last_s = 0.0
-        seconds = op_seconds(search.traced, search.op_times, run, batch)
-        for op in graph.ops:
-            if block_of(graph.calls[op.call].fqn) in listed:
-                blocks_s += seconds.get(op.name, 0.0)
-            elif blocks_s:
-                last_s += seconds.get(op.name, 0.0)
-            else:
-                first_s += seconds.get(op.name, 0.0)
-        again_s = {
-            ac: least_recompute_s(search.traced, search.op_times, search.run_of(one, self.counts[0], ac), batch)
-            / len(listed)
-            for ac in self.modes
-        }
-        parts = self.counts[0]
-        return _Work(
-            block_s=blocks_s * parts / len(listed), first_s=first_s * parts, last_s=last_s * parts, again_s=again_s
-        )
+    def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
+        """Yield numbers of stages with the mesh of each."""
+        if self.only is not None:
+            yield self.only
+            return
+        for stages, cluster in self._stages.clusters.items():
+            for mesh in meshes_of(cluster):
+                if math.prod(mesh.shape[1:]) <= cluster.devices_per_node:
+                    yield stages, mesh
+
+    def _splits(self, stages: int) -> list[tuple[int, ...]]:
+        """Return ways to spread the blocks over so many stages."""
+        first, last = self._work.first_s / self._work.block_s, self._work.last_s / self._work.block_s
+        around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
+        length = len(listed_blocks(self.search))
+        return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
 
     def _dive(self, items: Sequence[_Item]) -> None:
         """Find a first plan where that is cheap, to give the others something to beat: most stages, a node wide."""
@@ -191,168 +202,136 @@ class PipelineSearch:
             if self._best is None and pipeline.ac not in tried and item.bound_s < self._at_most_s and not self._is_over:
                 tried.add(pipeline.ac)
                 if self._may_fit(pipeline):
-                    self._solved(item)
+                    task = self._solve(item)
+                    self._solved(task, self._here.do(task))
+                    self._tried.add(pipeline)
 
-    # --- what nothing can beat -----------------------------------------------------------------------------------
+    # --- what comes next -----------------------------------------------------------------------------------------
 
-    def _bounds(self, pipeline: PipelineRun) -> list[float]:
-        """Return what each stage computes at least, as one of equals."""
-        passes = pipeline.micro_batches + len(pipeline.counts) - 1
-        share = passes / pipeline.micro_batches / pipeline.mesh.size
-        bounds = [0.0] * len(pipeline.counts)
-        for kind in kinds_of(pipeline.counts):
-            for index in kind.indices:
-                bounds[index] = self._work.of(kind, pipeline.ac) * share
-        return bounds
+    def _push(self, item: _Item) -> None:
+        heapq.heappush(self._heap, (item.bound_s, next(self._numbers), item))
 
-    def _by_floor(self, item: _Item) -> _Item | None:
-        """Raise the bound by the floor of the most frequent stage; None where some stage cannot fit."""
-        pipeline, bounds = item.pipeline, self._bounds(item.pipeline)
-        kind, stages = kinds_of(pipeline.counts)[0], len(pipeline.counts)
-        if not self._may_fit(pipeline):
-            self._note(pipeline, math.inf)
+    def _pick(self) -> tuple[_Look | _Item, _Task] | None:
+        """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
+        while self._heap and self._heap[0][0] < self._at_most_s and not self._is_over:
+            item = heapq.heappop(self._heap)[2]
+            look = self._look(item)
+            if look is None:
+                return item, self._solve(item)
+            if look in self._known:
+                self._raise(item, self._known[look])
+            elif look in self._waiting:
+                self._waiting[look].append(item)
+            elif item.looks or self._may_fit(item.pipeline):
+                self._waiting[look] = [item]
+                return look, self._task(item)
+            else:
+                self._note(item.pipeline, math.inf)
+        return None
+
+    def _look(self, item: _Item) -> _Look | None:
+        """Return the next look at a pipeline's stages; None where there is none but to solve it."""
+        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
+        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches)
+        if item.looks == 0:
+            return kinds[0].role, stages, *shape
+        if item.looks <= len(kinds):
+            kind = kinds[item.looks - 1]
+            return kind.role, kind.blocks, kind.indices[0], stages, *shape, pipeline.ac
+        return None
+
+    def _task(self, item: _Item) -> _Task:
+        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
+        if item.looks == 0:
+            self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
+            passes = pipeline.micro_batches + len(pipeline.counts) - 1
+            share = passes / pipeline.micro_batches / pipeline.mesh.size
+            again_s = {ac: again * share for ac, again in self._work.again_s.items()}
+            return BoundStage(kind=self._shortest(kinds[0], len(pipeline.counts)), pipeline=pipeline, again_s=again_s)
+        kind = kinds[item.looks - 1]
+        floor = self._floor(kind, pipeline)
+        limit_s = stage_limit_s(item.bounds, kind, pipeline.micro_batches, self._at_most_s)
+        return RelaxStage(kind=kind, pipeline=pipeline, floor=None if floor is None else floor.floor, limit_s=limit_s)
+
+    def _shortest(self, kind: StageKind, stages: int) -> StageKind:
+        """Return the kind of stage of the same role that has the fewest blocks in any split."""
+        kinds = [kinds_of(split)[0] for split in self._splits(stages)]
+        return min([k for k in kinds if k.role == kind.role], key=lambda k: k.blocks, default=kind)
+
+    def _floor(self, kind: StageKind, pipeline: PipelineRun) -> StageFloor | None:
+        """Return a floor that holds for a kind of stage, choice by choice."""
+        found = self._known.get((kind.role, len(pipeline.counts), pipeline.mesh, pipeline.micro_batches))
+        if not isinstance(found, StageFloor):
             return None
-        floor_s = self._floor_s(kind, pipeline)
-        if floor_s is None:
-            return None
-        again_s = kind.blocks * self._work.again_s[pipeline.ac] / pipeline.mesh.size
-        idle_s = (stages - 1) * self._work.of(kind, pipeline.ac) / pipeline.mesh.size / pipeline.micro_batches
-        for index in kind.indices:
-            bounds[index] = max(bounds[index], floor_s + again_s + idle_s)
-        bound_s = max(item.bound_s, least_step_s(bounds, pipeline.micro_batches))
-        return _Item(pipeline=pipeline, bound_s=bound_s, looks=1)
+        # With fewer blocks the first and the last of a stage are not like those between them: other choices.
+        is_alike = found.blocks == kind.blocks or _ALIKE <= found.blocks <= kind.blocks
+        return found if is_alike else None
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:
-        """Tell whether no stage needs too much memory by count of its tensors alone, however they are split."""
+        """Tell whether no stage needs too much memory by count of its blocks' tensors alone, however they are split."""
+        batch = self.search.batch // pipeline.micro_batches
+        if (batch == 1) not in self._blocks:  # of a single sample autograd may keep other tensors
+            counted = 1 if batch == 1 else self.search.batch // self.counts[0]
+            self._blocks[batch == 1] = BlockMemory.of(self._stages, counted, self.modes, self.search.job)
+        memory = self._blocks[batch == 1]
         for kind in kinds_of(pipeline.counts):
-            search = self._stages.of(kind, len(pipeline.counts))
-            run = self._stages.run(search, kind, pipeline)
-            # What is known of the largest micro-batch tells of all others.
-            search.least_memory_bytes(dataclasses.replace(run, micro_batches=self.counts[0]))
-            if search.least_memory_bytes(run) > search.memory_bytes:
+            run = self._stages.run(self._stages.of(kind, len(pipeline.counts)), kind, pipeline)
+            least = memory.of_stage(kind.blocks, run, batch) / run.mesh.size + reserve_bytes(run.cluster.device)
+            if least > self.search.memory_bytes:
                 return False
         return True
 
-    def _floor_s(self, kind: StageKind, pipeline: PipelineRun) -> float | None:
-        """Return what no run of a stage on its mesh can beat, its idle time left out; None where it has no layout.
-
-        It is found for one number of blocks: with fewer it shrinks by no more than they do, with more it grows.
-        """
-        key = kind.role, len(pipeline.counts), pipeline.mesh
-        if key not in self._floors:
-            self._say(f"bounding a stage on mesh {pipeline.whole_mesh}")
-            search = self._stages.of(kind, len(pipeline.counts))
-            run = search.run_of(pipeline.mesh, self.counts[0], "none")
-            formulation = search.formulate(run, self._stages.restriction(search, run, None))[2]
-            with search.clock.stage("solve_s"):
-                floor = None if formulation is None else floor_of(pipeline.mesh, formulation)
-            self._floors[key] = kind.blocks, floor
-        blocks, floor = self._floors[key]
-        return None if floor is None else floor.bound_s * min(kind.blocks / blocks, 1.0)
-
-    def _by_relaxation(self, item: _Item) -> _Item | None:
-        """Raise the bound by the relaxation of each kind of stage within the cap; None where none fits or is wanted."""
-        bounds = self._relaxed(item.pipeline, None)
-        if bounds is None:
-            return None
-        bound_s = max(item.bound_s, least_step_s(bounds, item.pipeline.micro_batches))
-        return _Item(pipeline=item.pipeline, bound_s=bound_s, looks=2)
-
-    def _relaxed(self, pipeline: PipelineRun, layout: Layout | None) -> list[float] | None:
-        """Return what no stage can beat, as one of equals; None where a stage does not fit, or is too slow."""
-        bounds = self._bounds(pipeline)
-        for kind in kinds_of(pipeline.counts):
-            limit_s = stage_limit_s(bounds, kind, pipeline.micro_batches, self._at_most_s)
-            bound_s = self._relaxed_stage(kind, pipeline, layout, limit_s)
-            if bound_s is None:
-                self._note(pipeline, self._at_most_s)
-                return None
-            for index in kind.indices:
-                bounds[index] = max(bounds[index], bound_s)
-            if least_step_s(bounds, pipeline.micro_batches) >= self._at_most_s:
-                self._note(pipeline, self._at_most_s)
-                return None
-        return bounds
-
-    def _relaxed_stage(
-        self, kind: StageKind, pipeline: PipelineRun, layout: Layout | None, limit_s: float
-    ) -> float | None:
-        search = self._stages.of(kind, len(pipeline.counts))
-        run, floor = self._stages.run(search, kind, pipeline), self._known_floor(kind, pipeline)
-        at_most_s = None if math.isinf(limit_s) else limit_s
-        formulation = search.formulate(run, self._stages.restriction(search, run, layout), floor, at_most_s)[2]
-        if formulation is None:
-            return None
-        with search.clock.stage("solve_s"):
-            try:
-                relaxed = relax(formulation.problem, memory_bytes=search.memory_bytes)
-            except SolverError:  # ended without an answer
-                relaxed = relax(formulation.problem)
-        return None if relaxed is None else relaxed.bound_s
-
-    def _known_floor(self, kind: StageKind, pipeline: PipelineRun) -> Floor | None:
-        """Return a floor that holds for a kind of stage."""
-        blocks, floor = self._floors.get((kind.role, len(pipeline.counts), pipeline.mesh), (0, None))
-        return floor if kind.blocks >= blocks else None
-
-    # --- solving -------------------------------------------------------------------------------------------------
-
-    def _solved(self, item: _Item) -> None:
-        """Plan the stages of a pipeline, in each layout that they can hand tensors on in."""
+    def _solve(self, item: _Item) -> SolvePipeline:
         pipeline = item.pipeline
-        search = self._stages.of(kinds_of(pipeline.counts)[0], len(pipeline.counts))
-        for layout in self._stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
-            bounds = self._relaxed(pipeline, layout)
-            if bounds is None:
-                continue
-            self._say(
-                f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, "
-                f"checkpointing {pipeline.ac}"
-            )
-            try:
-                found = self._planned(pipeline, layout, bounds)
-            except SolverError:
-                # It broke off, or time was up: what it could reach is left in the gap.
-                found, self._unsolved = None, True
-                self._proved_s = min(self._proved_s, least_step_s(bounds, pipeline.micro_batches))
-            if found is None:
-                continue
-            bound_s = least_step_s(bounds, pipeline.micro_batches)
-            self._proved_s = min(self._proved_s, bound_s)
-            self._note(pipeline, bound_s, found.step_time_s)
-            if found.step_time_s < self._at_most_s:
-                self._keep(found)
+        self._say(
+            f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, checkpointing {pipeline.ac}"
+        )
+        kinds = kinds_of(pipeline.counts)
+        return SolvePipeline(
+            pipeline=pipeline,
+            bounds=item.bounds,
+            floors={k: f.floor for k in kinds if (f := self._floor(k, pipeline)) is not None and f.floor is not None},
+            at_most_s=self._at_most_s,
+            mip_gap=self.search.job.mip_gap,
+            left_s=None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0),
+        )
 
-    def _planned(self, pipeline: PipelineRun, layout: Layout, bounds: list[float]) -> PlannedPipeline | None:
-        """Return the stages' plans; None where one does not fit or is too slow. Raises ``bounds`` to what is proved."""
-        found: list[tuple[StageKind, Candidate]] = []
-        for kind in kinds_of(pipeline.counts):
-            search = self._stages.of(kind, len(pipeline.counts))
-            run = self._stages.run(search, kind, pipeline)
-            limit_s = stage_limit_s(bounds, kind, pipeline.micro_batches, self._at_most_s)
-            candidate = search.solve(
-                run,
-                self._stages.restriction(search, run, layout),
-                None if math.isinf(limit_s) else limit_s,
-                self._known_floor(kind, pipeline),
-                deadline=self.deadline,
-            )
-            if candidate is None or candidate.solution is None:
-                self._note(pipeline, self._at_most_s)
-                return None
-            found.append((kind, candidate))
-            for index in kind.indices:
-                bounds[index] = max(bounds[index], candidate.solution.bound_s)
-        plan = PlannedPipeline(pipeline=pipeline, layout=layout, kinds=tuple(found), step_time_s=0.0)
-        step_s = pipeline_step_s([stage.estimate for stage in plan.stages()], pipeline.micro_batches)
-        return dataclasses.replace(plan, step_time_s=step_s)
+    # --- what came of it -----------------------------------------------------------------------------------------
 
-    def _keep(self, found: PlannedPipeline) -> None:
-        self._best = found
-        self._at_most_s = found.step_time_s * (1.0 - self.search.job.mip_gap)
-        self._say(f"best so far {found.step_time_s:.6g} s")
+    def _done(self, look: _Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
+        """Note what came of a task."""
+        if isinstance(found, SolvedPipeline):
+            assert isinstance(task, SolvePipeline)
+            self._solved(task, found)
+            return
+        assert not isinstance(look, _Item)
+        self._known[look] = found
+        for item in self._waiting.pop(look):
+            self._raise(item, found)
 
-    # --- what became of it ---------------------------------------------------------------------------------------
+    def _raise(self, item: _Item, found: StageFloor | float) -> None:
+        """Raise a pipeline's bound by what was found of a stage."""
+        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
+        if isinstance(found, StageFloor):
+            kind, bound_s = kinds[0], found.bounds_s.get(pipeline.ac, math.inf)
+        else:
+            kind, bound_s = kinds[item.looks - 1], found
+        raised = item.raised(kind, bound_s)
+        if raised.bound_s < self._at_most_s:
+            self._push(raised)
+        else:
+            self._note(pipeline, raised.bound_s)
+
+    def _solved(self, task: SolvePipeline, found: SolvedPipeline) -> None:
+        """Note what came of solving a pipeline, and keep it where it is the best."""
+        self._unsolved |= found.broke_off
+        self._proved_s = min(self._proved_s, found.bound_s)
+        step_s = None if found.best is None else found.best.step_time_s
+        self._note(task.pipeline, min(found.bound_s, task.at_most_s), step_s)
+        if found.best is not None and found.best.step_time_s < self._at_most_s:
+            self._best = found.best
+            self._at_most_s = found.best.step_time_s * (1.0 - self.search.job.mip_gap)
+            self._say(f"best so far {found.best.step_time_s:.6g} s")
 
     def _note(self, pipeline: PipelineRun, at_least_s: float, step_time_s: float | None = None) -> None:
         """Note what was found of a mesh, or what nothing on it can beat."""

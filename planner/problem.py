@@ -26,6 +26,8 @@ BLOCKING_FORWARD = "blocking.forward."
 BLOCKING_BACKWARD = "blocking.backward."
 PREFETCH_FORWARD = "prefetch.forward."
 PREFETCH_BACKWARD = "prefetch.backward."
+RESTING = frozenset(MEMORY + role for role in ("parameters", "optimizer_state", "reserve"))
+"""What is there throughout, in as many bytes in any micro-batch and with any mode of checkpointing."""
 TRANSIENT = "transient."
 MOMENT = "moment."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layout import MeshSpec
@@ -43,6 +44,28 @@ class Candidate:
     decision: Decision
     estimate: Estimate
     solution: Solution | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A candidate without the structure of its run, which follows from the rest: small enough to be sent."""
+
+    run: Run
+    decision: Decision
+    estimate: Estimate
+    solution: Solution
+
+    @classmethod
+    def of(cls, candidate: Candidate | None) -> Priced | None:
+        """Return what is to be sent of a candidate that was solved."""
+        if candidate is None or candidate.solution is None:
+            return None
+        return cls(
+            run=candidate.run,
+            decision=candidate.decision,
+            estimate=candidate.estimate,
+            solution=candidate.solution,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +114,22 @@ class Search:
         self._state_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What a worker begins with; what else is remembered here follows from it.
+        bare = {"traced": self.traced.bare(), "clock": Clock(), "_communication": {}, "_alive": {}}
+        return {**self.__dict__, **bare, "_last_random": None}
+
+    def candidate(self, priced: Priced) -> Candidate:
+        """Return a candidate as a whole."""
+        run = priced.run
+        return Candidate(
+            run=run,
+            structure=self.traced.structure(self.micro_batch(run), run.grouping),
+            decision=priced.decision,
+            estimate=priced.estimate,
+            solution=priced.solution,
+        )
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, apart: int | None = None) -> Run:
         """Return the run of the job on ``mesh``.
@@ -183,6 +222,7 @@ class Search:
         deadline: float | None = None,
         steps: int | None = None,
         capped: bool = True,
+        solving_s: float = 0.0,
     ) -> Candidate | None:
         """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
 
@@ -192,6 +232,7 @@ class Search:
             deadline: the best so far is returned at this time (of `time.perf_counter`).
             steps: relaxations to branch through, after which the best so far is returned; None: all it takes.
             capped: whether it has to fit.
+            solving_s: the solver gets as long at least, however long formulating took.
 
         Raises:
             SolverError: time was up before any plan was found.
@@ -203,7 +244,7 @@ class Search:
                     formulation.problem,
                     memory_bytes=self.memory_bytes if capped else None,
                     mip_gap=self.job.mip_gap if mip_gap is None else mip_gap,
-                    time_limit_s=left_s(deadline),
+                    time_limit_s=None if deadline is None else max(left_s(deadline) or 0.0, solving_s),
                     at_most_s=at_most_s,
                     steps=steps,
                 )

@@ -18,16 +18,19 @@ from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import baselines, collector
 from planner.baselines import Restriction
+from planner.bench import Bench, Terms
 from planner.block_variants import vary_blocks
-from planner.candidates import TracedModel, check_mesh, meshes_of
+from planner.candidates import TracedModel, check_mesh, meshes_of, modes_of
 from planner.clock import Clock
 from planner.cut import obstacle
-from planner.errors import JobError, MeshError, PlannerError
+from planner.errors import MeshError, PlannerError, SolverError
 from planner.inputs import GivenInputs, batch_of
 from planner.job import Checkpointing, Job, JobPhase, checked_time_limit_s, memory_bytes_of
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.outer_search import Found, OuterSearch, Progress
+from planner.parallel import Pool, checked_jobs
 from planner.pins import Pins
+from planner.pipeline_mesh import given_stages, no_pipeline, refuse_stages
 from planner.pipeline_search import Piped, PipelineSearch
 from planner.plan import ShardingPlan
 from planner.plan_writing import plan_of, plan_of_pipeline, report_of
@@ -35,7 +38,7 @@ from planner.refusal import least_of_all, refuse
 from planner.report import SolverReport
 from planner.run import Run
 from planner.search import Candidate, Search
-from planner.stage_searches import PlannedPipeline
+from planner.stage_searches import PlannedPipeline, stage_clusters_of
 from planner.traced_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
@@ -69,6 +72,7 @@ class PlanningSession:
         vary_blocks: bool = False,
         executable_only: bool = True,
         time_limit_s: float | None = None,
+        jobs: int = 1,
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
@@ -111,6 +115,7 @@ class PlanningSession:
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = TracedModel.of(self._module, flash_attention=flash, seq=seq)
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
+        self._pool = Pool(Bench(self._search), checked_jobs(jobs))
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
@@ -118,12 +123,15 @@ class PlanningSession:
         """Return the plan of ``planner`` on ``mesh`` (None: the best of all one- and two-axis meshes).
 
         Args:
+            mesh: with ``pp`` as its outermost axis it says the number of pipeline stages, and the mesh of one.
             memory_bytes: cap on the peak per device; None: the job's.
 
         Raises:
             PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
         """
         plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+        if plan is None and self._stages(mesh, planner) is not None:
+            raise no_pipeline(str(mesh), self._search.memory_bytes)
         if plan is None:
             raise self._refusal(self._meshes(mesh, planner), planner)
         return plan
@@ -134,20 +142,23 @@ class PlanningSession:
         """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
         name, seed = baselines.parse_planner(planner)
         with collector.put_off():
-            meshes = self._meshes(mesh, planner)
-            modes = _modes(self._traced, self.job.ac)
+            stages = self._stages(mesh, planner)
+            meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
+            modes = modes_of(self._traced, self.job.ac)
             self._search.memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
                 candidate, report = self._random(meshes[-1], modes, seed), SolverReport(name=planner, status="given")
             else:
                 restrict = self._restrict(name, self._pins(meshes))
                 deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
-                found = self._best(meshes, modes, name, restrict, deadline)
-                pipelined = name == "ilp" and mesh is None and self._uncut is None
-                piped = self._pipelines(found, modes, restrict, deadline) if pipelined else None
+                found = None if stages is not None else self._best(meshes, modes, name, restrict, deadline)
+                pipelined = stages is not None or (name == "ilp" and mesh is None and self._uncut is None)
+                piped = self._pipelines(found, modes, restrict, deadline, stages) if pipelined else None
                 if piped is not None and piped.plan is not None:
                     return self._piped_plan(piped.plan, report_of(found, piped, planner))
                 if found is None:
+                    if piped is not None and not piped.complete:
+                        raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
                 candidate, report = found.candidate, report_of(found, piped, planner)
             with self._clock.stage("write_s"):
@@ -159,7 +170,17 @@ class PlanningSession:
         if spec is None:
             return self._space(planner, self.cluster)[0]
         check_mesh(spec, self.cluster)
+        refuse_stages(spec)
         return [spec]
+
+    def _stages(self, mesh: str | MeshSpec | None, planner: str) -> tuple[int, MeshSpec] | None:
+        """Return the stages that a mesh asks for; None where it asks for none."""
+        if mesh is None:
+            return None
+        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
+        samples = [self._batch // count for count in self._counts]
+        numbers = stage_clusters_of(self._search) if self._uncut is None else {}
+        return given_stages(spec, planner, self._uncut, numbers, samples)
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
@@ -197,7 +218,8 @@ class PlanningSession:
         restrict: Callable[[MeshSpec], Restriction | None],
         deadline: float | None,
     ) -> Found | None:
-        search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline)
+        pool = self._pooled(restrict) if name == "ilp" else None
+        search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
         found = search.best(meshes)
         if found is None or name != "ilp" or not self._vary_blocks:
             return found
@@ -210,6 +232,8 @@ class PlanningSession:
             return "only training is cut into stages"
         if self._executable_only:
             return "only plans that can be run are wanted"
+        if self.job.phase != "training":
+            return "pipelines are for training"
         if Checkpointing.parse(self.job.ac or "none").first is not None:
             return "only the first blocks are to be checkpointed"
         return obstacle(self._traced.graph, self._traced.blocks)
@@ -220,11 +244,16 @@ class PlanningSession:
         modes: Sequence[str],
         restrict: Callable[[MeshSpec], Restriction | None],
         deadline: float | None,
+        only: tuple[int, MeshSpec] | None,
     ) -> Piped:
-        """Return what pipelines come to that are faster than what was ``found``."""
-        walk = PipelineSearch(self._search, self._counts, modes, restrict, self._progress, deadline)
+        """Return what pipelines come to that are faster than what was ``found``, or ``only`` those of such stages."""
+        pool = self._pooled(restrict)
+        walk = PipelineSearch(self._search, self._counts, modes, restrict, self._progress, deadline, pool, only)
         step_s = math.inf if found is None else found.candidate.estimate.step_time_s
         return walk.best(step_s * (1.0 - self.job.mip_gap))
+
+    def _pooled(self, restrict: Callable[[MeshSpec], Restriction | None]) -> Pool:
+        return self._pool.under(Terms(memory_bytes=self._search.memory_bytes, restrict=restrict))
 
     def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
@@ -236,22 +265,14 @@ class PlanningSession:
         """Return what a planner and the pins leave to choose on a mesh."""
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
-            if name == "data-parallel":
-                baseline: Restriction | None = baselines.data_parallel(mesh)
-            elif name == "fully-sharded":
-                baseline = baselines.fully_sharded(mesh)
-            elif name == "tensor-parallel":
-                baseline = baselines.tensor_parallel(mesh, self._tp_plan, self._traced.graph)
-            else:
-                baseline = None
-            return pins.restrict(mesh, baseline)
+            return pins.restrict(mesh, baselines.of_planner(name, mesh, self._tp_plan, self._traced.graph))
 
-        return restrict
+        return restrict if name in baselines.NAMES else pins.on
 
     def _refusal(self, meshes: Sequence[MeshSpec], name: str) -> PlannerError:
         """Return why no plan of a planner fits."""
         pins = self._pins(meshes)
-        modes = _modes(self._traced, self.job.ac)
+        modes = modes_of(self._traced, self.job.ac)
         restrict = self._restrict(name, pins)
         with collector.put_off():
             refusal = refuse(
@@ -267,7 +288,7 @@ class PlanningSession:
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
         """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""
         meshes = self._meshes(mesh, "ilp")
-        modes = _modes(self._traced, self.job.ac)
+        modes = modes_of(self._traced, self.job.ac)
         with collector.put_off():
             restrict = self._restrict("ilp", self._pins(meshes))
             least = least_of_all(self._search, meshes, self._counts, modes, restrict)
@@ -300,14 +321,6 @@ class PlanningSession:
         return counts
 
 
-def _modes(traced: TracedModel, ac: str | None) -> list[str]:
-    if ac is not None and ac != "none" and not traced.blocks.lists:
-        raise JobError(
-            f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
-        )
-    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.lists else ["none"])
-
-
 def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
     """Return the number of micro-batches that ``planner`` plans for: a random one chooses none itself."""
     return 1 if micro_batches is None and planner.startswith("random") else micro_batches
@@ -334,6 +347,7 @@ def build_plan(
     vary_blocks: bool = False,
     executable_only: bool = True,
     time_limit_s: float | None = None,
+    jobs: int = 1,
     progress: Progress | None = None,
 ) -> ShardingPlan:
     """Return the fastest plan for a step of ``model`` on ``cluster`` within its memory.
@@ -364,6 +378,8 @@ def build_plan(
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
             where no mesh is given.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
+        jobs: candidates looked at at once, by joblib: 1 in this process, more in as many others, -1 on all cores, or
+            where `joblib.parallel_config` says. The plan costs the same.
         progress: told of each stage.
 
     Raises:
@@ -393,6 +409,7 @@ def build_plan(
         vary_blocks=vary_blocks,
         executable_only=executable_only,
         time_limit_s=time_limit_s,
+        jobs=jobs,
         progress=progress,
     )
     return session.plan(planner=planner, mesh=spec)

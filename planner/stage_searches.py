@@ -26,6 +26,8 @@ from planner.strategies.enumerate import Strategy
 
 R = Replicate()
 
+MOST_STAGES = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRun:
@@ -82,6 +84,11 @@ def stage_clusters(cluster: ClusterSpec, most: int) -> Iterator[tuple[int, Clust
             )
 
 
+def stage_clusters_of(search: Search) -> dict[int, ClusterSpec]:
+    """Return the numbers of stages that a model and its cluster can be cut into, with the cluster of one of them."""
+    return dict(stage_clusters(search.cluster, min(len(listed_blocks(search)), MOST_STAGES)))
+
+
 @dataclass(slots=True)
 class StageSearches:
     """What plans each kind of stage on its share of the cluster; every answer is remembered.
@@ -104,13 +111,20 @@ class StageSearches:
         if key not in self._searches:
             cluster, whole = self.clusters[stages], self.whole
             beside = next((s for (_, _, n), s in self._searches.items() if n == stages), whole)
-            model = self._model(kind)
+            model = self.model(kind)
             found = Search(model, whole.job, cluster, whole.batch, whole.clock, beside)
             found.memory_bytes = whole.memory_bytes
             self._searches[key] = found
         return self._searches[key]
 
-    def _model(self, kind: StageKind) -> TracedModel:
+    def under(self, memory_bytes: int, restrict: Callable[[MeshSpec], Restriction | None]) -> None:
+        """Plan under another cap on memory, and with other choices left."""
+        self.restrict = restrict
+        for search in self._searches.values():
+            search.memory_bytes = memory_bytes
+
+    def model(self, kind: StageKind) -> TracedModel:
+        """Return the graph of a kind of stage, as a model of its own."""
         key = kind.role, kind.blocks
         if key not in self._models:
             traced, total = self.whole.traced, len(listed_blocks(self.whole))

@@ -11,12 +11,14 @@ import pytest
 from small_models import TINY_LLAMA
 
 from api.models import load_model, quiet_libraries
-from cost_model import ClusterSpec
+from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layout import MeshSpec
 from planner.assemble import decision_of
+from planner.bench import Bench, Terms
 from planner.clock import Clock
-from planner.errors import PlanError, PlanFormatError
+from planner.errors import InfeasibleError, MeshError, PlanError, PlanFormatError
 from planner.estimate import itemise
+from planner.ilp import least_memory_bound
 from planner.opened_plan import estimate_plan
 from planner.pipeline_search import PipelineSearch
 from planner.plan import ShardingPlan
@@ -25,6 +27,7 @@ from planner.random_assignment import random_assignment
 from planner.run import StagePlace
 from planner.search import Search
 from planner.session import PlanningSession
+from planner.stage_looks import BlockMemory, BoundStage, RelaxStage, SolvePipeline, Work
 from planner.stage_searches import PipelineRun, StageSearches, stage_clusters
 from planner.stages import kinds_of
 
@@ -114,19 +117,52 @@ def test_the_search_finds_the_split_that_brute_force_finds(session: PlanningSess
     walk = walk_of(session, counts, ["none"])
     found = walk.best().plan
     assert found is not None
-    every = walk_of(session, counts, ["none"])
+    every = walk_of(session, counts, ["none"])._stages
     times = []
     for split in itertools.product(range(1, 5), repeat=stages):
         if sum(split) != 5:
             continue
         pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none")
-        search = every._stages.of(kinds_of(split)[0], stages)
-        for layout in every._stages.layouts(search, pipeline.mesh, 4):
-            planned = every._planned(pipeline, layout, [0.0] * stages)
+        search = every.of(kinds_of(split)[0], stages)
+        task = SolvePipeline(
+            pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
+        )
+        for layout in every.layouts(search, pipeline.mesh, 4):
+            planned = task._planned(every, layout, [0.0] * stages, math.inf, None)
             assert planned is not None
             times.append(planned.step_time_s)
     assert found.pipeline.counts in ((2, 3), (3, 2))
     assert found.step_time_s == pytest.approx(min(times), rel=2e-3)
+
+
+@pytest.mark.parametrize("cap", [10**12, 400_000])
+def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, cap: int) -> None:
+    """A floor is no more than the relaxation of any run that it is for; what is counted is no more than what fits."""
+    modes = ["none", "selective", "full"]
+    bench = Bench(Search(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
+    work, memory = Work.of_model(bench.search, 1, modes), BlockMemory.of(bench.stages, BATCH, modes, session.job)
+    looked = 0
+    for count, ac, split in itertools.product((2, 4), modes, ((1, 3, 1), (2, 2, 1))):
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=count, ac=ac)
+        share = (count + 2) / count / pipeline.mesh.size
+        kind = next(kind for kind in kinds_of(split) if kind.indices == (1,))
+        again_s = {mode: again * share for mode, again in work.again_s.items()}
+        fewest = dataclasses.replace(kind, blocks=2)
+        floor = BoundStage(kind=fewest, pipeline=pipeline, again_s=again_s)(bench)
+        bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
+        assert work.bounds(pipeline)[1] <= bound_s
+        assert floor.bounds_s.get(ac, math.inf) <= bound_s * (1 + 1e-9)
+        search = bench.stages.of(kind, 3)
+        run = bench.stages.run(search, kind, pipeline)
+        formulation = search.formulate(run, bench.stages.restriction(search, run, None))[2]
+        assert formulation is not None
+        least = least_memory_bound(formulation.problem)
+        assert least is not None
+        counted = memory.of_stage(kind.blocks, run, BATCH // count) / run.mesh.size + reserve_bytes(run.cluster.device)
+        assert 0 < counted <= least
+        looked += math.isfinite(bound_s)
+    assert looked if cap == 10**12 else looked < 12
 
 
 def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
@@ -149,6 +185,45 @@ def test_on_slow_nodes_a_pipeline_wins(pipelined: ShardingPlan) -> None:
     assert 0 <= pipelined.solver.gap < 0.02
     chosen = [mesh.mesh for mesh in pipelined.solver.meshes if mesh.outcome == "chosen"]
     assert chosen == [str(pipelined.mesh)]
+
+
+def test_a_mesh_can_say_how_many_stages_there_are(pipelined: ShardingPlan) -> None:
+    planned = session_of(SLOW, executable_only=False, ac="none", micro_batches=8)
+    given = planned.plan(mesh=str(pipelined.mesh))
+    assert given.mesh == pipelined.mesh
+    assert given.estimate is not None
+    assert pipelined.estimate is not None
+    assert given.solver is not None
+    assert given.estimate.step_time_s == pytest.approx(pipelined.estimate.step_time_s, rel=2e-3)
+    assert [mesh.mesh for mesh in given.solver.meshes] == [str(pipelined.mesh)]
+    deeper = planned.plan(mesh="pp=4,dp=1")
+    assert deeper.pipeline is not None
+    assert len(deeper.pipeline.stages) == 4
+    with pytest.raises(InfeasibleError, match="pp=4,dp=1"):
+        planned.plan(mesh="pp=4,dp=1", memory_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "advice"),
+    [
+        ("pp=2,dp=2", {"executable_only": True}, "no-executable-only"),
+        ("dp=2,pp=2", {}, "outermost"),
+        ("pp=4", {}, "outermost"),
+        ("pp=1,dp=4", {}, "Choose 2, 4 stages"),
+        ("pp=2,dp=2", {"planner": "fully-sharded"}, "Choose the planner ilp"),
+    ],
+)
+def test_a_mesh_whose_stages_cannot_be_is_refused(mesh: str, options: dict[str, Any], advice: str) -> None:
+    planner = options.pop("planner", "ilp")
+    planned = session_of(SLOW, **({"executable_only": False, "ac": "none", "micro_batches": 8} | options))
+    with pytest.raises(MeshError) as refused:
+        planned.plan(mesh=mesh, planner=planner)
+    assert advice in f"{refused.value} {refused.value.what_to_do}"
+
+
+def test_stages_take_a_batch_that_divides() -> None:
+    with pytest.raises(MeshError, match="divides the samples"):
+        session_of(SLOW, executable_only=False, micro_batches=16).plan(mesh="pp=2,dp=2")
 
 
 def test_a_pipelines_figures_add_up(pipelined: ShardingPlan) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 import families
 import pytest
 
+from planner.bench import Bench
 from planner.errors import JobError, SolverError
 from planner.outer_search import OuterSearch
 from planner.plan import ShardingPlan
 from planner.report import Estimate, SolverReport
+from planner.run_looks import Followed, FollowLane
 from planner.search import Search
 from planner.session import PlanningSession
 
@@ -43,16 +45,16 @@ def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, looks: int)
     assert 0 <= report.gap <= 2 * planned.job.mip_gap
 
     seen: list[Any] = []
-    follow = OuterSearch._follow
+    follow = FollowLane.__call__
 
-    def counted(self: OuterSearch, lane: Any) -> None:
-        seen.append(lane)
-        follow(self, lane)
+    def counted(self: FollowLane, bench: Bench) -> Followed:
+        seen.append(self)
+        return follow(self, bench)
 
     def is_over(self: OuterSearch) -> bool:
         return self._best is not None and len(seen) >= looks
 
-    monkeypatch.setattr(OuterSearch, "_follow", counted)
+    monkeypatch.setattr(FollowLane, "__call__", counted)
     monkeypatch.setattr(OuterSearch, "_is_over", property(is_over))
     early, cut, early_bound_s = parts(planned.plan(mesh="dp=2,tp=2"))
     assert cut.status == "time-limit"

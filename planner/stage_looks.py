@@ -1,0 +1,311 @@
+"""The tasks of the walk over pipelines: a stage is bounded, a run of it relaxed, a pipeline solved."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.layout import Layout, MeshSpec
+from planner.bench import Bench
+from planner.candidates import least_recompute_s, op_seconds
+from planner.errors import SolverError
+from planner.floors import Floor, floor_of
+from planner.ilp import relax
+from planner.job import Job
+from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
+from planner.regions import block_of
+from planner.run import Run
+from planner.search import Priced, Search
+from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
+from planner.stages import Role, StageKind, kinds_of, least_step_s, pipeline_step_s, stage_limit_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Seconds of the whole batch on one device: of a block, of what comes before and after all blocks, and of running
+    a block again, by mode of checkpointing."""
+
+    block_s: float
+    first_s: float
+    last_s: float
+    again_s: Mapping[str, float]
+
+    @classmethod
+    def of_model(cls, search: Search, fewest: int, modes: Sequence[str]) -> Work:
+        """Return the work of the largest micro-batch, one of ``fewest``, unsplit: smaller ones fill a device no better.
+
+        Args:
+            modes: of checkpointing.
+        """
+        one, listed = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(search))
+        run = search.run_of(one, fewest, "none")
+        batch = search.micro_batch(run)
+        graph = search.traced.graph_at(batch)
+        blocks_s = first_s = last_s = 0.0
+        seconds = op_seconds(search.traced, search.op_times, run, batch)
+        for op in graph.ops:
+            if block_of(graph.calls[op.call].fqn) in listed:
+                blocks_s += seconds.get(op.name, 0.0)
+            elif blocks_s:
+                last_s += seconds.get(op.name, 0.0)
+            else:
+                first_s += seconds.get(op.name, 0.0)
+        again_s = {
+            ac: least_recompute_s(search.traced, search.op_times, search.run_of(one, fewest, ac), batch) / len(listed)
+            for ac in modes
+        }
+        return cls(
+            block_s=blocks_s * fewest / len(listed),
+            first_s=first_s * fewest,
+            last_s=last_s * fewest,
+            again_s=again_s,
+        )
+
+    def of(self, kind: StageKind, ac: str) -> float:
+        """Return the seconds of a stage."""
+        around = {"first": self.first_s, "last": self.last_s, "middle": 0.0}[kind.role]
+        return around + kind.blocks * (self.block_s + self.again_s[ac])
+
+    def bounds(self, pipeline: PipelineRun) -> list[float]:
+        """Return what each stage computes at least, as one of equals."""
+        passes = pipeline.micro_batches + len(pipeline.counts) - 1
+        share = passes / pipeline.micro_batches / pipeline.mesh.size
+        bounds = [0.0] * len(pipeline.counts)
+        for kind in kinds_of(pipeline.counts):
+            for index in kind.indices:
+                bounds[index] = self.of(kind, pipeline.ac) * share
+        return bounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """Bytes of one block that no stage goes below, of all its devices together, by mode of checkpointing.
+
+    Attributes:
+        batch: samples of the micro-batch that is counted.
+        state_bytes: parameters and the optimizer's states.
+        held_bytes: what a forward leaves for its backward; ``alive_bytes`` is all there is of it during one.
+    """
+
+    batch: int
+    state_bytes: float
+    held_bytes: Mapping[str, float]
+    alive_bytes: Mapping[str, float]
+
+    @classmethod
+    def of(cls, stages: StageSearches, batch: int, modes: Sequence[str], job: Job) -> BlockMemory:
+        """Return what a block of a model takes, counted in a stage that has one."""
+        role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
+        kind = StageKind(role=role, blocks=1, indices=(0,))
+        traced = stages.model(kind)
+        held, alive, state_bytes = {}, {}, 0.0
+        for ac in modes:
+            structure = traced.structure(batch, traced.grouping(ac))
+            held[ac], alive[ac] = least_held_bytes(structure), least_alive_bytes(structure)
+            state_bytes = least_state_bytes(structure, job)
+        return cls(batch=batch, state_bytes=state_bytes, held_bytes=held, alive_bytes=alive)
+
+    def of_stage(self, blocks: int, run: Run, batch: int) -> float:
+        """Return the bytes of a stage with so many ``blocks`` in micro-batches of ``batch`` samples, of all devices.
+
+        A tensor grows with the batch or not at all, so that a part of the batch has that part of the bytes at least.
+        """
+        held, alive = self.held_bytes[run.ac], self.alive_bytes[run.ac]
+        activations = run.in_flight * blocks * held + max(alive - held, 0.0)
+        return blocks * self.state_bytes + (activations * batch / self.batch if run.job.training else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFloor:
+    """What no stage of its role with ``blocks`` or more can beat, as one of equals.
+
+    Attributes:
+        bounds_s: mode of checkpointing -> seconds; empty where the stage has no layout, or does not fit.
+    """
+
+    blocks: int
+    floor: Floor | None = None
+    bounds_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundStage:
+    """Find the floor of a stage at a number of micro-batches.
+
+    Attributes:
+        kind: of the stage.
+        pipeline: that it is one of; its mode of checkpointing does not matter.
+        again_s: mode of checkpointing -> what running a block again takes at least, in seconds per step.
+    """
+
+    kind: StageKind
+    pipeline: PipelineRun
+    again_s: Mapping[str, float]
+
+    def __call__(self, bench: Bench) -> StageFloor:
+        """Return what bounds it."""
+        stages, kind = bench.stages, self.kind
+        search = stages.of(kind, len(self.pipeline.counts))
+        run = stages.run(search, kind, dataclasses.replace(self.pipeline, ac="none"))
+        formulation = search.formulate(run, stages.restriction(search, run, None))[2]
+        if formulation is None:
+            return StageFloor(blocks=kind.blocks)
+        with search.clock.stage("solve_s"):
+            floor = floor_of(run.mesh, formulation, search.memory_bytes)
+            if floor is None:
+                return StageFloor(blocks=kind.blocks)
+            bounds_s = {ac: floor.with_work(kind.blocks * again_s) for ac, again_s in self.again_s.items()}
+        return StageFloor(blocks=kind.blocks, floor=floor.light(), bounds_s=bounds_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxStage:
+    """Relax a stage within the cap on memory.
+
+    Attributes:
+        floor: of such a stage, where it is known.
+        limit_s: seconds from which on it is not wanted.
+    """
+
+    kind: StageKind
+    pipeline: PipelineRun
+    floor: Floor | None
+    limit_s: float
+
+    def __call__(self, bench: Bench) -> float:
+        """Return what the stage cannot beat, as one of equals; infinite where it does not fit."""
+        return self.within(bench.stages, None)
+
+    def within(self, stages: StageSearches, layout: Layout | None) -> float:
+        """Return the same, with tensors handed on in ``layout``."""
+        kind = self.kind
+        search = stages.of(kind, len(self.pipeline.counts))
+        run = stages.run(search, kind, self.pipeline)
+        at_most_s = None if math.isinf(self.limit_s) else self.limit_s
+        formulation = search.formulate(run, stages.restriction(search, run, layout), self.floor, at_most_s)[2]
+        if formulation is None:
+            return math.inf if self.floor is None else self.limit_s
+        with search.clock.stage("solve_s"):
+            try:
+                relaxed = relax(formulation.problem, memory_bytes=search.memory_bytes)
+            except SolverError:  # ended without an answer
+                relaxed = relax(formulation.problem)
+        least_s = math.inf if relaxed is None else relaxed.bound_s
+        return least_s if self.floor is None else min(least_s, self.limit_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentPipeline:
+    """A `PlannedPipeline` without the structures of its stages, and what none in the same layout can beat."""
+
+    pipeline: PipelineRun
+    layout: Layout
+    kinds: tuple[tuple[StageKind, Priced], ...]
+    step_time_s: float
+
+    def whole(self, stages: StageSearches) -> PlannedPipeline:
+        """Return it with them."""
+        count = len(self.pipeline.counts)
+        kinds = tuple((kind, stages.of(kind, count).candidate(priced)) for kind, priced in self.kinds)
+        return PlannedPipeline(
+            pipeline=self.pipeline,
+            layout=self.layout,
+            kinds=kinds,
+            step_time_s=self.step_time_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvedPipeline:
+    """What came of solving a pipeline in every layout that its stages can hand tensors on in.
+
+    Attributes:
+        best: the fastest that is wanted.
+        bound_s: no pipeline that was found, or whose solving broke off, is faster; infinite where there was none.
+        broke_off: whether any did.
+    """
+
+    best: SentPipeline | None = None
+    bound_s: float = math.inf
+    broke_off: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolvePipeline:
+    """Plan the stages of a pipeline.
+
+    Attributes:
+        bounds: what each stage cannot beat, as one of equals.
+        floors: kind of stage -> its floor, of those that have one.
+        at_most_s: a step that takes as long is not wanted.
+        left_s: after so many seconds the best so far is the answer; None: it takes its time.
+    """
+
+    pipeline: PipelineRun
+    bounds: tuple[float, ...]
+    floors: Mapping[StageKind, Floor]
+    at_most_s: float
+    mip_gap: float
+    left_s: float | None
+
+    def __call__(self, bench: Bench) -> SolvedPipeline:
+        """Return what came of it."""
+        pipeline, stages = self.pipeline, bench.stages
+        search = stages.of(kinds_of(pipeline.counts)[0], len(pipeline.counts))
+        deadline = None if self.left_s is None else time.perf_counter() + self.left_s
+        found, at_most_s = SolvedPipeline(), self.at_most_s
+        for layout in stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
+            bounds, broke_off, planned = list(self.bounds), False, None
+            try:
+                planned = self._planned(stages, layout, bounds, at_most_s, deadline)
+            except SolverError:
+                # It broke off, or time was up: what it could reach is left in the gap.
+                broke_off = True
+            if planned is None and not broke_off:
+                continue
+            best = found.best
+            if planned is not None and planned.step_time_s < at_most_s:
+                best, at_most_s = planned, planned.step_time_s * (1.0 - self.mip_gap)
+            bound_s = min(found.bound_s, least_step_s(bounds, pipeline.micro_batches))
+            found = SolvedPipeline(best=best, bound_s=bound_s, broke_off=found.broke_off or broke_off)
+        return found
+
+    def _planned(
+        self,
+        stages: StageSearches,
+        layout: Layout,
+        bounds: list[float],
+        at_most_s: float,
+        deadline: float | None,
+    ) -> SentPipeline | None:
+        """Return the stages' plans; None where one does not fit or is too slow. Raises ``bounds`` to what is proved."""
+        pipeline = self.pipeline
+        found: list[tuple[StageKind, Priced]] = []
+        kinds = kinds_of(pipeline.counts)
+        for kind in kinds:
+            search = stages.of(kind, len(pipeline.counts))
+            run = stages.run(search, kind, pipeline)
+            limit_s = stage_limit_s(bounds, kind, pipeline.micro_batches, at_most_s)
+            if kind == kinds[0]:  # in most layouts nothing of it is wanted, or fits: that is soon seen so
+                look = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
+                if look.within(stages, layout) >= limit_s:
+                    return None
+            candidate = search.solve(
+                run,
+                stages.restriction(search, run, layout),
+                None if math.isinf(limit_s) else limit_s,
+                self.floors.get(kind),
+                deadline=deadline,
+            )
+            priced = Priced.of(candidate)
+            if priced is None:
+                return None
+            found.append((kind, priced))
+            for index in kind.indices:
+                bounds[index] = max(bounds[index], priced.solution.bound_s)
+        estimates = {index: priced.estimate for kind, priced in found for index in kind.indices}
+        step_s = pipeline_step_s([estimates[index] for index in sorted(estimates)], pipeline.micro_batches)
+        return SentPipeline(pipeline=pipeline, layout=layout, kinds=tuple(found), step_time_s=step_s)

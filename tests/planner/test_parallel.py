@@ -1,0 +1,182 @@
+"""Tasks in other processes: the same plans, whatever dies or is interrupted."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import families
+import joblib
+import psutil
+import pytest
+
+from planner.clock import Clock
+from planner.errors import JobError, SolverError
+from planner.outer_search import OuterSearch
+from planner.parallel import Pool, checked_jobs
+from planner.plan import ShardingPlan
+from planner.session import PlanningSession
+
+
+@dataclass
+class Adder:
+    """A bench that adds."""
+
+    to: int = 0
+    clock: Clock = field(default_factory=Clock)
+    done: int = 0
+
+    def take(self, terms: int) -> None:
+        self.to = terms
+
+
+def add(number: int, bench: Adder) -> tuple[int, int, int]:
+    """Return the sum, the process, and how many tasks its bench has done."""
+    with bench.clock.stage("adding"):
+        bench.done += 1
+    return number + bench.to, os.getpid(), bench.done
+
+
+def die(bench: Adder) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(bench: Adder) -> None:
+    raise LookupError("of the task")
+
+
+def wait_long(bench: Adder) -> None:
+    time.sleep(60)
+
+
+def workers() -> list[psutil.Process]:
+    """Return the processes that joblib started."""
+    children = psutil.Process().children(recursive=True)
+    return [c for c in children if c.is_running() and "LokyProcess" in " ".join(c.cmdline())]
+
+
+class Walk:
+    """Hands out tasks, and begins another round once what it knows is done."""
+
+    def __init__(self, tasks: list[Any], later: list[Any] | None = None) -> None:
+        self.tasks, self.later = list(tasks), list(later or [])
+        self.found: list[tuple[int, Any]] = []
+
+    def pick(self) -> tuple[int, Any] | None:
+        return (len(self.tasks), self.tasks.pop()) if self.tasks else None
+
+    def done(self, tag: int, task: Any, found: Any) -> None:
+        self.found.append((tag, found))
+        if self.later:
+            self.tasks.append(self.later.pop())
+
+
+def test_a_bench_is_sent_once_and_what_is_found_can_lead_to_more() -> None:
+    tasks = [functools.partial(add, number) for number in range(6)]
+    walk, bench = Walk(tasks[:2], tasks[2:]), Adder()
+    pool = Pool(bench, jobs=2).under(100)
+    pool.run(walk.pick, walk.done)
+    assert sorted(total for _, (total, _, _) in walk.found) == list(range(100, 106))
+    processes = {process for _, (_, process, _) in walk.found}
+    assert os.getpid() not in processes
+    assert sum(max(n for _, (_, p, n) in walk.found if p == process) for process in processes) == 6
+    assert bench.done == 0
+    assert bench.clock.spent["adding"] > 0
+    again = Walk(tasks[:1])
+    pool.under(200).run(again.pick, again.done)
+    assert [total for _, (total, _, _) in again.found] == [200]
+
+
+def test_the_caller_says_where_tasks_run() -> None:
+    walk = Walk([functools.partial(add, number) for number in range(4)])
+    with joblib.parallel_config(backend="threading"):
+        Pool(Adder(), jobs=2).under(1).run(walk.pick, walk.done)
+    assert {process for _, (_, process, _) in walk.found} == {os.getpid()}
+    assert max(n for _, (_, _, n) in walk.found) == 4
+
+
+def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
+    walk = Walk([die, wait_long])
+    with pytest.raises(SolverError, match="worker process") as raised:
+        Pool(Adder(), jobs=2).under(0).run(walk.pick, walk.done)
+    assert "fewer jobs" in raised.value.what_to_do
+    assert not gone(workers())
+
+
+def gone(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return which are still there, after a moment."""
+    return psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_nothing_is_left_running_when_it_is_interrupted() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    walk = Walk([wait_long, functools.partial(add, 1)])
+    with pytest.raises(KeyboardInterrupt):
+        Pool(Adder(), jobs=2).under(0).run(walk.pick, interrupted)
+    assert not gone(workers())
+
+
+def test_what_a_task_or_a_walk_raises_is_raised() -> None:
+    def broken() -> None:
+        raise LookupError("of the walk")
+
+    walk = Walk([fail])
+    with joblib.parallel_config(backend="threading"):
+        pool = Pool(Adder(), jobs=2).under(0)
+        with pytest.raises(LookupError, match="of the task"):
+            pool.run(walk.pick, walk.done)
+        with pytest.raises(LookupError, match="of the walk"):
+            pool.run(broken, walk.done)
+
+
+def test_no_jobs_are_refused() -> None:
+    with pytest.raises(JobError, match="jobs"):
+        checked_jobs(0)
+
+
+def session(jobs: int, **options: Any) -> PlanningSession:
+    module, inputs = families.make("gpt2", 8)
+    options = {"memory_gb": 0.003, "micro_batches": None} | options
+    return PlanningSession(module, example_inputs=inputs, cluster="1x4xtoy", dtype="fp32", jobs=jobs, **options)
+
+
+def times(plan: ShardingPlan) -> tuple[float, float]:
+    assert plan.estimate is not None
+    assert plan.solver is not None
+    assert plan.solver.bound_s is not None
+    return plan.estimate.step_time_s, plan.solver.bound_s
+
+
+def test_plans_cost_the_same_with_two_jobs() -> None:
+    alone, both = session(1), session(2)
+    for cap in (None, int(0.6 * times_peak(alone))):
+        one, two = alone.plan(memory_bytes=cap), both.plan(memory_bytes=cap)
+        (one_s, one_bound_s), (two_s, two_bound_s) = times(one), times(two)
+        gap = alone.job.mip_gap
+        assert one_s == pytest.approx(two_s, rel=2 * gap)
+        assert max(one_bound_s, two_bound_s) <= min(one_s, two_s)
+        assert two.solver is not None
+        assert two.solver.status == "optimal"
+        assert two.timings.keys() >= {"costs_s", "solve_s"}
+
+
+def times_peak(planned: PlanningSession) -> int:
+    plan = planned.plan()
+    assert plan.estimate is not None
+    return plan.estimate.peak_memory_bytes
+
+
+def test_two_jobs_keep_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is up once there is a plan: what was begun ends, nothing else begins, and the gap says what is left."""
+    monkeypatch.setattr(OuterSearch, "_is_over", property(lambda self: self._best is not None))
+    plan = session(2).plan()
+    step_s, bound_s = times(plan)
+    assert plan.solver is not None
+    assert plan.solver.status == "time-limit"
+    assert bound_s < step_s
