@@ -13,6 +13,7 @@ import typer
 
 from api.cli_options import (
     Ac,
+    Axes,
     Batch,
     Cluster,
     DataAxes,
@@ -64,6 +65,7 @@ def plan_command(
     planner: Planner = "ilp",
     pin: Pins = None,
     data_axis: DataAxes = None,
+    axes: Axes = 2,
     vary_blocks: VaryBlocks = False,
     executable_only: ExecutableOnly = True,
     time_limit: TimeLimit = None,
@@ -91,6 +93,7 @@ def plan_command(
             planner=planner,
             pins=tuple(pin or ()),
             data_axes=tuple(data_axis or ()),
+            axes=axes,
             vary_blocks=vary_blocks,
             executable_only=executable_only,
         )

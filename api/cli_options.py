@@ -47,6 +47,12 @@ Pins = Annotated[
 DataAxes = Annotated[
     list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
 ]
+Axes = Annotated[
+    int,
+    typer.Option(
+        "--axes", min=1, max=3, help="The most axes of a mesh that is tried; of three the outermost splits the batch."
+    ),
+]
 VaryBlocks = Annotated[
     bool,
     typer.Option(

@@ -39,7 +39,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         progress: told of each stage.
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype, planner,
-            pins, data_axes, vary_blocks, executable_only.
+            pins, data_axes, axes, vary_blocks, executable_only.
     """
 
     def __init__(

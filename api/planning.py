@@ -111,6 +111,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "dtype": request.dtype,
         "pins": request.pins,
         "data_axes": request.data_axes,
+        "axes": request.axes,
         "vary_blocks": request.vary_blocks,
         "executable_only": request.executable_only,
         "progress": progress,

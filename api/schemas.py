@@ -45,7 +45,7 @@ class PlanRequest(BaseModel):
     cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
     """``2x8xh100-sxm-80gb``, or an object with nodes, devices_per_node, device and the links that differ from usual."""
     mesh: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """``dp=2,tp=8``, outermost axis first; without it all meshes of one and two axes are tried."""
+    """``dp=2,tp=8``, outermost axis first; without it all meshes with up to ``axes`` axes are tried."""
     phase: Literal["training", "prefill", "decode"] = "training"
     """What a step is: prefill is one forward over the batch, decode that of one more token of each sequence."""
     batch: Count | None = None
@@ -67,6 +67,8 @@ class PlanRequest(BaseModel):
     """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
     data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
     """Mesh axes that split the batch alone."""
+    axes: Annotated[int, Field(ge=1, le=3)] = 2
+    """The most axes of a mesh, where none is given; of three the outermost splits the batch alone."""
     vary_blocks: bool = False
     """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
     executable_only: bool = True

@@ -137,10 +137,14 @@ def _groups(both: Both) -> Iterator[list[int]]:
     }
     for parameter in folded.parameters:
         yield [node_of[value] for value in parameter.values]
+    first = len(apart.regions.classes) + len(apart.parameters) + 1  # after the node of the axis
+    for gather in folded.gathers:
+        yield [first + index for index, block in enumerate(apart.gathers) if block.kind in gather.blocks]
 
 
 def _ties(formulation: Formulation, nodes: Sequence[int]) -> Iterator[Edge]:
     options: list[Sequence[Hashable]] = [*formulation.strategies, *formulation.stored]
+    options += [range(len(node.charges)) for node in formulation.problem.nodes[len(options) :]]
     for a, b in itertools.pairwise(nodes):
         number = {choice: port for port, choice in enumerate(options[a])}
         assert set(number) == set(options[b]), "equal blocks have equal choices"
@@ -164,6 +168,11 @@ def taken_apart(both: Both, decision: Decision) -> Decision:
     return Decision(
         strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in apart.regions.classes),
         stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
+        kept=frozenset(
+            block.kind
+            for block in apart.gathers
+            if any(block.kind in gather.blocks for gather in folded.gathers if gather.kind in decision.kept)
+        ),
     )
 
 

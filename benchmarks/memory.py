@@ -1,6 +1,6 @@
 """Is the peak memory that a plan predicts what its step holds? Planned against torch's MemTracker, one table.
 
-    python benchmarks/memory.py                               # 12 models x {none, selective, full} x {DP, FSDP, TP}
+    python benchmarks/memory.py                          # 12 models x {none, selective, full} x {DP, FSDP, KEPT, TP}
     python benchmarks/memory.py --model llama --ac full --plan FSDP --roles
 
 Every model is planned by that baseline's planner on 4 devices ("toy": no flash attention, no reserve), and one training
@@ -21,6 +21,7 @@ Exit code 1 where any error is above the target.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gc
 import sys
@@ -45,11 +46,18 @@ from executor.torch_internals import fake_process_group
 from planner import PlanningSession, ShardingPlan
 from planner.eager_masks import unpacked_sequences
 from planner.errors import PlannerError
+from planner.opened_plan import estimate_plan
 
 TARGET = 0.03
 RANKS = 4
 BATCH, SEQ = 8, 64
-PLANS = {"DP": ("data-parallel", "dp=4"), "FSDP": ("fully-sharded", "dp=4"), "TP": ("tensor-parallel", "tp=4")}
+PLANS = {
+    "DP": ("data-parallel", "dp=4"),
+    "FSDP": ("fully-sharded", "dp=4"),
+    "KEPT": ("fully-sharded", "dp=4"),
+    "TP": ("tensor-parallel", "tp=4"),
+}
+"""KEPT is FSDP whose blocks keep what they gather from forward to backward."""
 MODES = ("none", "selective", "full")
 
 _WIDTHS: dict[str, Any] = {
@@ -257,7 +265,11 @@ def planned(case: Case, plan_name: str, ac: str, dtype: str) -> tuple[nn.Module,
         memory_gb=100,
         tp_plan=case.tp_plan,
     )
-    return module, session.plan(planner=planner, mesh=mesh)
+    plan = session.plan(planner=planner, mesh=mesh)
+    if plan_name == "KEPT":
+        kept = dataclasses.replace(plan, keep_gathered=tuple(plan.fully_shard))
+        plan = estimate_plan(module, kept, example_inputs=inputs_of(case))
+    return module, plan
 
 
 def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tracker: MemTracker) -> dict[str, int]:

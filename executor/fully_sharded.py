@@ -1,9 +1,9 @@
 """Parameters that are gathered together, by torch's ``fully_shard``: one flat all-gather before a module's forward.
 
-One more before its backward, and one reduce-scatter of the gradients after it; torch issues the next module's gather
-ahead, and lets all of them overlap with compute. The parameters are DTensors on the whole mesh throughout: in their
-stored layout at rest, and in their compute layout while the module runs. Gradients are summed, not averaged, because
-the loss is the mean over the global batch already.
+One more before its backward, unless they are kept until then, and one reduce-scatter of the gradients after it; torch
+issues the next module's gather ahead, and lets all of them overlap with compute. The parameters are DTensors on the
+whole mesh throughout: in their stored layout at rest, and in their compute layout while the module runs. Gradients are
+summed, not averaged, because the loss is the mean over the global batch already.
 
 torch passes a module's inputs that need gradients through a node of its own, so that redistributions of them are shared
 inside the module, but not with the rest of the model.
@@ -11,7 +11,7 @@ inside the module, but not with the rest of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -65,7 +65,8 @@ def gather_together(
         module.register_forward_hook(_without_bases)
         axis = DataParallelMeshDims(shard=_axis_name(device_mesh, next(iter(groups))))
         fully_shard(module, mesh=device_mesh, dp_mesh_dims=axis, ignored_params=set(module.parameters()))
-    _Passes(cast(FSDPModule, module)).attach(module)
+    keeping = [cast(FSDPModule, module.get_submodule(group.fqn)) for group in groups if group.kept]
+    _Passes(cast(FSDPModule, module), keeping).attach(module)
 
 
 def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
@@ -76,8 +77,8 @@ def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, polic
     fully_shard(
         owner,
         mesh=device_mesh,
-        # The root too: torch would keep its parameters gathered, which no plan has paid for.
-        reshard_after_forward=True,
+        # The root too: torch would keep its parameters gathered, whether or not the plan has paid for that.
+        reshard_after_forward=not group.kept,
         shard_placement_fn=lambda parameter: Shard(gathered[parameter].dim),
         mp_policy=policy,
         ignored_params=set(module.parameters()) - set(gathered),
@@ -242,8 +243,9 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 class _Passes:
     """Hooks on the root that bring torch's bookkeeping back in order around each forward."""
 
-    def __init__(self, root: FSDPModule) -> None:
+    def __init__(self, root: FSDPModule, keeping: Sequence[FSDPModule]) -> None:
         self._root = root
+        self._keeping = keeping
         self._recorded = 0
 
     def attach(self, root: nn.Module) -> None:
@@ -255,9 +257,16 @@ class _Passes:
         if torch_internals.broke_off(self._root):
             # An exception left a forward or a backward unfinished.
             self._root.reset_iter_state()
+        # Kept from a forward that had no backward: what it was gathered from may have changed since.
+        self._drop()
         self._recorded = torch_internals.recorded_forwards(self._root)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
             # No backward will follow. Kept, the record would grow, and send the next prefetch after wrong modules.
             torch_internals.forget_forwards(self._root, self._recorded)
+            self._drop()
+
+    def _drop(self) -> None:
+        for module in self._keeping:
+            module.reshard()

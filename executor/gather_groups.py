@@ -15,6 +15,7 @@ from executor.place import stored_layouts
 from planner.errors import KeyConflictError, PlanKeyError, PlanLayoutError
 from planner.patterns import resolve_keys, unmatched
 from planner.plan import ShardingPlan
+from planner.plan_gathers import kept_modules
 
 _FIELD = "fully_shard"
 
@@ -46,11 +47,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherGroup:
-    """Parameters that are gathered in one collective over mesh axis ``axis``, when the module ``fqn`` needs them."""
+    """Parameters that are gathered in one collective over mesh axis ``axis``, when the module ``fqn`` needs them.
+
+    Attributes:
+        kept: whether they stay so from its forward to its backward; else they are dropped, and gathered again.
+    """
 
     fqn: str
     axis: int
     members: tuple[Member, ...]
+    kept: bool = False
 
 
 def gather_groups(module: nn.Module, plan: ShardingPlan) -> tuple[GatherGroup, ...]:
@@ -63,7 +69,7 @@ def gather_groups(module: nn.Module, plan: ShardingPlan) -> tuple[GatherGroup, .
     Raises:
         UnmatchedKeyError: a module or parameter that does not exist.
         KeyConflictError: a parameter in two groups, or used outside of its own.
-        PlanKeyError: a module that cannot gather, or a parameter that has no gradient.
+        PlanKeyError: a module that cannot gather, or keeps what it does not, or a parameter that has no gradient.
         PlanLayoutError: layouts that torch's ``fully_shard`` does not have.
     """
     found = resolve_keys(plan.fully_shard, module_fqns(module), field=_FIELD, what="module")
@@ -123,6 +129,7 @@ class _Reader:
         self._modes = resolve_keys(
             plan.activation_checkpointing, module_fqns(module), field="activation_checkpointing", what="module"
         )
+        self._kept = kept_modules(plan, module_fqns(module))
         self._taken: dict[nn.Parameter, str] = {}
 
     def group(self, fqn: str, names: tuple[str, ...]) -> GatherGroup:
@@ -146,7 +153,7 @@ class _Reader:
                 mesh = self._plan.mesh.names
                 raise _wrong_layout(path, f"is gathered on {mesh[axis]}, but {first!r} on {mesh[axes[first]]}")
         self._check_dtypes(fqn, members)
-        return GatherGroup(fqn=fqn, axis=axes[first], members=tuple(members.values()))
+        return GatherGroup(fqn=fqn, axis=axes[first], members=tuple(members.values()), kept=fqn in self._kept)
 
     def _check_module(self, fqn: str) -> None:
         submodule = self._module.get_submodule(fqn)

@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 from cost_model.layout import Layout, format_layout, replicated
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator
+from planner.gathers import kept_by
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
+from planner.plan_gathers import kept_modules
 from planner.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
@@ -25,18 +27,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A chosen strategy for every region class, and a stored layout for every parameter class."""
+    """A chosen strategy for every region class, and a stored layout for every parameter class.
+
+    Attributes:
+        kept: kinds of blocks that keep what they gather from forward to backward.
+    """
 
     strategies: tuple[Strategy, ...]
     stored: tuple[StoredChoice, ...]
+    kept: frozenset[str] = frozenset()
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
     """Return what ``assignment`` chooses."""
-    regions = len(formulation.strategies)
+    regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
+    stored = [choices[c] for choices, c in zip(formulation.stored, assignment[regions:axis_node], strict=True)]
     return Decision(
         strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
-        stored=tuple(choices[c] for choices, c in zip(formulation.stored, assignment[regions:-1], strict=True)),
+        stored=tuple(stored),
+        kept=kept_by(formulation.structure, stored, assignment[axis_node + 1 :]),
     )
 
 
@@ -56,6 +65,7 @@ class _Reader:
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
         groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
+        self._kept = kept_modules(plan, modules)
         self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (
@@ -145,7 +155,8 @@ class _Reader:
                 self._narrow(unique)
         self._refuse_empty()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
-        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored))
+        kept = frozenset(block.kind for block in self._structure.gathers if block.kind in self._kept)
+        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
 
     def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:
         name = self._regions.graph.parameters[parameter.values[0]][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -125,16 +126,40 @@ class TracedModel:
         return self._at(batch)[0].graph
 
 
+_NAMES = ("tp", "fsdp")
+"""Of the inner axes of a mesh, from the innermost on."""
+
+
+def checked_axes(axes: int) -> int:
+    """Return ``axes``, if the search has meshes of so many.
+
+    Raises:
+        JobError: it has not.
+    """
+    if axes not in (1, 2, 3):
+        raise JobError(f"meshes of {axes} axes are not searched.", what_to_do="Choose 1, 2 or 3.", field="axes")
+    return axes
+
+
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
-    """Return every mesh of the cluster with up to ``axes`` (1 or 2) axes, the inner one in or across whole nodes."""
-    found = [MeshSpec(axes=(("dp", cluster.size),))]
-    per_node = cluster.devices_per_node
-    if axes == 2:
-        for inner in range(2, cluster.size // 2 + 1):
-            whole = per_node % inner == 0 or inner % per_node == 0
-            if cluster.size % inner == 0 and whole:
-                found.append(MeshSpec(axes=(("dp", cluster.size // inner), ("tp", inner))))
-    return found
+    """Return every mesh of the cluster with up to ``axes`` (1 to 3) axes; the inner in or across nodes."""
+    found: list[tuple[int, ...]] = [()]
+    for count in range(1, axes):
+        found += [(*sizes, size) for sizes in found if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]
+    meshes = []
+    for sizes in found:
+        inner = list(zip(_NAMES, sizes, strict=False))
+        meshes.append(MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner))))
+    return meshes
+
+
+def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
+    """Yield the sizes that an axis around axes of ``sizes`` can have, and another around it."""
+    inside, per_node = math.prod(sizes), cluster.devices_per_node
+    for size in range(2, cluster.size // inside // 2 + 1):
+        reach = inside * size
+        if cluster.size % reach == 0 and (per_node % reach == 0 or reach % per_node == 0):
+            yield size
 
 
 def modes_of(traced: TracedModel, ac: str | None) -> list[str]:

@@ -32,10 +32,11 @@ class PlanEntries:
     input_plan: Mapping[str, PortSpec]
     output_plan: Mapping[str, PortSpec]
     fully_shard: Mapping[str, tuple[str, ...]]
+    keep_gathered: tuple[str, ...]
 
     def by_field(self) -> dict[str, Any]:
         """Return the fields of a `ShardingPlan` that these are."""
-        return {field.name: dict(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
@@ -97,6 +98,7 @@ class NamedEntries:
         stored, compute, gradients: parameter -> layout.
         inputs, outputs: module -> path of an argument -> port.
         together: block -> names, relative to it, of parameters that are gathered together.
+        kept: blocks that keep these from forward to backward.
     """
 
     stored: dict[str, Layout] = field(default_factory=dict)
@@ -105,6 +107,7 @@ class NamedEntries:
     inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
 
     def renamed(self, name: Callable[[str], str]) -> NamedEntries:
         """Return the entries under other names."""
@@ -119,6 +122,7 @@ class NamedEntries:
             inputs=under(self.inputs),
             outputs=under(self.outputs),
             together=under(self.together),
+            kept={name(block) for block in self.kept},
         )
 
     def update(self, other: NamedEntries) -> None:
@@ -127,6 +131,7 @@ class NamedEntries:
         self.compute.update(other.compute)
         self.gradients.update(other.gradients)
         self.together.update(other.together)
+        self.kept.update(other.kept)
         for own, others in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
             for module, ports in others.items():
                 own.setdefault(module, {}).update(ports)
@@ -148,6 +153,7 @@ class NamedEntries:
             input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
             output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
             fully_shard=fold_names(self.together, modules),
+            keep_gathered=tuple(fold_names(dict.fromkeys(sorted(self.kept), True), modules)),
         )
 
 
@@ -183,6 +189,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})[path] = port
     found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
+    found.kept.update(b for gather in structure.gathers if gather.kind in decision.kept for b in gather.blocks)
     return found
 
 

@@ -38,8 +38,8 @@ class _Itemiser:
                 strategy = self._decision.strategies[index]
                 port = strategy.forward[slot], strategy.gradient[slot]
                 yield _some(self._formulator.use_price(parameter, use, choice, port))
-        for block, axis, numel in self._formulator.block_gathers(self._decision.strategies, self._decision.stored):
-            yield self._formulator.gather_price(block, axis, numel)
+        for gather in self._formulator.gathers.chosen(self._decision.stored, self._decision.kept):
+            yield self._formulator.gathers.price(gather)
         yield from self._redistributions()
         if self._pricer.run.job.counts_moments:
             yield from self._copies()

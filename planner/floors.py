@@ -84,13 +84,13 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, resting_bytes: float | No
     relaxed = relax(formulation.problem, resting_bytes=resting_bytes)
     if relaxed is None:
         return None
-    regions = len(formulation.strategies)
+    regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
     strategies = [
         dict(zip(choices, times, strict=True))
         for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
     ]
     stored: list[dict[tuple[Layout, int | None], float]] = []
-    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:-1], strict=True):
+    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:axis_node], strict=True):
         least: dict[tuple[Layout, int | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
             key = choice.stored, choice.gathered_over

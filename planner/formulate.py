@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cost_model import reserve_bytes
-from cost_model.layout import Layout, split_factor
+from cost_model.layout import Layout
 from planner import problem as quantity
+from planner.block_gather_costs import BlockGatherPricer
 from planner.charges import Charges, meeting
 from planner.communication import Port, Price
 from planner.costs import Pricer
+from planner.gathers import Gathers
 from planner.graph import Value
-from planner.parameter_classes import BlockGather, ParameterClass
+from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import ParameterPricer, StoredChoice
 from planner.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.regions import Region, RegionGraph
@@ -43,7 +45,7 @@ class Promising(Protocol):
 class Formulation:
     """A `Problem` and what its nodes stand for.
 
-    First one per region class, then one per parameter class, then the mesh axis over which blocks gather.
+    First one per region class, then one per parameter class, then those of `planner.gathers`.
     """
 
     structure: Structure
@@ -65,8 +67,8 @@ class Formulator:
         self._table = table
         self._mesh = pricer.run.mesh.shape
         self._ports = pricer.communication.ports
-        self._holders = _holders(structure)
         self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
+        self.gathers = Gathers(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
 
     def build(
         self,
@@ -105,7 +107,7 @@ class Formulator:
             self._parameter_node(p, choices) for p, choices in zip(self._structure.parameters, stored, strict=True)
         ]
         axis_node = len(nodes)
-        nodes.append(Node(name="gathering axis", charges=tuple({} for _ in self._mesh)))
+        nodes += self.gathers.nodes()
         edges = [self._edge(key, strategies) for key in self._structure.edges]
         charges = Charges()
         self._charge_redistributions(edges, charges)
@@ -113,7 +115,7 @@ class Formulator:
         edges += [*agreed, *(same_consumer_port(edges[a], edges[b]) for a, b in self._structure.alike)]
         first = len(edges)
         edges += list(self._parameter_edges(strategies, stored, first, charges))
-        edges += list(self._axis_edges(len(strategies), stored, axis_node))
+        edges += self.gathers.edges(len(strategies), stored, axis_node, len(edges), charges)
         units = charges.settle(edges)
         problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
         return Formulation(
@@ -130,7 +132,7 @@ class Formulator:
         In inference without those in which DTensor slices a whole parameter: that copies the slice in every step.
         """
         region = self._structure.representative(index)
-        found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index])
+        found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
         inference = self.pricer.run.job.phase != "training"
         return tuple(s for s in found if not slices_parameters(region, s)) if inference else found
 
@@ -287,10 +289,8 @@ class Formulator:
         region = structure.representative(index)
         value = region.slots[slot].value
         if choice.gathered_over is not None:
-            held = self._holders.get(parameter.values[0], ())
-            return (
-                self.parameter_pricer.use_with_block(value, choice, port, held, parameter.unreduced) if held else None
-            )
+            gradient_nbytes = self.parameter_pricer.gradient_nbytes(value, choice.stored)
+            return self.gathers.use_price(parameter, choice, port, gradient_nbytes)
         saved = any(structure.profile.root[value.name] in structure.profile.ops[o.op.name].saved for o in region.ops)
         return self.parameter_pricer.use(
             value,
@@ -335,58 +335,4 @@ class Formulator:
                     pairs=pairs,
                 )
                 edge += 1
-        for block in self._structure.gathers:
-            for axis in range(len(self._mesh)):
-                members = tuple(member for position in block.held for member in gathered[position, axis])
-                if members:
-                    charges.add(members, self.parameter_pricer.block_latency(block, axis, self._itemsize(block)).charge)
-
-    def _itemsize(self, block: BlockGather) -> int:
-        return self.value_of(self._structure.parameters[next(iter(block.held))]).dtype.itemsize
-
-    def _axis_edges(self, regions: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int) -> Iterator[Edge]:
-        """Yield edges that let all blocks gather over one axis only: `fully_shard` splits a module on one."""
-        axes = range(len(self._mesh))
-        for position, choices in enumerate(stored):
-            if any(choice.gathered_over is not None for choice in choices):
-                yield Edge(
-                    producer=regions + position,
-                    consumer=axis_node,
-                    producer_ports=tuple(-1 if c.gathered_over is None else c.gathered_over for c in choices),
-                    consumer_ports=tuple(axes),
-                    pairs={(p, q): {} for p in (-1, *axes) for q in axes if p in (-1, q)},
-                )
-
-    def block_gathers(
-        self, strategies: Sequence[Strategy], stored: Sequence[StoredChoice]
-    ) -> Iterator[tuple[BlockGather, int, int]]:
-        """Yield each kind of block that gathers anything under a decision, the axis, and the elements of a gather."""
-        for block in self._structure.gathers:
-            axis, numel = None, 0
-            for position, held in block.held.items():
-                if stored[position].gathered_over is None:
-                    continue
-                axis = stored[position].gathered_over
-                parameter = self._structure.parameters[position]
-                ((index, slot),) = parameter.uses
-                layout = strategies[index].forward[slot]
-                assert layout is not None
-                value = self.value_of(parameter)
-                numel += held * (value.nbytes // value.dtype.itemsize // split_factor(layout, self._mesh))
-            if axis is not None:
-                yield block, axis, numel
-
-    def gather_price(self, block: BlockGather, axis: int, numel: int) -> Price:
-        """Return the latency of a kind of block's gathers, and their collectives."""
-        itemsize = self._itemsize(block)
-        latency = self.parameter_pricer.block_latency(block, axis, itemsize)
-        rows = self.parameter_pricer.block_collectives(block, axis, numel, itemsize)
-        return Price(charge=latency.charge, collectives=rows.collectives)
-
-
-def _holders(structure: Structure) -> dict[str, tuple[tuple[BlockGather, int], ...]]:
-    """Return, by a class's first parameter, the kinds of blocks that gather it, with how many of it each holds."""
-    return {
-        parameter.values[0]: tuple((block, block.held[i]) for block in structure.gathers if i in block.held)
-        for i, parameter in enumerate(structure.parameters)
-    }
+        self.gathers.charge_latency(gathered, charges)

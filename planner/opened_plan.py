@@ -90,6 +90,18 @@ def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPla
 
 
 def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:
+    batch_axes = search.batch_axes(plan.mesh.spec)
+    if batch_axes:
+        try:
+            return _read_on(search, plan, names, grouping, batch_axes)
+        except PlanMismatchError:
+            pass  # written by hand, perhaps: it may split more than the batch on these axes
+    return _read_on(search, plan, names, grouping, ())
+
+
+def _read_on(
+    search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping, batch_axes: tuple[int, ...]
+) -> ReadPlan:
     run = Run(
         job=plan.job,
         cluster=search.cluster,
@@ -97,6 +109,7 @@ def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grou
         micro_batches=plan.micro_batches,
         ac=plan.job.ac or "none",
         grouping=grouping,
+        batch_axes=batch_axes,
     )
     formulator, structure = search.formulator(run)
     with search.clock.stage("costs_s"):

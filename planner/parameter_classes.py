@@ -37,24 +37,33 @@ class ParameterClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGather:
-    """A kind of block whose parameters can be gathered together: one flat collective for each of ``count`` blocks.
+    """A kind of block whose parameters can be gathered together: one flat collective for each.
 
     Attributes:
         kind: FQN of the kind's representative.
+        blocks: FQNs of all of the kind.
         held: index of a parameter class -> how many of its parameters one such block holds.
         numel: elements of all of them.
         is_first: whether it is the first such kind in the model.
         moments: quantity of a moment inside such blocks -> how many blocks' parameters are whole by then (its own, and
             that of the block before it) and how many buffers gradients are being reduced in (that of the block after
             it).
+        gathered: quantity of a moment -> how many copies of such a block's parameters are there if they are kept from
+            forward to backward.
     """
 
     kind: str
-    count: int
+    blocks: tuple[str, ...]
     held: Mapping[int, int]
     numel: int
     is_first: bool
     moments: Mapping[str, tuple[int, int]]
+    gathered: Mapping[str, int]
+
+    @property
+    def count(self) -> int:
+        """How many blocks are of the kind."""
+        return len(self.blocks)
 
 
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
@@ -149,15 +158,14 @@ def block_gathers(
         if used_once and all(value.requires_grad and value.name in home for value in values):
             for value in values:
                 held[home[value.name]][index] += 1
-    kinds: Counter[tuple[int, ...]] = Counter(tuple(sorted(contents[block])) for block in held)
     found: list[BlockGather] = []
+    last = max(held, key=lambda block: timeline.starts[block], default="")
     for block in blocks.representatives:
         if block in held:
             numel = sum(
                 n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
                 for index, n in held[block].items()
             )
-            count = kinds[tuple(sorted(contents[block]))]
             alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
             ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
             inside = {
@@ -168,11 +176,28 @@ def block_gathers(
             found.append(
                 BlockGather(
                     kind=block,
-                    count=count,
+                    blocks=tuple(alike),
                     held=dict(held[block]),
                     numel=numel,
                     is_first=not found,
                     moments=inside,
+                    gathered=_gathered(alike, last, timeline),
                 )
             )
     return tuple(found)
+
+
+def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> dict[str, int]:
+    """Return moment's quantity -> how many blocks of ``alike`` have run forward, not backward.
+
+    One more after the ``last`` of all blocks: until the root's forward ends, torch holds the buffer that it was last
+    gathered in.
+    """
+    starts = [timeline.starts[block] for block in alike]
+    buffer_from = timeline.ends[last] if last in alike else NEVER
+    counts = {
+        moment.quantity("parameters"): sum(start <= moment.position for start in starts)
+        + (moment.position > buffer_from)
+        for moment in timeline.moments
+    }
+    return {name: count for name, count in counts.items() if count}

@@ -1,9 +1,7 @@
 """What a parameter costs: resting in a layout, being gathered for its uses, and having its gradient reduced.
 
 It is gathered in one of two ways. By itself: the collective of one parameter, which its module waits for. Or with its
-block, by `fully_shard`: all parameters of the block that are gathered so share one flat collective, which runs ahead
-of the compute that needs it. The time of a flat collective is a straight line, `CollectiveLine`, so that its bytes can
-be charged to each parameter and its latency to the block, once.
+block, by `fully_shard`: see `planner.block_gather_costs`.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.compute import stream_bytes_per_s
-from cost_model.in_step import in_step
 from cost_model.layout import Layout, sharded_dim, split_factor
 from planner import problem as quantity
-from planner.communication import FREE, Collective, Communication, Port, Price, add_prices
+from planner.communication import FREE, Communication, Port, Price, add_prices
 from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.moments import UPDATE
-from planner.parameter_classes import BlockGather
-from planner.report import CollectiveKind, Phase
+from planner.overlap import Overlap
+from planner.report import Phase
 from planner.run import Run
 
 
@@ -43,40 +40,13 @@ class StoredChoice:
     gathered_over: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveLine:
-    """A collective's seconds as ``latency_s + nbytes * seconds_per_byte``.
-
-    It goes through two points of the cost model: the parameters of a whole block, and as many bytes as remain of them
-    where the other axes split them. Between and near them the model itself is nearly straight.
-    """
-
-    latency_s: float
-    seconds_per_byte: float
-
-
 class ParameterPricer:
     """Prices of parameters in one `Run`."""
 
     def __init__(self, run: Run, communication: Communication) -> None:
         self._run = run
         self._communication = communication
-        self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
-        self._taken_share = in_step(run.cluster.device).taken_share if self._overlaps else 0.0
-
-    @property
-    def _overlaps(self) -> bool:
-        return self._run.cluster.device.overlaps
-
-    @property
-    def _hidden_forward(self) -> str:
-        """Where communication is charged that the forward hides, if the device can."""
-        return quantity.PREFETCH_FORWARD if self._overlaps else quantity.BLOCKING_FORWARD
-
-    @property
-    def _hidden_backward(self) -> str:
-        """Where communication is charged that the backward hides, if the device can."""
-        return quantity.PREFETCH_BACKWARD if self._overlaps else quantity.BLOCKING_BACKWARD
+        self._overlap = Overlap.of(run.cluster.device)
 
     @property
     def stored_dtype(self) -> str:
@@ -113,11 +83,11 @@ class ParameterPricer:
         """
         once = self._run.micro_batches == 1
         if choice.gathered_over is not None or not self._is_cast(value):
-            nbytes = self._gradient_nbytes(value, choice.stored) if once else 0.0
+            nbytes = self.gradient_nbytes(value, choice.stored) if once else 0.0
             return {name: n * nbytes for name, n in gradients.items() if nbytes}
         nbytes = value.nbytes / split_factor(choice.stored, self._run.mesh.shape)
         arriving = {name: n * nbytes for name, n in gradients.items()}
-        after = self._gradient_nbytes(value, choice.stored) if once else 0.0
+        after = self.gradient_nbytes(value, choice.stored) if once else 0.0
         return arriving | {UPDATE.quantity("gradients"): count * (after - nbytes)}
 
     def _is_cast(self, value: Value) -> bool:
@@ -229,9 +199,10 @@ class ParameterPricer:
         )
 
     def _gradient_memory(self, value: Value, layout: Layout, count: int) -> Price:
-        return Price(charge={quantity.MEMORY + "gradients": count * self._gradient_nbytes(value, layout)})
+        return Price(charge={quantity.MEMORY + "gradients": count * self.gradient_nbytes(value, layout)})
 
-    def _gradient_nbytes(self, value: Value, layout: Layout) -> float:
+    def gradient_nbytes(self, value: Value, layout: Layout) -> float:
+        """Return the bytes of a gradient in ``layout``, in the dtype that the parameter rests in."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
         return numel * BYTES_PER_ELEMENT[self.stored_dtype]
 
@@ -247,124 +218,15 @@ class ParameterPricer:
             target,
             phase="grad_reduce" if once else "backward",
             calls=count if once else count * self._run.passes,
-            prefix=self._hidden_backward,
+            prefix=self._overlap.backward,
         )
-        if price is None or not self._overlaps:
+        if price is None or not self._run.cluster.device.overlaps:
             return price
         seconds = sum(price.charge.values())
-        more = {quantity.SLOWDOWN_BACKWARD: self._slowdown_s(seconds)} | ({quantity.EXPOSED: seconds} if first else {})
+        more = {quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(seconds)} | (
+            {quantity.EXPOSED: seconds} if first else {}
+        )
         return add_prices([price, Price(charge=more)])
-
-    # --- with its block ------------------------------------------------------------------------------------------
-
-    def use_with_block(
-        self,
-        value: Value,
-        choice: StoredChoice,
-        use: Port,
-        blocks: tuple[tuple[BlockGather, int], ...],
-        unreduced: Mapping[str, int],
-    ) -> Price | None:
-        """Return the price of parameters that are gathered with their blocks, all but the latency of that.
-
-        None where `fully_shard` cannot: it splits on one axis, and keeps the layout on all others.
-
-        Args:
-            blocks: each kind of block that such parameters are in, and how many of them one such block holds.
-            unreduced: moment's quantity -> how many of their gradients are there whole, waiting for their block's.
-        """
-        axis = choice.gathered_over
-        if axis is None or use[0] is None or not is_fully_sharded(choice, use):
-            return None
-        numel = value.nbytes // value.dtype.itemsize // split_factor(use[0], self._run.mesh.shape)
-        prices = []
-        for block, held in blocks:
-            price = self._flat(block, axis, numel * held, value.dtype.itemsize, latency=False)
-            size, reduced = value.dtype.itemsize, self._reduce_itemsize
-            nbytes = {
-                name: float(numel * held * (whole * size + reducing * reduced))
-                for name, (whole, reducing) in block.moments.items()
-            }
-            prices.append(add_prices([price, Price(charge=nbytes)]))
-        if self._run.micro_batches == 1:
-            # In place of the shards that `resting` counts.
-            more = numel * value.dtype.itemsize - self._gradient_nbytes(value, choice.stored)
-            prices.append(Price(charge={name: count * max(more, 0.0) for name, count in unreduced.items()}))
-        return add_prices(prices)
-
-    @property
-    def _reduce_itemsize(self) -> int:
-        return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
-
-    def block_latency(self, block: BlockGather, axis: int, itemsize: int) -> Price:
-        """Return what the flat collectives of a kind of block cost before their first byte."""
-        return self._flat(block, axis, 0, itemsize, latency=True)
-
-    def block_collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int) -> Price:
-        """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
-        name = self._run.mesh.names[axis]
-        calls = block.count * self._run.passes
-        rows: list[tuple[CollectiveKind, Phase, int]] = [
-            ("all_gather", "forward", itemsize),
-            ("all_gather", "backward", itemsize),
-            ("reduce_scatter", "backward", self._reduce_itemsize),
-        ]
-        collectives = []
-        for kind, phase, size in rows:
-            line = self._line(kind, axis, block, size)
-            time_s = line.latency_s + numel * size * line.seconds_per_byte
-            collectives.append(
-                Collective(kind=kind, axis=name, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
-            )
-        return Price(collectives=tuple(collectives))
-
-    def _flat(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, latency: bool) -> Price:
-        """Price latency or bytes of a kind of block's flat collectives.
-
-        Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction.
-        """
-        gather = self._line("all_gather", axis, block, itemsize)
-        reduce = self._line("reduce_scatter", axis, block, self._reduce_itemsize)
-        gather_s = gather.latency_s if latency else numel * itemsize * gather.seconds_per_byte
-        reduce_s = reduce.latency_s if latency else numel * self._reduce_itemsize * reduce.seconds_per_byte
-        link, passes = self._communication.link(axis), self._run.passes
-        calls = block.count * passes
-        exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
-        forward_s = (calls - exposed_gathers) * gather_s
-        backward_s = calls * gather_s + (calls - exposed_reductions) * reduce_s
-        charge = {
-            self._hidden_forward + link: forward_s,
-            self._hidden_backward + link: backward_s,
-            quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
-            quantity.SLOWDOWN_FORWARD: self._slowdown_s(forward_s),
-            quantity.SLOWDOWN_BACKWARD: self._slowdown_s(backward_s),
-        }
-        return Price(charge=charge)
-
-    def _slowdown_s(self, hidden_s: float) -> float:
-        """Return by how much compute takes longer where so many seconds of communication run beside it."""
-        return hidden_s * self._taken_share
-
-    @property
-    def _copying_s_per_byte(self) -> float:
-        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, both in new memory.
-
-        0.0 where kernels are charged, and the host is not: there it counts as part of the collective.
-        """
-        device = self._run.cluster.device
-        return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0
-
-    def _line(self, kind: CollectiveKind, axis: int, block: BlockGather, itemsize: int) -> CollectiveLine:
-        high = block.numel * itemsize
-        key = (kind, axis, high, itemsize)
-        if key not in self._lines:
-            others = self._run.mesh.size // self._run.mesh.shape[axis]
-            low = max(high // max(others, 2), 1)
-            at_low, at_high = (self._communication.time_s(kind, axis, nbytes) for nbytes in (low, high))
-            slope = (at_high - at_low) / (high - low) if high > low else 0.0
-            latency_s = max(at_low - low * slope, 0.0)
-            self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)
-        return self._lines[key]
 
 
 def is_fully_sharded(choice: StoredChoice, use: Port) -> bool:

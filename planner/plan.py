@@ -47,6 +47,8 @@ _MAPPINGS = (
     "activation_checkpointing",
 )
 """Fields whose keys are FQN patterns."""
+_LISTS = ("keep_gathered", "return_local_tensor")
+"""Fields that are lists of FQN patterns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class ShardingPlan:
             others' accumulate as they come (partial, say) and are reduced once a step.
         fully_shard: modules -> names, relative to the module, of parameters that are gathered together before its
             forward and its backward, and whose gradients are reduced together, by torch's ``fully_shard``.
+        keep_gathered: those of these modules that keep what they gathered from forward to backward, and gather once.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
@@ -104,6 +107,7 @@ class ShardingPlan:
     compute_plan: Mapping[str, Layout] = field(default_factory=dict)
     gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
     fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keep_gathered: tuple[str, ...] = ()
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     return_local_tensor: tuple[str, ...] = ()
@@ -136,7 +140,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in ("return_local_tensor", "notes"):
+        for name in ("keep_gathered", "return_local_tensor", "notes"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -202,7 +206,7 @@ class ShardingPlan:
                         yield name, key, layout
 
     def _keys(self) -> Iterator[tuple[str, str]]:
-        for name in (*_MAPPINGS, "return_local_tensor"):
+        for name in (*_MAPPINGS, *_LISTS):
             for key in getattr(self, name):
                 yield name, key
 
@@ -217,6 +221,7 @@ class ShardingPlan:
             "fully_shard": {key: list(names) for key, names in self.fully_shard.items()},
             "input_plan": {key: plan_json.ports_text(spec) for key, spec in self.input_plan.items()},
             "output_plan": {key: plan_json.ports_text(spec) for key, spec in self.output_plan.items()},
+            "keep_gathered": list(self.keep_gathered),
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "micro_batches": self.micro_batches,
@@ -301,10 +306,11 @@ def _check_containers(plan: ShardingPlan) -> None:
             raise wrong_type(name, "", entries, "Give a mapping from names to values.")
     if not isinstance(plan.mesh, PlanMesh):
         raise wrong_type("mesh", "", plan.mesh, 'Give PlanMesh.parse("dp=2,tp=8").')
-    names = plan.return_local_tensor
-    # A lone string would be taken apart into its letters.
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-        raise wrong_type("return_local_tensor", "", names, 'Give a list of module names; [""] is the root.')
+    for name in _LISTS:
+        names = getattr(plan, name)
+        # A lone string would be taken apart into its letters.
+        if not isinstance(names, tuple) or not all(isinstance(key, str) for key in names):
+            raise wrong_type(name, "", names, 'Give a list of module names; [""] is the root.')
     for key, mode in plan.activation_checkpointing.items():
         if mode not in ("full", "selective"):
             raise wrong_type("activation_checkpointing", key, mode, 'Give "full" or "selective".')

@@ -10,6 +10,7 @@ from planner.errors import PlanMismatchError
 from planner.grouping import Grouping, parted
 from planner.patterns import resolve_keys
 from planner.plan import ShardingPlan
+from planner.plan_gathers import kept_modules
 from planner.ports import resolve_input_ports, resolve_output_ports
 from planner.regions import block_of
 from planner.traced_module import ModuleNames
@@ -68,6 +69,7 @@ def _entries_by_block(
         ("compute_plan", resolve_keys(plan.compute_plan, names.parameters, field="compute_plan", what="parameter")),
         ("gradient_plan", resolve_keys(plan.gradient_plan, names.parameters, field="gradient_plan", what="parameter")),
         ("fully_shard", resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")),
+        ("keep_gathered", dict.fromkeys(kept_modules(plan, names.modules), True)),
         ("input_plan", resolve_input_ports(plan.input_plan, names.modules)),
         ("output_plan", resolve_output_ports(plan.output_plan, names.modules)),
     )

@@ -90,6 +90,8 @@ class PlanDocument(_Document):
     """FQN pattern of parameters -> layout that their gradient is brought to in every micro-batch's backward."""
     fully_shard: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
     """FQN pattern of modules -> names, relative to the module, of parameters that are gathered together."""
+    keep_gathered: list[str] = []
+    """FQN patterns of modules in fully_shard that keep what they gathered from forward to backward."""
     input_plan: dict[str, PortsText] = {}
     """FQN pattern of modules + ".input" -> layouts of what enters."""
     output_plan: dict[str, PortsText] = {}

@@ -32,6 +32,7 @@ class _LocalPlanner(ShardingPlanner):
     dtype: str = "bf16"
     pins: Sequence[str] = ()
     data_axes: Sequence[str] = ()
+    axes: int = 2
 
     kind: ClassVar[str]
 
@@ -66,6 +67,7 @@ class _LocalPlanner(ShardingPlanner):
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
+            axes=self.axes,
             executable_only=self._executable_only(),
         )
 
@@ -94,7 +96,7 @@ class DataParallelPlanner(_LocalPlanner):
 
 @dataclass(frozen=True, kw_only=True)
 class FullyShardedPlanner(_LocalPlanner):
-    """Parameters, gradients and optimizer state split over all devices, the batch split (FSDP, ZeRO-3)."""
+    """Parameters, gradients and optimizer state split over all devices, the batch split (FSDP; ZeRO-3 or ZeRO-2)."""
 
     kind = "fully-sharded"
 

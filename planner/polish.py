@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from cost_model.layout import Layout
 from planner.assemble import Decision
 from planner.communication import Port, add_prices
+from planner.estimate import itemise
 from planner.formulate import Accepts, AcceptsStored, Formulator
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
-from planner.problem import Charge
+from planner.problem import Charge, step_time_s
 from planner.regions import Region
 from planner.stored_choices import stored_layouts
 from planner.strategies.enumerate import Strategy
@@ -38,7 +40,20 @@ def polish(
         else strategy
         for index, strategy in enumerate(decision.strategies)
     ]
-    return Decision(strategies=tuple(strategies), stored=tuple(stored))
+    polished = Decision(strategies=tuple(strategies), stored=tuple(stored), kept=decision.kept)
+    return _without_idle_copies(formulator, structure, polished)
+
+
+def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
+    """Return the decision in which blocks keep what they gather only where that makes a step shorter."""
+    if not decision.kept:
+        return decision
+    time_s = step_time_s(itemise(formulator, structure, decision).charge)
+    for kind in sorted(decision.kept):
+        other = dataclasses.replace(decision, kept=decision.kept - {kind})
+        if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
+            decision = other
+    return decision
 
 
 def _accepted(

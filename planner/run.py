@@ -42,6 +42,7 @@ class Run:
         ac: the mode, as in a job.
         grouping: what that comes to, and which equal blocks are alike.
         place: which stage of a pipeline this is; None: the whole model.
+        batch_axes: mesh axes, by index, that split the batch alone: parameters are computed whole on them.
     """
 
     job: Job
@@ -51,6 +52,7 @@ class Run:
     ac: str
     grouping: Grouping = ALIKE
     place: StagePlace | None = None
+    batch_axes: tuple[int, ...] = ()
 
     @property
     def flash_attention(self) -> bool:

@@ -24,6 +24,7 @@ from planner.ilp import relax, solve
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
 from planner.op_times import OpTimes
+from planner.pins import Pin
 from planner.polish import polish
 from planner.problem import Solution
 from planner.random_assignment import random_assignment
@@ -144,7 +145,18 @@ class Search:
             micro_batches=micro_batches,
             ac=ac,
             grouping=self.traced.grouping(ac, apart),
+            batch_axes=self.batch_axes(mesh),
         )
+
+    def batch_axes(self, mesh: MeshSpec) -> tuple[int, ...]:
+        """Return the axes of ``mesh`` for the batch alone: all but the two innermost, which keeps programs small.
+
+        None are where they do not divide the batch, or where a parameter is pinned in computing on one of them.
+        """
+        outer = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)[:-2]
+        pinned = {pin.axis for pin in map(Pin.parse, self.job.pins) if pin.used}
+        divides = self.batch % math.prod(mesh.shape[axis] for axis in outer) == 0
+        return outer if divides and pinned.isdisjoint(mesh.names[axis] for axis in outer) else ()
 
     def micro_batch(self, run: Run) -> int:
         """Return the samples of one micro-batch of ``run``."""

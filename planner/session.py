@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,13 +20,13 @@ from planner import baselines, collector
 from planner.baselines import Restriction
 from planner.bench import Bench, Terms
 from planner.block_variants import vary_blocks
-from planner.candidates import TracedModel, check_mesh, meshes_of, modes_of
+from planner.candidates import TracedModel, check_mesh, checked_axes, meshes_of, modes_of
 from planner.clock import Clock
 from planner.cut import obstacle
 from planner.errors import MeshError, PlannerError, SolverError
 from planner.inputs import GivenInputs, batch_of
 from planner.job import Checkpointing, Job, JobPhase, checked_time_limit_s, memory_bytes_of
-from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
+from planner.notes import notes_on
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.parallel import Pool, checked_jobs
 from planner.pins import Pins
@@ -69,6 +69,7 @@ class PlanningSession:
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
+        axes: int = 2,
         vary_blocks: bool = False,
         executable_only: bool = True,
         time_limit_s: float | None = None,
@@ -77,7 +78,7 @@ class PlanningSession:
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
         self._progress = progress
-        self._vary_blocks = vary_blocks
+        self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
         self._executable_only = executable_only
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         if phase != "training":
@@ -162,7 +163,7 @@ class PlanningSession:
                     return None
                 candidate, report = found.candidate, report_of(found, piped, planner)
             with self._clock.stage("write_s"):
-                plan = plan_of(self._search, self._module, candidate, report, list(self._notes(candidate.run)))
+                plan = plan_of(self._search, self._module, candidate, report, self._notes(candidate.run))
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
@@ -190,18 +191,11 @@ class PlanningSession:
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
         return pins
 
-    def _notes(self, run: Run) -> Iterator[str]:
-        """Yield what a person should know of the plan that its figures do not say."""
-        if self.job.training and gives_no_loss(self._traced):
-            yield WITHOUT_LOSS
-        if self.job.phase == "prefill" and not self._module.decodes:
-            yield "no key-value cache is counted: the model has none, or one of latents."
-        micro_batch = self._batch // run.micro_batches
+    def _notes(self, run: Run) -> list[str]:
+        found = list(notes_on(run, self._module, self._traced, self._batch))
         if not self._executable_only and self._uncut is not None:
-            yield f"no pipeline was tried: {self._uncut}."
-        sizes = [size for size in run.mesh.shape if size > 1]
-        if self.job.training and sizes and all(micro_batch % size for size in sizes):
-            yield f"no axis of the mesh {run.mesh} divides {micro_batch} samples: none splits the batch evenly."
+            found.append(f"no pipeline was tried: {self._uncut}.")
+        return found
 
     def _random(self, mesh: MeshSpec, modes: Sequence[str], seed: int) -> Candidate:
         restriction = self._pins([mesh]).restrict(mesh, None)
@@ -257,8 +251,7 @@ class PlanningSession:
 
     def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
-            notes = list(self._notes(found.stages()[0].run))
-            plan = plan_of_pipeline(self._search, self._module, found, report, notes)
+            plan = plan_of_pipeline(self._search, self._module, found, report, self._notes(found.stages()[0].run))
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
@@ -297,7 +290,9 @@ class PlanningSession:
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:
         """Return the meshes of a cluster and the numbers of micro-batches that a planner chooses from."""
         if name not in _ON_ONE_AXIS:
-            return meshes_of(cluster), self._counts
+            found = meshes_of(cluster, self._axes)
+            # Of three axes the outermost is there to split the batch.
+            return [m for m in found if len(m.shape) < 3 or self._batch % m.shape[0] == 0], self._counts
         return meshes_of(cluster, axes=1), [c for c in self._counts if self._batch // c % cluster.size == 0]
 
     def _counts_for(self, name: str) -> list[int]:
@@ -344,6 +339,7 @@ def build_plan(
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
+    axes: int = 2,
     vary_blocks: bool = False,
     executable_only: bool = True,
     time_limit_s: float | None = None,
@@ -360,7 +356,7 @@ def build_plan(
         phase: what a step is: "training"; "prefill", one forward over the batch that fills a key-value cache; "decode",
             the forward of one more token of each sequence, of which ``seq`` are in the cache. The latter two are for
             latency: ``planner.tradeoffs.batches`` looks for throughput.
-        mesh: for example "dp=4,tp=8"; None: all one- and two-axis meshes of the cluster are tried.
+        mesh: for example "dp=4,tp=8"; None: all meshes of the cluster with up to ``axes`` axes are tried.
         batch: samples per step in all; None takes the example inputs'.
         seq: tokens per sample, for models that read tokens.
         micro_batches: None: chosen.
@@ -373,6 +369,7 @@ def build_plan(
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
+        axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
@@ -406,6 +403,7 @@ def build_plan(
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
+        axes=axes,
         vary_blocks=vary_blocks,
         executable_only=executable_only,
         time_limit_s=time_limit_s,

@@ -234,6 +234,11 @@ def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], axis: int = 0) -
     return Case(case.family, changed)
 
 
+def keeping(case: Case) -> Case:
+    """``case`` with every group kept from forward to backward."""
+    return Case(case.family, dataclasses.replace(case.plan, keep_gathered=tuple(case.plan.fully_shard)))
+
+
 def replicated_on_tp(family: str, **fields: Any) -> Case:
     """Data parallel on dp; on tp all ranks do the same."""
     case = data_parallel(family, **fields)

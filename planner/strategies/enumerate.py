@@ -225,6 +225,33 @@ class _RegionSearch:
         return gradient is None or (placement is not None and gradient in gradient_options(placement))
 
 
+def splitting_batch(
+    region: Region, strategies: Sequence[AxisStrategy], shapes: Sequence[tuple[int, ...]], size: int
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies that compute with whole parameters, and with activations split over the batch alone.
+
+    All of a region's activations are split that can be; of a batch that the axis does not divide none is.
+
+    Args:
+        shapes: of the slots, at the batch at hand.
+        size: ranks of the axis.
+    """
+
+    def splits(strategy: AxisStrategy) -> frozenset[int] | None:
+        found = set[int]()
+        for position, (slot, placement) in enumerate(zip(region.slots, strategy.forward, strict=True)):
+            if slot.origin not in ("entry", "parameter") or placement in (None, R):
+                continue
+            if slot.origin == "parameter" or placement != Shard(0) or shapes[position][0] % size:
+                return None
+            found.add(position)
+        return frozenset(found)
+
+    split = [(strategy, found) for strategy in strategies if (found := splits(strategy)) is not None]
+    most = frozenset().union(*(found for _, found in split))
+    return tuple(strategy for strategy, found in split if found == most) or tuple(s for s, _ in split)
+
+
 def slices_parameters(region: Region, strategy: Strategy) -> bool:
     """Tell whether an op multiplies pieces with a parameter that is whole: sums come out where no sum came in."""
     for region_op in region.ops:
@@ -268,23 +295,32 @@ class StrategyTable:
                 self._axis[key] = tuple(dict.fromkeys(search.run()))
         return self._axis[key]
 
-    def on_mesh(self, region: Region, mesh_shape: Sequence[int], base: Region | None = None) -> tuple[Strategy, ...]:
+    def on_mesh(
+        self,
+        region: Region,
+        mesh_shape: Sequence[int],
+        base: Region | None = None,
+        batch_axes: Sequence[int] = (),
+    ) -> tuple[Strategy, ...]:
         """Return the strategies of ``region`` on a mesh: one per axis, all splits even; axes of size one replicate.
 
         Args:
             base: the same region as traced at another batch, to look the strategies up by; None: ``region`` itself.
+            batch_axes: axes that split the batch alone.
         """
         base = base or region
         shapes = tuple(slot.value.shape for slot in region.slots)
-        key = ((base.signature, base.exits), tuple(mesh_shape), shapes)
+        key = ((base.signature, base.exits), tuple(mesh_shape), shapes, tuple(batch_axes))
         if key not in self._mesh:
-            self._mesh[key] = self._joined(base, shapes, mesh_shape)
+            self._mesh[key] = self._joined(base, shapes, mesh_shape, batch_axes)
         return self._mesh[key]
 
     def _joined(
-        self, base: Region, shapes: Sequence[tuple[int, ...]], mesh_shape: Sequence[int]
+        self, base: Region, shapes: Sequence[tuple[int, ...]], mesh_shape: Sequence[int], batch_axes: Sequence[int]
     ) -> tuple[Strategy, ...]:
         per_axis = [self.on_axis(base, size) if size > 1 else (self._replicated(base),) for size in mesh_shape]
+        for axis in batch_axes:
+            per_axis[axis] = splitting_batch(base, per_axis[axis], shapes, mesh_shape[axis])
         found = []
         for combination in itertools.product(*per_axis):
             forward = tuple(_join([axis.forward[i] for axis in combination]) for i in range(len(shapes)))

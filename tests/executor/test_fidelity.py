@@ -63,6 +63,45 @@ def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> No
     assert kinds == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
+@pytest.mark.parametrize("planner", ["fully-sharded", "random:0", "random:1"])
+def test_plans_on_three_axes_run_as_planned(planner: str) -> None:
+    module, inputs = make("mlp", 2 * BATCH)
+    session = PlanningSession(module, cluster="8xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1, ac="none")
+    report = verify(module, session.plan(planner=planner, mesh="dp=2,fsdp=2,tp=2"), inputs)
+    assert report.expected
+    assert report.equal, report.differences
+
+
+WAITING = {"nodes": 1, "devices_per_node": 4, "device": {"name": "toy", "overlaps": False}}
+"""Devices that wait for every collective, so that gathering once in place of twice pays."""
+
+
+@pytest.mark.parametrize(("family", "ac"), [("llama", "full"), ("gpt2", "none")])
+def test_gathers_are_kept_where_links_are_slow_and_there_is_memory(family: str, ac: str) -> None:
+    module, inputs = make(family, 2 * BATCH)
+    session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, dtype="fp32", micro_batches=2, ac=ac)
+    plan = session.plan(planner="fully-sharded", mesh="dp=4")
+    assert plan.keep_gathered == tuple(plan.fully_shard) != ()
+    check(family, plan)
+
+
+def test_a_cap_on_memory_has_gathered_parameters_dropped() -> None:
+    plans = []
+    module, inputs = make("llama", BATCH)
+    for share in (None, 0.85):
+        memory = {} if share is None else {"memory_gb": share * plans[0].estimate.peak_memory_bytes / 1e9}
+        options = {"dtype": "fp32", "micro_batches": 1, "ac": "none", **memory}
+        session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, **options)
+        plans.append(session.plan(planner="fully-sharded", mesh="dp=4"))
+        check("llama", plans[-1])
+    kept, dropped = plans
+    assert kept.keep_gathered
+    assert dropped.fully_shard == kept.fully_shard
+    assert not dropped.keep_gathered
+    assert dropped.estimate.peak_memory_bytes < kept.estimate.peak_memory_bytes
+    assert dropped.estimate.step_time_s > kept.estimate.step_time_s
+
+
 @pytest.mark.parametrize(
     ("family", "ac"),
     [

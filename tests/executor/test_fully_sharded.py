@@ -19,6 +19,7 @@ from executor_cases import (
     Case,
     R,
     gathered,
+    keeping,
     make_batch,
     make_model,
     megatron,
@@ -52,6 +53,7 @@ def expected(base: Case, case: Case) -> Counter[Row]:
     """What ``base`` runs, its parameters whole on dp, with the collectives of the groups in ``case`` instead."""
     rows, model, job = observed(base), make_model(case.family), case.plan.job
     for pattern, names in case.plan.fully_shard.items():
+        kept = pattern in case.plan.keep_gathered
         for module in match_keys([pattern], [fqn for fqn, _ in model.named_modules()])[pattern]:
             elements = 0
             for name in names:
@@ -65,7 +67,7 @@ def expected(base: Case, case: Case) -> Counter[Row]:
             sent, summed = elements * BYTES[job.dtype], elements * BYTES[job.reduce_dtype]
             rows[Row(phase="forward", kind="all_gather", axis="dp", bytes=sent)] += calls
             if job.training:
-                rows[Row(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += calls
+                rows[Row(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += 0 if kept else calls
                 rows[Row(phase="backward", kind="reduce_scatter", axis="dp", bytes=summed)] += calls
     return +rows
 
@@ -96,6 +98,24 @@ def test_a_group_runs_one_gather_each_way_and_one_reduction(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"micro_batches": 3},
+        {"activation_checkpointing": {BLOCKS: "full"}},
+        {"activation_checkpointing": {BLOCKS: "selective"}, "micro_batches": 2},
+    ],
+    ids=["3 micro-batches", "full AC", "selective AC"],
+)
+def test_what_is_kept_is_gathered_once_for_forward_and_backward(fields: dict[str, Any]) -> None:
+    base = megatron(vocabulary=True, **fields)
+    case = keeping(gathered(base, SIDES))
+    assert observed(case) == expected(base, case)
+    # Some groups may be kept, and others not.
+    part = Case(case.family, dataclasses.replace(case.plan, keep_gathered=(BLOCKS,)))
+    assert observed(part) == expected(base, part) != observed(case)
+
+
+@pytest.mark.parametrize(
     ("family", "groups"),
     [
         ("mlp", {"fc1": ("weight", "bias"), "fc2": ("weight",), "": ("head.weight",)}),
@@ -115,6 +135,7 @@ def test_every_family_runs_its_groups_and_nothing_else(family: str, groups: dict
     base = replicated_on_tp(family)
     case = gathered(base, groups)
     assert observed(case) == expected(base, case)
+    assert observed(keeping(case)) == expected(base, keeping(case))
 
 
 class Wide(nn.Module):

@@ -14,6 +14,7 @@ from executor_cases import (
     Case,
     R,
     gathered,
+    keeping,
     loss_of,
     make_batch,
     make_model,
@@ -34,6 +35,7 @@ from planner.job import Job
 STEPS = 3
 MLP = {"fc1": ("weight", "bias"), "fc2": ("weight",), "": ("head.weight",)}
 """One group has parameters of the root, and one a bias."""
+GPT2 = {"transformer.h.*": ("attn.c_attn.weight", "attn.c_attn.bias", "mlp.c_fc.weight")}
 BERT = {"bert.encoder.layer.*": ("attention.output.dense.weight", "intermediate.dense.weight", "output.dense.weight")}
 T5 = {
     "encoder.block.*": ("layer.1.DenseReluDense.wi.weight",),
@@ -44,9 +46,7 @@ AC = "model.layers.*"
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: gathered(replicated_on_tp("mlp"), MLP),
     "mlp, 2 micro-batches": lambda: gathered(replicated_on_tp("mlp", micro_batches=2), MLP),
-    "gpt2": lambda: gathered(
-        replicated_on_tp("gpt2"), {"transformer.h.*": ("attn.c_attn.weight", "attn.c_attn.bias", "mlp.c_fc.weight")}
-    ),
+    "gpt2": lambda: gathered(replicated_on_tp("gpt2"), GPT2),
     "bert": lambda: gathered(replicated_on_tp("bert"), BERT),
     "t5": lambda: gathered(replicated_on_tp("t5"), T5),
     "llama, split on two dims": lambda: gathered(megatron(), LLAMA_BLOCKS),
@@ -58,6 +58,16 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "llama, vocabulary split, each side": lambda: gathered(
         megatron(vocabulary=True), {**LLAMA_BLOCKS, "lm_head": ("weight",), "model.embed_tokens": ("weight",)}
+    ),
+    "mlp, kept, 2 micro-batches": lambda: keeping(gathered(replicated_on_tp("mlp", micro_batches=2), MLP)),
+    "gpt2, kept": lambda: keeping(gathered(replicated_on_tp("gpt2", micro_batches=2), GPT2)),
+    "t5, kept": lambda: keeping(gathered(replicated_on_tp("t5"), T5)),
+    "llama, kept, 3 micro-batches": lambda: keeping(gathered(megatron(micro_batches=3), LLAMA_BLOCKS)),
+    "llama, kept, full AC, 2 micro-batches": lambda: keeping(
+        gathered(megatron(activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS)
+    ),
+    "llama, kept, selective AC": lambda: keeping(
+        gathered(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS)
     ),
     "llama, with other parameters gathered alone": lambda: with_gathered_norms(gathered(megatron(), LLAMA_BLOCKS)),
 }
@@ -184,8 +194,9 @@ def test_parameters_are_computed_in_bf16_and_kept_in_fp32() -> None:
         assert dtypes == {torch.float32}
 
 
-def run_state_dicts(rank: int) -> list[float]:
+def run_state_dicts(rank: int, kept: bool) -> list[float]:
     case = gathered(megatron(), LLAMA_BLOCKS)
+    case = keeping(case) if kept else case
     mesh = device_mesh_for(case.plan)
     batch = local_batch(make_batch("llama"), mesh, case.plan)
     trained, loaded, whole = make_model("llama"), make_model("llama"), make_model("llama")
@@ -205,8 +216,37 @@ def run_state_dicts(rank: int) -> list[float]:
     return [abs(loss - expected) for loss in found]
 
 
-def test_state_dicts_hold_the_stored_parameters() -> None:
-    for errors in run_on_gloo(run_state_dicts, 4):
+@pytest.mark.parametrize("kept", [False, True])
+def test_state_dicts_hold_the_stored_parameters(kept: bool) -> None:
+    for errors in run_on_gloo(run_state_dicts, 4, kept):
+        assert max(errors) <= 1e-5
+
+
+def run_after_forwards_alone(rank: int) -> list[float]:
+    case = keeping(gathered(megatron(), LLAMA_BLOCKS))
+    mesh = device_mesh_for(case.plan)
+    batch = local_batch(make_batch("llama"), mesh, case.plan)
+    model = make_model("llama")
+    shard_module(model, mesh, case.plan)
+    parameters = dict(model.named_parameters())
+    errors = []
+    for trains in (False, True):
+        with torch.set_grad_enabled(trains):
+            model(**batch)  # nothing goes backward from here
+        if not trains:  # between two steps of training they are as they rest
+            errors += [float(dict(model.named_parameters())[name] is not own) for name, own in parameters.items()]
+        with torch.no_grad():
+            for own in parameters.values():
+                own.mul_(0.9)
+        whole = make_model("llama")
+        whole.load_state_dict({name: value(tensor) for name, tensor in model.state_dict().items()})
+        found = value(loss_of(model(**batch))).item()
+        errors.append(abs(found - loss_of(whole(**make_batch("llama"))).item()))
+    return errors
+
+
+def test_what_is_kept_from_a_forward_without_backward_is_gathered_anew() -> None:
+    for errors in run_on_gloo(run_after_forwards_alone, 4):
         assert max(errors) <= 1e-5
 
 
@@ -242,10 +282,10 @@ def failing_case() -> Case:
     return Case("mlp", plan)
 
 
-def run_failures(rank: int) -> list[float]:
+def run_failures(rank: int, kept: bool) -> list[float]:
     torch.manual_seed(0)
     model, x = Failing(), torch.randn(8, 8)
-    case = failing_case()
+    case = keeping(failing_case()) if kept else failing_case()
     mesh = device_mesh_for(case.plan)
     model(x).backward()
     wanted = model.first.weight.grad
@@ -265,6 +305,7 @@ def run_failures(rank: int) -> list[float]:
     return errors
 
 
-def test_a_step_that_failed_leaves_the_next_one_intact() -> None:
-    for errors in run_on_gloo(run_failures, 4):
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_step_that_failed_leaves_the_next_one_intact(kept: bool) -> None:
+    for errors in run_on_gloo(run_failures, 4, kept):
         assert max(errors) <= 1e-6

@@ -67,7 +67,7 @@ def plan_of(**fields: Any) -> ShardingPlan:
         "fully_shard": {"blocks.*": ("up.weight", "down.weight")},
     }
     for name, more in fields.items():
-        entries[name] = {**entries.get(name, {}), **more}
+        entries[name] = {**entries.get(name, {}), **more} if isinstance(more, dict) else more
     return ShardingPlan(mesh=MESH, job=FP32, **entries)
 
 
@@ -161,6 +161,15 @@ def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: s
     assert caught.value.what_to_do
     assert before == ([id(p) for p in model.parameters()], [type(module) for module in model.modules()])
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
+    kept = {group.fqn: group.kept for group in gather_groups(Model(), plan_of(keep_gathered=("blocks.1",)))}
+    assert kept == {"blocks.0": False, "blocks.1": True}
+    with pytest.raises(PlanKeyError, match="'frozen', for which fully_shard gathers nothing"):
+        shard_module(Model(), mesh, plan_of(keep_gathered=("frozen",)), src_data_rank=None)
+    with pytest.raises(UnmatchedKeyError, match="'layers"):
+        shard_module(Model(), mesh, plan_of(keep_gathered=("layers.*",)), src_data_rank=None)
 
 
 def test_a_mesh_without_names_is_refused(mesh: DeviceMesh) -> None:

@@ -51,6 +51,20 @@ def one_axis(*triples: tuple[tuple[object, ...], tuple[object, ...]]) -> set[Axi
     return {AxisStrategy(forward=f, gradient=g) for f, g in triples}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("batch", "expected"), [(8, (S0, R, S0)), (3, (R, R, R))])
+def test_an_axis_for_the_batch_splits_the_batch_alone(batch: int, expected: tuple[object, ...]) -> None:
+    region, table = linear_region(bias=False, batch=batch), StrategyTable()
+    everything = table.on_mesh(region, (2, 2, 2))
+    found = table.on_mesh(region, (2, 2, 2), batch_axes=(0,))
+    on_axis = {tuple(layout[0] for layout in strategy.forward if layout is not None) for strategy in found}
+    assert on_axis == {expected}
+    # The other two are free to do whatever they can beside it.
+    assert set(found) == {
+        s for s in everything if tuple(layout[0] for layout in s.forward if layout is not None) == expected
+    }
+    assert len({tuple(layout[1:] for layout in s.forward if layout is not None) for s in found}) > 10
+
+
 KNOWN = one_axis(
     ((R, R, R), (R, R, R)),  # everyone computes everything
     ((R, R, R), (P, P, P)),  # as before, of a gradient that is still to be summed

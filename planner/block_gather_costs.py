@@ -1,0 +1,179 @@
+"""What it costs that the parameters of a block are gathered together, by `fully_shard`: one flat collective.
+
+It runs ahead of the compute that needs it. Its time is a straight line, `CollectiveLine`, so that its bytes can be
+charged to each parameter and its latency to the block, once. After a block's forward its parameters are dropped and
+gathered again for its backward, or kept until then: all of a block's alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cost_model.compute import stream_bytes_per_s
+from cost_model.layout import split_factor
+from planner import problem as quantity
+from planner.communication import Collective, Communication, Port, Price, add_prices
+from planner.graph import Value
+from planner.job import BYTES_PER_ELEMENT
+from planner.overlap import Overlap
+from planner.parameter_classes import BlockGather
+from planner.parameter_costs import StoredChoice, is_fully_sharded
+from planner.report import CollectiveKind, Phase
+from planner.run import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveLine:
+    """A collective's seconds as ``latency_s + nbytes * seconds_per_byte``.
+
+    It goes through two points of the cost model: the parameters of a whole block, and as many bytes as remain of them
+    where the other axes split them. Between and near them the model itself is nearly straight.
+    """
+
+    latency_s: float
+    seconds_per_byte: float
+
+
+class BlockGatherPricer:
+    """Prices of flat collectives in one `Run`."""
+
+    def __init__(self, run: Run, communication: Communication) -> None:
+        self._run = run
+        self._communication = communication
+        self._overlap = Overlap.of(run.cluster.device)
+        self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether gathered parameters may be kept from forward to backward.
+
+        Not in a pipeline: there a device runs backwards without a forward between them, before which it would gather.
+        """
+        return self._run.place is None
+
+    def use(
+        self,
+        value: Value,
+        choice: StoredChoice,
+        use: Port,
+        blocks: tuple[tuple[BlockGather, int], ...],
+        gradients: tuple[float, Mapping[str, int]],
+    ) -> Price | None:
+        """Return the price of parameters that are gathered with their blocks: bytes before the forward, and reduced.
+
+        None where `fully_shard` cannot: it splits on one axis, and keeps the layout on all others.
+
+        Args:
+            blocks: each kind of block that such parameters are in, and how many of them one such block holds.
+            gradients: bytes of one that is reduced; and moment's quantity -> how many are there whole, waiting for
+                their block's.
+        """
+        axis = choice.gathered_over
+        if axis is None or use[0] is None or not is_fully_sharded(choice, use):
+            return None
+        numel = value.nbytes // value.dtype.itemsize // split_factor(use[0], self._run.mesh.shape)
+        prices = []
+        for block, held in blocks:
+            price = self._both_ways(block, axis, numel * held, value.dtype.itemsize, latency=False)
+            reducing = numel * held * self._reduce_itemsize
+            nbytes = {name: float(reducing * count) for name, (_, count) in block.moments.items() if count}
+            prices.append(add_prices([price, Price(charge=nbytes)]))
+        if self._run.micro_batches == 1:
+            # In place of the shards that rest.
+            more = max(numel * value.dtype.itemsize - gradients[0], 0.0)
+            prices.append(Price(charge={name: count * more for name, count in gradients[1].items()}))
+        return add_prices(prices)
+
+    def latency(self, block: BlockGather, axis: int, itemsize: int) -> Price:
+        """Return what a kind of block's gathers before forwards, and reductions, cost before their first byte."""
+        return self._both_ways(block, axis, 0, itemsize, latency=True)
+
+    def between(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, kept: bool) -> Price:
+        """Return what it costs to have ``numel`` gathered elements of a kind of block in its backward: bytes alone.
+
+        Kept, they take memory from the block's forward on. Else they are gathered again, and there while the block or
+        the one after it runs.
+        """
+        nbytes = numel * itemsize
+        if kept:
+            return Price(charge={name: float(nbytes * count) for name, count in block.gathered.items()})
+        line = self._line("all_gather", axis, block, itemsize)
+        whole = {name: float(nbytes * count) for name, (count, _) in block.moments.items()}
+        return Price(charge=whole | self._again(block, axis, nbytes * line.seconds_per_byte))
+
+    def latency_again(self, block: BlockGather, axis: int, itemsize: int) -> Price:
+        """Return what the gathers before backwards of a kind of block cost before their first byte."""
+        return Price(charge=self._again(block, axis, self._line("all_gather", axis, block, itemsize).latency_s))
+
+    def collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, kept: bool) -> Price:
+        """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
+        name = self._run.mesh.names[axis]
+        calls = block.count * self._run.passes
+        rows: list[tuple[CollectiveKind, Phase, int]] = [("all_gather", "forward", itemsize)]
+        if not kept:
+            rows.append(("all_gather", "backward", itemsize))
+        rows.append(("reduce_scatter", "backward", self._reduce_itemsize))
+        collectives = []
+        for kind, phase, size in rows:
+            line = self._line(kind, axis, block, size)
+            time_s = line.latency_s + numel * size * line.seconds_per_byte
+            collectives.append(
+                Collective(kind=kind, axis=name, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
+            )
+        return Price(collectives=tuple(collectives))
+
+    @property
+    def _reduce_itemsize(self) -> int:
+        return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
+
+    def _both_ways(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, latency: bool) -> Price:
+        """Price latency or bytes of the gathers before a kind of block's forwards, and of its reductions.
+
+        Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction.
+        """
+        gather = self._line("all_gather", axis, block, itemsize)
+        reduce = self._line("reduce_scatter", axis, block, self._reduce_itemsize)
+        gather_s = gather.latency_s if latency else numel * itemsize * gather.seconds_per_byte
+        reduce_s = reduce.latency_s if latency else numel * self._reduce_itemsize * reduce.seconds_per_byte
+        link, passes = self._communication.link(axis), self._run.passes
+        calls = block.count * passes
+        exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
+        forward_s = (calls - exposed_gathers) * gather_s
+        backward_s = (calls - exposed_reductions) * reduce_s
+        charge = {
+            self._overlap.forward + link: forward_s,
+            self._overlap.backward + link: backward_s,
+            quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
+            quantity.SLOWDOWN_FORWARD: self._overlap.slowdown_s(forward_s),
+            quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(backward_s),
+        }
+        return Price(charge=charge)
+
+    def _again(self, block: BlockGather, axis: int, gather_s: float) -> dict[str, float]:
+        backward_s = block.count * self._run.passes * gather_s
+        return {
+            self._overlap.backward + self._communication.link(axis): backward_s,
+            quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(backward_s),
+        }
+
+    @property
+    def _copying_s_per_byte(self) -> float:
+        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, both in new memory.
+
+        0.0 where kernels are charged, and the host is not: there it counts as part of the collective.
+        """
+        device = self._run.cluster.device
+        return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0
+
+    def _line(self, kind: CollectiveKind, axis: int, block: BlockGather, itemsize: int) -> CollectiveLine:
+        high = block.numel * itemsize
+        key = (kind, axis, high, itemsize)
+        if key not in self._lines:
+            others = self._run.mesh.size // self._run.mesh.shape[axis]
+            low = max(high // max(others, 2), 1)
+            at_low, at_high = (self._communication.time_s(kind, axis, nbytes) for nbytes in (low, high))
+            slope = (at_high - at_low) / (high - low) if high > low else 0.0
+            latency_s = max(at_low - low * slope, 0.0)
+            self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)
+        return self._lines[key]

@@ -1,0 +1,37 @@
+"""Where communication is charged that compute can hide, and what it takes of that compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from cost_model import DeviceSpec
+from cost_model.in_step import in_step
+from planner import problem as quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """How a device runs communication beside compute.
+
+    Attributes:
+        forward, backward: prefix of the quantity of what each phase hides; where nothing is hidden, of what it waits
+            for.
+        taken_share: by how much of such communication's seconds compute takes longer.
+    """
+
+    forward: str
+    backward: str
+    taken_share: float
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> Self:
+        """Return how ``device`` does."""
+        if not device.overlaps:
+            return cls(forward=quantity.BLOCKING_FORWARD, backward=quantity.BLOCKING_BACKWARD, taken_share=0.0)
+        share = in_step(device).taken_share
+        return cls(forward=quantity.PREFETCH_FORWARD, backward=quantity.PREFETCH_BACKWARD, taken_share=share)
+
+    def slowdown_s(self, hidden_s: float) -> float:
+        """Return by how much compute takes longer where so many seconds of communication run beside it."""
+        return hidden_s * self.taken_share
