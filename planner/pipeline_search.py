@@ -7,8 +7,9 @@ and all splits of the blocks; then the relaxations of its kinds of stages within
 found of a stage holds in every pipeline that has it. Then its stages are solved.
 
 What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
-one within a node; the batch split evenly over the first axis; three ways to spread the blocks. What stages hand to each
-other has one layout on both sides, split on the first axis by samples and on the second by anything or nothing.
+one within a node; the batch split evenly over the first axis, or, where that leaves too few micro-batches, the
+sequence of one sample; three ways to spread the blocks. What stages hand to each other has one layout on both sides,
+split so on the first axis and on the second by anything or nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from planner.stage_looks import (
 )
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
 from planner.stages import StageKind, kinds_of, least_step_s, stage_limit_s
+
+_BUSY = 2
+"""Micro-batches for each stage: with fewer, a third of a step and more is spent waiting."""
 
 _LIGHTER = 2.0
 """By how many blocks the first stage is given less in one of the ways to spread them: it keeps most activations."""
@@ -170,9 +174,17 @@ class PipelineSearch:
         """Yield every pipeline with its first bound."""
         for stages, mesh in self._meshes():
             for split, count, ac in itertools.product(self._splits(stages), self.counts, self.modes):
-                if self.search.batch // count % mesh.shape[0] == 0:
+                if self._may_split(mesh, stages, count):
                     pipeline = PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac)
                     yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
+
+    def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
+        """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
+
+        It has to where splitting the samples leaves a stage too few micro-batches to be busy with.
+        """
+        samples, batch = self.search.batch // count, self.search.batch
+        return samples % mesh.shape[0] == 0 or (samples == 1 and batch < _BUSY * stages * mesh.shape[0])
 
     def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
         """Yield numbers of stages with the mesh of each."""
