@@ -81,8 +81,9 @@ def _settings(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Cha
 def _layouts(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:
     for field in _LAYOUTS:
         yield from _by_key(field, left.get(field) or {}, right.get(field) or {})
-    kept = [dict.fromkeys(plan.get("keep_gathered") or (), True) for plan in (left, right)]
-    yield from _by_key("keep_gathered", *kept)
+    for field in ("keep_gathered", "keep_gathered_for_step"):
+        kept = [dict.fromkeys(plan.get(field) or (), True) for plan in (left, right)]
+        yield from _by_key(field, *kept)
 
 
 def _by_key(field: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:

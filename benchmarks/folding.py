@@ -168,11 +168,12 @@ def taken_apart(both: Both, decision: Decision) -> Decision:
     return Decision(
         strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in apart.regions.classes),
         stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
-        kept=frozenset(
-            block.kind
+        kept={
+            block.kind: decision.kept[gather.kind]
             for block in apart.gathers
-            if any(block.kind in gather.blocks for gather in folded.gathers if gather.kind in decision.kept)
-        ),
+            for gather in folded.gathers
+            if gather.kind in decision.kept and block.kind in gather.blocks
+        },
     )
 
 

@@ -1,9 +1,10 @@
 """Parameters that are gathered together, by torch's ``fully_shard``: one flat all-gather before a module's forward.
 
 One more before its backward, unless they are kept until then, and one reduce-scatter of the gradients after it; torch
-issues the next module's gather ahead, and lets all of them overlap with compute. The parameters are DTensors on the
-whole mesh throughout: in their stored layout at rest, and in their compute layout while the module runs. Gradients are
-summed, not averaged, because the loss is the mean over the global batch already.
+issues the next module's gather ahead, and lets all of them overlap with compute. What is kept for the step is gathered
+and reduced once (``executor.step_gathers``). The parameters are DTensors on the whole mesh throughout: in their stored
+layout at rest, and in their compute layout while the module runs. Gradients are summed, not averaged, because the loss
+is the mean over the global batch already.
 
 torch passes a module's inputs that need gradients through a node of its own, so that redistributions of them are shared
 inside the module, but not with the rest of the model.
@@ -23,12 +24,16 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layout import Layout, format_layout
 from executor import torch_internals
+from executor.contexts import PhaseClock
 from executor.gather_groups import GatherGroup, Member
+from executor.gradients import GradientReduction
 from executor.parameter_uses import compute_dtype, reduce_dtype
 from executor.sharing import SharedRedistributions
+from executor.step_gathers import StepGathers
 from executor.torch_internals import make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.plan import ShardingPlan
+from planner.plan_gathers import Keeping
 
 
 def gather_together(
@@ -37,6 +42,8 @@ def gather_together(
     device_mesh: DeviceMesh,
     plan: ShardingPlan,
     shared: SharedRedistributions,
+    reduction: GradientReduction,
+    clock: PhaseClock,
     *,
     without_memory: bool = False,
 ) -> None:
@@ -48,6 +55,8 @@ def gather_together(
         device_mesh: that the parameters are on.
         plan: says in which dtypes parameters are gathered and gradients reduced.
         shared: is told of the copies that torch hands to a module in place of its arguments.
+        reduction: knows which backward of a step is the last.
+        clock: told of what runs once a step, where it is without memory.
         without_memory: the parameters are on meta, and stay there while the module runs.
     """
     if not groups:
@@ -55,18 +64,32 @@ def gather_together(
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(plan), reduce_dtype=reduce_dtype(plan), cast_forward_inputs=False
     )
+    for_step = StepGathers(reduction)
     for group in groups:
         gathering = _apply(module, group, device_mesh, policy)
         _Arguments(shared).attach(module.get_submodule(group.fqn))
+        if group.keeping is Keeping.STEP:
+            for_step.add(gathering)
         if without_memory:
-            torch_internals.gather_on_meta(gathering)
+            torch_internals.gather_on_meta(gathering, _phases(group, clock))
     if not isinstance(module, FSDPModule):
         # Without parameters of its own: the modules that gather share streams and prefetch under one root.
         module.register_forward_hook(_without_bases)
         axis = DataParallelMeshDims(shard=_axis_name(device_mesh, next(iter(groups))))
         fully_shard(module, mesh=device_mesh, dp_mesh_dims=axis, ignored_params=set(module.parameters()))
-    keeping = [cast(FSDPModule, module.get_submodule(group.fqn)) for group in groups if group.kept]
-    _Passes(cast(FSDPModule, module), keeping).attach(module)
+    until_backward = [group.fqn for group in groups if group.keeping is Keeping.MICRO_BATCH]
+    keeping = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in until_backward]
+    _Passes(cast(FSDPModule, module), keeping, for_step).attach(module)
+    for_step.attach(module)
+
+
+def _phases(group: GatherGroup, clock: PhaseClock) -> torch_internals.Within:
+    """Return the contexts in which a group gathers and reduces, to be counted so."""
+    if group.keeping is not Keeping.STEP:
+        return torch_internals.Within()
+    return torch_internals.Within(
+        all_gather=lambda: clock.of("param_gather"), reduce_scatter=lambda: clock.of("grad_reduce")
+    )
 
 
 def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
@@ -78,7 +101,7 @@ def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, polic
         owner,
         mesh=device_mesh,
         # The root too: torch would keep its parameters gathered, whether or not the plan has paid for that.
-        reshard_after_forward=not group.kept,
+        reshard_after_forward=group.keeping is Keeping.NOT,
         shard_placement_fn=lambda parameter: Shard(gathered[parameter].dim),
         mp_policy=policy,
         ignored_params=set(module.parameters()) - set(gathered),
@@ -243,9 +266,10 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 class _Passes:
     """Hooks on the root that bring torch's bookkeeping back in order around each forward."""
 
-    def __init__(self, root: FSDPModule, keeping: Sequence[FSDPModule]) -> None:
+    def __init__(self, root: FSDPModule, keeping: Sequence[FSDPModule], for_step: StepGathers) -> None:
         self._root = root
         self._keeping = keeping
+        self._for_step = for_step
         self._recorded = 0
 
     def attach(self, root: nn.Module) -> None:
@@ -256,7 +280,10 @@ class _Passes:
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch_internals.broke_off(self._root):
             # An exception left a forward or a backward unfinished.
+            if torch_internals.broke_off_backward(self._root):
+                self._for_step.give_up()
             self._root.reset_iter_state()
+        self._for_step.before_forward()
         # Kept from a forward that had no backward: what it was gathered from may have changed since.
         self._drop()
         self._recorded = torch_internals.recorded_forwards(self._root)
@@ -266,6 +293,7 @@ class _Passes:
             # No backward will follow. Kept, the record would grow, and send the next prefetch after wrong modules.
             torch_internals.forget_forwards(self._root, self._recorded)
             self._drop()
+            self._for_step.after_forward_alone()
 
     def _drop(self) -> None:
         for module in self._keeping:

@@ -15,7 +15,7 @@ from executor.place import stored_layouts
 from planner.errors import KeyConflictError, PlanKeyError, PlanLayoutError
 from planner.patterns import resolve_keys, unmatched
 from planner.plan import ShardingPlan
-from planner.plan_gathers import kept_modules
+from planner.plan_gathers import Keeping, kept_modules
 
 _FIELD = "fully_shard"
 
@@ -50,13 +50,13 @@ class GatherGroup:
     """Parameters that are gathered in one collective over mesh axis ``axis``, when the module ``fqn`` needs them.
 
     Attributes:
-        kept: whether they stay so from its forward to its backward; else they are dropped, and gathered again.
+        keeping: how long they stay so.
     """
 
     fqn: str
     axis: int
     members: tuple[Member, ...]
-    kept: bool = False
+    keeping: Keeping = Keeping.NOT
 
 
 def gather_groups(module: nn.Module, plan: ShardingPlan) -> tuple[GatherGroup, ...]:
@@ -153,7 +153,8 @@ class _Reader:
                 mesh = self._plan.mesh.names
                 raise _wrong_layout(path, f"is gathered on {mesh[axis]}, but {first!r} on {mesh[axes[first]]}")
         self._check_dtypes(fqn, members)
-        return GatherGroup(fqn=fqn, axis=axes[first], members=tuple(members.values()), kept=fqn in self._kept)
+        keeping = self._kept.get(fqn, Keeping.NOT)
+        return GatherGroup(fqn=fqn, axis=axes[first], members=tuple(members.values()), keeping=keeping)
 
     def _check_module(self, fqn: str) -> None:
         submodule = self._module.get_submodule(fqn)

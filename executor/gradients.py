@@ -57,6 +57,29 @@ class GradientReduction:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
 
+    def begin(self) -> bool:
+        """Return whether the backward pass that is running is the last of the step; to be asked as it begins."""
+        if self._pass_id != current_backward_pass():
+            self._begin_pass()
+        return self._passes + 1 == self._micro_batches
+
+    @property
+    def is_amid(self) -> bool:
+        """Whether some passes of a step have run, and not all."""
+        return self._passes > 0
+
+    def starts_again(self) -> bool:
+        """Tell whether gradients that had not been reduced yet have been cleared since."""
+        return any(
+            parameter.grad is None or gradient() is not parameter.grad
+            for parameter, gradient in self._unreduced.items()
+        )
+
+    def restart(self) -> None:
+        """Take the next pass for the first of a step."""
+        self._unreduced.clear()
+        self._passes = 0
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
@@ -69,11 +92,10 @@ class GradientReduction:
         else:
             self._unreduced[parameter] = weakref.ref(parameter.grad)
 
-    def _begin_pass(self, parameter: nn.Parameter) -> None:
-        last = self._unreduced.get(parameter)
-        if last is not None and last() is not parameter.grad:
-            self._unreduced.clear()
-            self._passes = 0
+    def _begin_pass(self, parameter: nn.Parameter | None = None) -> None:
+        last = None if parameter is None else self._unreduced.get(parameter)
+        if parameter is not None and last is not None and last() is not parameter.grad:
+            self.restart()
         self._pass_id = current_backward_pass()
         self._under_way.clear()  # of a pass that an exception ended
         at_end_of_backward(self._end_pass)

@@ -106,6 +106,6 @@ def _shard(
     reduction.attach(
         [parameter for parameter in alone if isinstance(parameter, DTensor)], unfinished=unfinished_gradients(groups)
     )
-    gather_together(module, groups, device_mesh, plan, shared, without_memory=without_memory)
+    gather_together(module, groups, device_mesh, plan, shared, reduction, clock, without_memory=without_memory)
     contexts.attach(module)
     return module

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -129,7 +129,15 @@ def adopt_parameters(module: FSDPModule) -> None:
             held.reset_sharded_param()
 
 
-def gather_on_meta(module: FSDPModule) -> None:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """Contexts in which a module's collectives run."""
+
+    all_gather: Callable[[], AbstractContextManager[None]] = nullcontext
+    reduce_scatter: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def gather_on_meta(module: FSDPModule, within: Within) -> None:
     """Have ``module`` run with parameters on meta, which torch refuses, and put all its buffers there as well."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -142,10 +150,14 @@ def gather_on_meta(module: FSDPModule) -> None:
             return torch.empty(*size, dtype=dtype, device=meta)
 
     class AllGather(OnMeta, DefaultAllGather):
-        pass
+        def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+            with within.all_gather():
+                return super().__call__(*args, **kwargs)
 
     class ReduceScatter(OnMeta, DefaultReduceScatter):
-        pass
+        def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+            with within.reduce_scatter():
+                return super().__call__(*args, **kwargs)
 
     module.set_custom_all_gather(AllGather())
     module.set_custom_reduce_scatter(ReduceScatter())
@@ -154,6 +166,28 @@ def gather_on_meta(module: FSDPModule) -> None:
         group._validate_no_meta_params = lambda: None  # type: ignore[method-assign]
         for held in group.fsdp_params:
             held.device = meta
+
+
+def parameter_versions(module: FSDPModule) -> tuple[int, ...]:
+    """Return how often each parameter that ``module`` gathers has been changed in place, or its piece itself."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    resting: list[Any] = [held.sharded_param for group in groups for held in group.fsdp_params]
+    return tuple(parameter._version + local_of(parameter)._version for parameter in resting)
+
+
+def forget_gradients(module: FSDPModule) -> None:
+    """Let go of the gradients that have added up in ``module`` and are not reduced."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
+
+
+def broke_off_backward(root: FSDPModule) -> bool:
+    """Tell whether the last backward of ``root`` ended in an exception."""
+    context = root._get_fsdp_state()._state_ctx
+    return bool(context.post_backward_final_callback_queued) and current_backward_pass() == -1
 
 
 def broke_off(root: FSDPModule) -> bool:

@@ -27,6 +27,7 @@ from executor.torch_internals import fake_process_group, local_of, make_dtensor
 from planner.eager_masks import unpacked_sequences
 from planner.errors import PlanError
 from planner.plan import JobPhase, ShardingPlan
+from planner.report import ONCE_A_STEP
 
 _RUN_AT_MOST = 2
 """Micro-batches that are run: from the second on they are alike."""
@@ -140,10 +141,10 @@ def observed_collectives(
         passes = [_run_once(model, batch, plan, device_mesh, clock) for _ in range(run)]
     total: Counts = Counter()
     for index, counts in enumerate(passes):
-        # The second stands for all that follow it; gradients are reduced once, after the last.
+        # The second stands for all that follow it; some gathers run in the first alone, reductions after the last.
         times = wanted - 1 if index == 1 else 1
         for row, count in counts.items():
-            total[row] += count if row.phase == "grad_reduce" else count * times
+            total[row] += count if row.phase in ONCE_A_STEP else count * times
     return total
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cost_model.layout import Layout, format_layout, replicated
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator
-from planner.gathers import kept_by
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.patterns import resolve_keys
 from planner.plan import Port, ShardingPlan
-from planner.plan_gathers import kept_modules
+from planner.plan_gathers import Keeping, kept_modules
 from planner.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.regions import Region
 from planner.strategies.enumerate import Strategy
@@ -30,12 +29,12 @@ class Decision:
     """A chosen strategy for every region class, and a stored layout for every parameter class.
 
     Attributes:
-        kept: kinds of blocks that keep what they gather from forward to backward.
+        kept: kinds of blocks that keep what they gather, and how long.
     """
 
     strategies: tuple[Strategy, ...]
     stored: tuple[StoredChoice, ...]
-    kept: frozenset[str] = frozenset()
+    kept: Mapping[str, Keeping] = field(default_factory=dict)
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
@@ -45,7 +44,7 @@ def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision
     return Decision(
         strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
         stored=tuple(stored),
-        kept=kept_by(formulation.structure, stored, assignment[axis_node + 1 :]),
+        kept=formulation.gathers.keepings_of(stored, assignment[axis_node + 1 :]),
     )
 
 
@@ -155,7 +154,7 @@ class _Reader:
                 self._narrow(unique)
         self._refuse_empty()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
-        kept = frozenset(block.kind for block in self._structure.gathers if block.kind in self._kept)
+        kept = {block.kind: self._kept[block.kind] for block in self._structure.gathers if block.kind in self._kept}
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
 
     def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:

@@ -2,7 +2,7 @@
 
 It runs ahead of the compute that needs it. Its time is a straight line, `CollectiveLine`, so that its bytes can be
 charged to each parameter and its latency to the block, once. After a block's forward its parameters are dropped and
-gathered again for its backward, or kept until then: all of a block's alike.
+gathered again for its backward, or kept until then, or until the last backward of the step: all of a block's alike.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from planner.job import BYTES_PER_ELEMENT
 from planner.overlap import Overlap
 from planner.parameter_classes import BlockGather
 from planner.parameter_costs import StoredChoice, is_fully_sharded
+from planner.plan_gathers import Keeping
 from planner.report import CollectiveKind, Phase
 from planner.run import Run
 
@@ -45,12 +46,18 @@ class BlockGatherPricer:
         self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
 
     @property
-    def may_keep(self) -> bool:
-        """Whether gathered parameters may be kept from forward to backward.
+    def keepings(self) -> tuple[Keeping, ...]:
+        """How long gathered parameters may be kept.
 
-        Not in a pipeline: there a device runs backwards without a forward between them, before which it would gather.
+        Not from forward to backward in a pipeline: there a device runs backwards without a forward between them, before
+        which it would gather. And for a step only where that is more than one micro-batch.
         """
-        return self._run.place is None
+        found = [Keeping.NOT]
+        if self._run.place is None:
+            found.append(Keeping.MICRO_BATCH)
+        if self._run.micro_batches > 1:
+            found.append(Keeping.STEP)
+        return tuple(found)
 
     def use(
         self,
@@ -60,7 +67,7 @@ class BlockGatherPricer:
         blocks: tuple[tuple[BlockGather, int], ...],
         gradients: tuple[float, Mapping[str, int]],
     ) -> Price | None:
-        """Return the price of parameters that are gathered with their blocks: bytes before the forward, and reduced.
+        """Return the price of parameters that are gathered with their blocks: bytes that it takes to reduce them.
 
         None where `fully_shard` cannot: it splits on one axis, and keeps the layout on all others.
 
@@ -75,45 +82,67 @@ class BlockGatherPricer:
         numel = value.nbytes // value.dtype.itemsize // split_factor(use[0], self._run.mesh.shape)
         prices = []
         for block, held in blocks:
-            price = self._both_ways(block, axis, numel * held, value.dtype.itemsize, latency=False)
             reducing = numel * held * self._reduce_itemsize
             nbytes = {name: float(reducing * count) for name, (_, count) in block.moments.items() if count}
-            prices.append(add_prices([price, Price(charge=nbytes)]))
+            prices.append(Price(charge=nbytes))
         if self._run.micro_batches == 1:
             # In place of the shards that rest.
             more = max(numel * value.dtype.itemsize - gradients[0], 0.0)
             prices.append(Price(charge={name: count * more for name, count in gradients[1].items()}))
         return add_prices(prices)
 
-    def latency(self, block: BlockGather, axis: int, itemsize: int) -> Price:
-        """Return what a kind of block's gathers before forwards, and reductions, cost before their first byte."""
-        return self._both_ways(block, axis, 0, itemsize, latency=True)
+    def by_size(self, block: BlockGather, axis: int, numel: int, itemsize: int, keeping: Keeping) -> Price:
+        """Return what it costs that a kind of block gathers and reduces ``numel`` elements: that of bytes alone.
 
-    def between(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, kept: bool) -> Price:
-        """Return what it costs to have ``numel`` gathered elements of a kind of block in its backward: bytes alone.
-
-        Kept, they take memory from the block's forward on. Else they are gathered again, and there while the block or
-        the one after it runs.
+        Dropped after the forward, they are there while their block or the one after it runs. Kept until the backward,
+        they take memory from the block's forward on; kept for the step, all the time, as do unreduced gradients.
         """
-        nbytes = numel * itemsize
-        if kept:
-            return Price(charge={name: float(nbytes * count) for name, count in block.gathered.items()})
-        line = self._line("all_gather", axis, block, itemsize)
-        whole = {name: float(nbytes * count) for name, (count, _) in block.moments.items()}
-        return Price(charge=whole | self._again(block, axis, nbytes * line.seconds_per_byte))
+        gather, reduce = self._line("all_gather", axis, block, itemsize), self._reduction(axis, block)
+        gather_s = numel * itemsize * gather.seconds_per_byte
+        charge = self._times(block, axis, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
+        nbytes = float(numel * itemsize)
+        if keeping is Keeping.NOT:
+            charge |= {name: nbytes * count for name, (count, _) in block.moments.items()}
+        elif keeping is Keeping.MICRO_BATCH:
+            charge |= {name: nbytes * count for name, count in block.gathered.items()}
+        else:
+            charge |= self._for_the_step(block, axis, numel, itemsize)
+        return Price(charge=charge)
 
-    def latency_again(self, block: BlockGather, axis: int, itemsize: int) -> Price:
-        """Return what the gathers before backwards of a kind of block cost before their first byte."""
-        return Price(charge=self._again(block, axis, self._line("all_gather", axis, block, itemsize).latency_s))
+    def _for_the_step(self, block: BlockGather, axis: int, numel: int, itemsize: int) -> dict[str, float]:
+        """Return the bytes that are there from the first forward to the last backward, and the seconds of adding up.
 
-    def collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, kept: bool) -> Price:
+        Whole gradients are there in place of the shards that `ParameterPricer.resting` counts. While a block runs
+        backward, those of its micro-batch come one by one, unless it is to them that they are added.
+        """
+        reduced = self._reduce_itemsize
+        shard = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype] / self._run.mesh.shape[axis]
+        charge = {
+            quantity.MEMORY + "parameters": float(block.count * numel * itemsize),
+            quantity.MEMORY + "gradients": block.count * numel * (reduced - shard),
+        }
+        if reduced == itemsize:
+            return charge
+        charge |= {name: float(numel * itemsize * count) for name, count in block.unreduced.items()}
+        seconds = numel * (itemsize + 2 * reduced) / stream_bytes_per_s(self._run.cluster.device)
+        charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
+        return charge
+
+    def latency(self, block: BlockGather, axis: int, itemsize: int, keeping: Keeping) -> Price:
+        """Return what a kind of block's gathers and reductions cost before their first byte."""
+        gather, reduce = self._line("all_gather", axis, block, itemsize), self._reduction(axis, block)
+        return Price(charge=self._times(block, axis, gather.latency_s, reduce.latency_s, keeping))
+
+    def collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int, keeping: Keeping) -> Price:
         """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
-        name = self._run.mesh.names[axis]
-        calls = block.count * self._run.passes
-        rows: list[tuple[CollectiveKind, Phase, int]] = [("all_gather", "forward", itemsize)]
-        if not kept:
+        name, for_step = self._run.mesh.names[axis], keeping is Keeping.STEP
+        calls = block.count * (1 if for_step else self._run.passes)
+        rows: list[tuple[CollectiveKind, Phase, int]] = [
+            ("all_gather", "param_gather" if for_step else "forward", itemsize)
+        ]
+        if keeping is Keeping.NOT:
             rows.append(("all_gather", "backward", itemsize))
-        rows.append(("reduce_scatter", "backward", self._reduce_itemsize))
+        rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", self._reduce_itemsize))
         collectives = []
         for kind, phase, size in rows:
             line = self._line(kind, axis, block, size)
@@ -127,35 +156,30 @@ class BlockGatherPricer:
     def _reduce_itemsize(self) -> int:
         return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
 
-    def _both_ways(self, block: BlockGather, axis: int, numel: int, itemsize: int, *, latency: bool) -> Price:
-        """Price latency or bytes of the gathers before a kind of block's forwards, and of its reductions.
+    def _times(
+        self, block: BlockGather, axis: int, gather_s: float, reduce_s: float, keeping: Keeping
+    ) -> dict[str, float]:
+        """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
         Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction.
         """
-        gather = self._line("all_gather", axis, block, itemsize)
-        reduce = self._line("reduce_scatter", axis, block, self._reduce_itemsize)
-        gather_s = gather.latency_s if latency else numel * itemsize * gather.seconds_per_byte
-        reduce_s = reduce.latency_s if latency else numel * self._reduce_itemsize * reduce.seconds_per_byte
-        link, passes = self._communication.link(axis), self._run.passes
+        link, for_step = self._communication.link(axis), keeping is Keeping.STEP
+        passes = 1 if for_step else self._run.passes
         calls = block.count * passes
         exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
         forward_s = (calls - exposed_gathers) * gather_s
-        backward_s = (calls - exposed_reductions) * reduce_s
-        charge = {
-            self._overlap.forward + link: forward_s,
-            self._overlap.backward + link: backward_s,
-            quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
-            quantity.SLOWDOWN_FORWARD: self._overlap.slowdown_s(forward_s),
-            quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(backward_s),
-        }
-        return Price(charge=charge)
-
-    def _again(self, block: BlockGather, axis: int, gather_s: float) -> dict[str, float]:
-        backward_s = block.count * self._run.passes * gather_s
+        backward_s = (calls - exposed_reductions) * reduce_s + (calls * gather_s if keeping is Keeping.NOT else 0.0)
+        overlap = self._overlap
         return {
-            self._overlap.backward + self._communication.link(axis): backward_s,
-            quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(backward_s),
+            (overlap.once_forward if for_step else overlap.forward) + link: forward_s,
+            (overlap.once_backward if for_step else overlap.backward) + link: backward_s,
+            quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
+            quantity.SLOWDOWN_FORWARD: overlap.slowdown_s(forward_s),
+            quantity.SLOWDOWN_BACKWARD: overlap.slowdown_s(backward_s),
         }
+
+    def _reduction(self, axis: int, block: BlockGather) -> CollectiveLine:
+        return self._line("reduce_scatter", axis, block, self._reduce_itemsize)
 
     @property
     def _copying_s_per_byte(self) -> float:

@@ -13,6 +13,7 @@ from cost_model.layout import Layout, replicated
 from planner.assemble import Decision
 from planner.parameter_costs import StoredChoice
 from planner.plan import Port
+from planner.plan_gathers import Keeping
 from planner.ports import PortSpec, input_key, output_key
 from planner.regions import Link, Slot, block_of
 from planner.strategies.enumerate import Strategy
@@ -33,6 +34,7 @@ class PlanEntries:
     output_plan: Mapping[str, PortSpec]
     fully_shard: Mapping[str, tuple[str, ...]]
     keep_gathered: tuple[str, ...]
+    keep_gathered_for_step: tuple[str, ...]
 
     def by_field(self) -> dict[str, Any]:
         """Return the fields of a `ShardingPlan` that these are."""
@@ -98,7 +100,7 @@ class NamedEntries:
         stored, compute, gradients: parameter -> layout.
         inputs, outputs: module -> path of an argument -> port.
         together: block -> names, relative to it, of parameters that are gathered together.
-        kept: blocks that keep these from forward to backward.
+        kept: blocks that keep these, and how long.
     """
 
     stored: dict[str, Layout] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class NamedEntries:
     inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+    kept: dict[str, Keeping] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> NamedEntries:
         """Return the entries under other names."""
@@ -122,7 +124,7 @@ class NamedEntries:
             inputs=under(self.inputs),
             outputs=under(self.outputs),
             together=under(self.together),
-            kept={name(block) for block in self.kept},
+            kept=under(self.kept),
         )
 
     def update(self, other: NamedEntries) -> None:
@@ -153,8 +155,12 @@ class NamedEntries:
             input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
             output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
             fully_shard=fold_names(self.together, modules),
-            keep_gathered=tuple(fold_names(dict.fromkeys(sorted(self.kept), True), modules)),
+            keep_gathered=self._kept(Keeping.MICRO_BATCH, modules),
+            keep_gathered_for_step=self._kept(Keeping.STEP, modules),
         )
+
+    def _kept(self, keeping: Keeping, modules: Iterable[str]) -> tuple[str, ...]:
+        return tuple(fold_names({block: True for block in sorted(self.kept) if self.kept[block] is keeping}, modules))
 
 
 def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
@@ -189,7 +195,9 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})[path] = port
     found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
-    found.kept.update(b for gather in structure.gathers if gather.kind in decision.kept for b in gather.blocks)
+    for gather in structure.gathers:
+        if gather.kind in decision.kept:
+            found.kept.update(dict.fromkeys(gather.blocks, decision.kept[gather.kind]))
     return found
 
 

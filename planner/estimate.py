@@ -14,7 +14,7 @@ from planner.assemble import Decision
 from planner.communication import Port, Price, add_prices
 from planner.formulate import Formulator
 from planner.graph import Value
-from planner.problem import peak_bytes, phase_time_s, step_time_s
+from planner.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
 from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
@@ -99,8 +99,8 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     """Return seconds and bytes of one step under ``decision``."""
     price = itemise(formulator, structure, decision)
     total = price.charge
-    forward = phase_time_s(total, quantity.FORWARD)
-    backward = phase_time_s(total, quantity.BACKWARD)
+    forward = phase_time_s(total, quantity.FORWARD) + exposed_once_s(total, quantity.FORWARD)
+    backward, late = phase_time_s(total, quantity.BACKWARD), exposed_once_s(total, quantity.BACKWARD)
     compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
     step = step_time_s(total)
     optimizer = _optimizer_s(formulator, structure, decision)
@@ -109,7 +109,7 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
         step_time_s=step,
         forward_s=forward,
         backward_s=backward,
-        grad_reduce_s=max(total.get(quantity.EXPOSED, 0.0) - optimizer, 0.0),
+        grad_reduce_s=max(total.get(quantity.EXPOSED, 0.0) - optimizer, 0.0) + late,
         optimizer_s=optimizer,
         compute_s=compute,
         communication_s=sum(row.time_s for row in collectives),
@@ -145,7 +145,7 @@ def collective_rows(price: Price) -> tuple[CollectiveEstimate, ...]:
     )
 
 
-_PHASES = ("forward", "recompute", "backward", "grad_reduce")
+_PHASES = ("param_gather", "forward", "recompute", "backward", "grad_reduce")
 
 
 ROLES_OF_MOMENTS = ("activations", "gradients", "recomputed_block", "transient")

@@ -53,6 +53,7 @@ class Formulation:
     problem: Problem
     strategies: tuple[tuple[Strategy, ...], ...]
     stored: tuple[tuple[StoredChoice, ...], ...]
+    gathers: Gathers
 
 
 class Formulator:
@@ -113,8 +114,7 @@ class Formulator:
         self._charge_redistributions(edges, charges)
         agreed = [same_producer_port(edges[a], edges[b]) for a, b in self._structure.agreements]
         edges += [*agreed, *(same_consumer_port(edges[a], edges[b]) for a, b in self._structure.alike)]
-        first = len(edges)
-        edges += list(self._parameter_edges(strategies, stored, first, charges))
+        edges += list(self._parameter_edges(strategies, stored))
         edges += self.gathers.edges(len(strategies), stored, axis_node, len(edges), charges)
         units = charges.settle(edges)
         problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
@@ -124,6 +124,7 @@ class Formulator:
             problem=problem,
             strategies=tuple(strategies),
             stored=tuple(stored),
+            gathers=self.gathers,
         )
 
     def strategies(self, index: int) -> tuple[Strategy, ...]:
@@ -195,6 +196,7 @@ class Formulator:
         plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
         run = self.pricer.run
         return {
+            quantity.PASSES: float(run.passes),
             quantity.MEMORY + "reserve": float(reserve_bytes(run.cluster.device)),
             quantity.MEMORY + "activations": float(plain * run.in_flight if run.job.training else 0),
         }
@@ -305,15 +307,9 @@ class Formulator:
         )
 
     def _parameter_edges(
-        self,
-        strategies: Sequence[tuple[Strategy, ...]],
-        stored: Sequence[tuple[StoredChoice, ...]],
-        first: int,
-        charges: Charges,
+        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]
     ) -> Iterator[Edge]:
-        """Yield the edges between parameters and their uses, the first of which is the problem's edge ``first``."""
-        gathered: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        edge = first
+        """Yield the edges between parameters and their uses."""
         for position, (parameter, choices) in enumerate(zip(self._structure.parameters, stored, strict=True)):
             for use in parameter.uses:
                 index, slot = use
@@ -322,11 +318,8 @@ class Formulator:
                 for c, choice in enumerate(choices):
                     for q in dict.fromkeys(shown):
                         price = self.use_price(parameter, use, choice, self._ports.port(q))
-                        if price is None:
-                            continue
-                        pairs[c, q] = price.charge
-                        if choice.gathered_over is not None:
-                            gathered[position, choice.gathered_over].append((edge, c, q))
+                        if price is not None:
+                            pairs[c, q] = price.charge
                 yield Edge(
                     producer=len(strategies) + position,
                     consumer=index,
@@ -334,5 +327,3 @@ class Formulator:
                     consumer_ports=tuple(shown),
                     pairs=pairs,
                 )
-                edge += 1
-        self.gathers.charge_latency(gathered, charges)

@@ -1,15 +1,15 @@
-"""The part of the program that decides how blocks gather: over which axis, and whether what they gather is kept.
+"""The part of the program that decides how blocks gather: over which axis, and how long they keep what they gather.
 
 A node for the axis holds all blocks to one (`fully_shard` splits a module on one), and a node for each kind of block
-holds its parameters to one way between forward and backward, which one flat collective serves: dropped and gathered
-again, or kept. What that costs is on the edges from parameters to the latter.
+holds its parameters to one `Keeping`, since one flat collective serves all: dropped after the forward and gathered
+again, kept until the backward, or for the step. What gathering and reducing costs is on the edges from parameters to
+the latter.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from cost_model.layout import split_factor
@@ -19,13 +19,12 @@ from planner.communication import Port, Price, add_prices
 from planner.graph import Value
 from planner.parameter_classes import BlockGather, ParameterClass
 from planner.parameter_costs import StoredChoice
+from planner.plan_gathers import Keeping
 from planner.problem import Charge, Edge, Node
 from planner.structure import Structure
 
 _APART = -1
 """Port of a parameter that is not gathered with its block, on the edge to the axis."""
-_DROPPED, _KEPT = 0, 1
-"""Choices of a kind of block's node, and ports on the edges to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class Gather:
     block: BlockGather
     axis: int
     numel: int
-    kept: bool
+    keeping: Keeping
 
 
 class Gathers:
@@ -59,31 +58,17 @@ class Gathers:
         return self._pricer.use(self._value(parameter), choice, port, held, gradients) if held else None
 
     def nodes(self) -> list[Node]:
-        """Return the node of the axis, and one for each kind of block: dropped, or kept."""
-        ways: tuple[Charge, ...] = ({}, {}) if self._pricer.may_keep else ({},)
+        """Return the node of the axis, and one for each kind of block: how long it keeps what it gathers."""
+        ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
         return [
             Node(name="gathering axis", charges=tuple({} for _ in self._mesh)),
             *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.gathers),
         ]
 
-    def charge_latency(
-        self, gathered: Mapping[tuple[int, int], Sequence[tuple[int, int, int]]], charges: Charges
-    ) -> None:
-        """Charge what each kind of block pays once for its gathers before forwards, and its reductions.
-
-        Args:
-            gathered: (parameter class, axis) -> the pairs on edges that say that it is gathered so.
-        """
-        for block in self._structure.gathers:
-            for axis in range(len(self._mesh)):
-                members = tuple(m for position in block.held for m in gathered.get((position, axis), ()))
-                if members:
-                    charges.add(members, self._pricer.latency(block, axis, self._itemsize(block)).charge)
-
     def edges(
         self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int, first: int, charges: Charges
     ) -> list[Edge]:
-        """Return the edges from parameters to the nodes, and charge what is paid once for kinds that gather again.
+        """Return the edges from parameters to the nodes, and charge the latency that each kind of block pays once.
 
         Args:
             parameters: number of the first parameter class's node.
@@ -92,16 +77,17 @@ class Gathers:
         """
         edges = list(self._axis_edges(parameters, stored, axis_node))
         for number, block in enumerate(self._structure.gathers):
-            again: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+            members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
             for position in block.held:
                 sizes = self._sizes(block, position, stored[position])
                 if any(sizes):
-                    for port, axis in {size: size[0] for size in sizes if size}.items():
-                        again[axis].append((first + len(edges), _number(sizes, port), _DROPPED))
+                    for size in dict.fromkeys(size for size in sizes if size is not None):
+                        for way in range(len(self._pricer.keepings)):
+                            members[size[0], way].append((first + len(edges), _number(sizes, size), way))
                     edges.append(self._kept_edge(block, sizes, parameters + position, axis_node + 1 + number))
-            for axis, members in again.items():
-                latency = self._pricer.latency_again(block, axis, self._itemsize(block))
-                charges.add(tuple(members), latency.charge)
+            for (axis, way), pairs in members.items():
+                latency = self._pricer.latency(block, axis, self._itemsize(block), self._pricer.keepings[way])
+                charges.add(tuple(pairs), latency.charge)
         return edges
 
     def _axis_edges(
@@ -134,43 +120,54 @@ class Gathers:
     def _kept_edge(
         self, block: BlockGather, sizes: Sequence[tuple[int, int] | None], producer: int, consumer: int
     ) -> Edge:
-        """Return the edge from a parameter class to what blocks do with what they gathered: it has what that costs."""
-        ways = (_DROPPED, _KEPT) if self._pricer.may_keep else (_DROPPED,)
-        itemsize = self._itemsize(block)
+        """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
+        ways, itemsize = self._pricer.keepings, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
-            for way in ways:
-                price = Price() if size is None else self._pricer.between(block, *size, itemsize, kept=way == _KEPT)
+            for way, keeping in enumerate(ways):
+                price = Price() if size is None else self._pricer.by_size(block, *size, itemsize, keeping)
                 pairs[_number(sizes, size), way] = price.charge
         return Edge(
             producer=producer,
             consumer=consumer,
             producer_ports=tuple(_number(sizes, size) for size in sizes),
-            consumer_ports=ways,
+            consumer_ports=tuple(range(len(ways))),
             pairs=pairs,
         )
 
     # --- under a decision ----------------------------------------------------------------------------------------
 
-    def chosen(self, stored: Sequence[StoredChoice], kept: AbstractSet[str]) -> Iterator[Gather]:
+    def keepings_of(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, Keeping]:
+        """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
+        found = {
+            block.kind: self._pricer.keepings[way]
+            for block, way in zip(self._structure.gathers, ways, strict=True)
+            if any(stored[position].gathered_over is not None for position in block.held)
+        }
+        return {kind: keeping for kind, keeping in found.items() if keeping is not Keeping.NOT}
+
+    def shorter(self, keeping: Keeping) -> tuple[Keeping, ...]:
+        """Return the ways to keep what is gathered less long."""
+        order = tuple(Keeping)
+        return tuple(other for other in self._pricer.keepings if order.index(other) < order.index(keeping))
+
+    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, Keeping]) -> Iterator[Gather]:
         """Yield what each kind of block gathers that gathers anything."""
         for block in self._structure.gathers:
             sizes = [size for p in block.held for size in self._sizes(block, p, stored[p : p + 1]) if size is not None]
             if sizes:
                 numel = sum(numel for _, numel in sizes)
-                yield Gather(block=block, axis=sizes[0][0], numel=numel, kept=block.kind in kept)
+                keeping = kept.get(block.kind, Keeping.NOT)
+                yield Gather(block=block, axis=sizes[0][0], numel=numel, keeping=keeping)
 
     def price(self, gather: Gather) -> Price:
-        """Return the latency of a kind of block's gathers, what it takes to have them twice, and all collectives."""
-        block, axis, numel, itemsize = gather.block, gather.axis, gather.numel, self._itemsize(gather.block)
-        prices = [
-            self._pricer.latency(block, axis, itemsize),
-            self._pricer.between(block, axis, numel, itemsize, kept=gather.kept),
-            self._pricer.collectives(block, axis, numel, itemsize, kept=gather.kept),
-        ]
-        if not gather.kept:
-            prices.append(self._pricer.latency_again(block, axis, itemsize))
-        return add_prices(prices)
+        """Return the price of a kind of block's gathers and reductions, with all collectives."""
+        block, axis, itemsize = gather.block, gather.axis, self._itemsize(gather.block)
+        return add_prices([
+            self._pricer.latency(block, axis, itemsize, gather.keeping),
+            self._pricer.by_size(block, axis, gather.numel, itemsize, gather.keeping),
+            self._pricer.collectives(block, axis, gather.numel, itemsize, gather.keeping),
+        ])  # fmt: skip
 
     def _value(self, parameter: ParameterClass) -> Value:
         return self._structure.regions.graph.values[parameter.values[0]]
@@ -182,16 +179,3 @@ class Gathers:
 def _number(sizes: Sequence[tuple[int, int] | None], size: tuple[int, int] | None) -> int:
     """Return the port of choices that gather as much over the same axis, or nothing."""
     return list(dict.fromkeys(sizes)).index(size)
-
-
-def kept_by(structure: Structure, stored: Sequence[StoredChoice], ways: Sequence[int]) -> frozenset[str]:
-    """Return the kinds of blocks that keep what they gather, of those that gather anything.
-
-    Args:
-        ways: the choice of each kind's node.
-    """
-    return frozenset(
-        block.kind
-        for block, way in zip(structure.gathers, ways, strict=True)
-        if way == _KEPT and any(stored[position].gathered_over is not None for position in block.held)
-    )

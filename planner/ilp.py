@@ -8,9 +8,10 @@
     units       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
     quantities  Q[name] = constant + sum of the charges of x, f and u
     time        F >= compute + slowdown + sum of blocking; F >= blocking[l] + prefetch[l] for each link l;
-                B likewise for the backward
+                F' >= once[l] + (blocking[l] + prefetch[l] - F) / passes; B and B' likewise for the backward
+                (of one pass, F' is left out: F >= once[l] + blocking[l] + prefetch[l])
     memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment
-    minimise    F + B + exposed
+    minimise    F + F' + B + B' + exposed
 
 With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
 `_choices`, `_flows`, `_units`, `_time` and `_memory` build one line each.
@@ -22,7 +23,7 @@ import math
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,9 +35,7 @@ from planner.errors import SolverError
 from planner.linear_program import Answer, Expression, LinearProgram
 from planner.problem import Charge, Problem, Solution, peak_bytes, step_time_s, totals
 
-
-def _in_bytes(name: str) -> bool:
-    return name.startswith((problems.MEMORY, problems.TRANSIENT, problems.MOMENT))
+_IN_BYTES = (problems.MEMORY, problems.TRANSIENT, problems.MOMENT)
 
 
 class _Quantities:
@@ -81,16 +80,19 @@ class _Quantities:
 
     def sum(self, names: Iterable[str], scale: float) -> Expression:
         """Return the sum of quantities as an expression of the variables."""
-        names = list(names)
-        spans = [self._span[name] for name in names if name in self._span]
-        indices = np.concatenate([np.empty(0, np.int32), *(self._of[span] for span in spans)])
-        values = np.concatenate([np.empty(0), *(self._summed[span] for span in spans)])
+        return self.weighted(dict.fromkeys(names, scale))
+
+    def weighted(self, scales: Mapping[str, float]) -> Expression:
+        """Return the sum of quantities, each times its scale, as an expression of the variables."""
+        spans = [(self._span[name], scale) for name, scale in scales.items() if name in self._span]
+        indices = np.concatenate([np.empty(0, np.int32), *(self._of[span] for span, _ in spans)])
+        values = np.concatenate([np.empty(0), *(self._summed[span] * scale for span, scale in spans)])
         if len(spans) > 1:
             dense = np.bincount(indices, weights=values, minlength=self._columns)
             indices = np.flatnonzero(dense).astype(np.int32)
             values = dense[indices]
-        constant = sum(self.constant.get(name, 0.0) for name in names)
-        return Expression(indices=indices, values=values * scale, constant=constant * scale)
+        constant = sum(self.constant.get(name, 0.0) * scale for name, scale in scales.items())
+        return Expression(indices=indices, values=values, constant=constant)
 
 
 @dataclass(slots=True)
@@ -165,22 +167,42 @@ def _units(program: _Program) -> None:
 
 def _time(program: _Program) -> None:
     quantities, linear, scale = program.quantities, program.linear, program.time_scale
-    links = problems._links(quantities.names)
+    names, links = set(quantities.names), problems._links(quantities.names)
     exposed = quantities.sum([problems.EXPOSED], scale)
+    several = problems.passes(quantities.constant) > 1
     phases = []
-    for compute, slowdown, blocking, prefetch in (problems.FORWARD, problems.BACKWARD):
+    for compute, slowdown, blocking, prefetch, once in (problems.FORWARD, problems.BACKWARD):
         phase = linear.variable()
         phases.append(phase)
         linear.at_most(
             quantities.sum([compute, slowdown, *(blocking + link for link in links)], scale).less(phase), 0.0
         )
         for link in links:
-            linear.at_most(quantities.sum([blocking + link, prefetch + link], scale).less(phase), 0.0)
+            carried = [blocking + link, prefetch + link, *([] if several else [once + link])]
+            linear.at_most(quantities.sum(carried, scale).less(phase), 0.0)
+        once_a_step = [(once + link, blocking + link, prefetch + link) for link in links if once + link in names]
+        if several and once_a_step:
+            phases.append(_exposed_once(program, phase, once_a_step))
     linear.objective = Expression(
         indices=np.append(exposed.indices, np.asarray(phases, np.int32)),
         values=np.append(exposed.values, [1.0] * len(phases)),
         constant=exposed.constant,
     )
+
+
+def _exposed_once(program: _Program, phase: int, carried: Iterable[tuple[str, str, str]]) -> int:
+    """Return the variable of what one micro-batch cannot hide of what links carry once a step.
+
+    Args:
+        phase: the variable of the phase's seconds.
+        carried: by link, what it carries once, and what it carries in every micro-batch: two quantities.
+    """
+    linear, scale, passes = program.linear, program.time_scale, problems.passes(program.quantities.constant)
+    exposed = linear.variable()
+    for once, *each in carried:
+        row = program.quantities.weighted({once: scale, **dict.fromkeys(each, scale / passes)})
+        linear.at_most(row.less(phase, 1.0 / passes).less(exposed), 0.0)
+    return exposed
 
 
 def _memory(program: _Program, memory_bytes: float | None) -> None:
@@ -211,14 +233,15 @@ def _states(program: _Program, memory_bytes: float) -> None:
 def _typical_time_s(quantities: _Quantities) -> float:
     """Return the largest compute of a choice (communication may be far off it), or any time where nothing computes."""
     compute = quantities.largest((problems.COMPUTE_FORWARD, problems.COMPUTE_BACKWARD))
-    return compute or quantities.largest(name for name in quantities.names if not _in_bytes(name)) or 1.0
+    others = (name for name in quantities.names if not name.startswith((*_IN_BYTES, problems.PASSES)))
+    return compute or quantities.largest(others) or 1.0
 
 
 def _typical_bytes(quantities: _Quantities, memory_bytes: float | None) -> float:
     """Return the cap, or without one the largest amount of memory."""
     if memory_bytes is not None and memory_bytes > 0:
         return memory_bytes
-    return quantities.largest(name for name in quantities.names if _in_bytes(name)) or 1.0
+    return quantities.largest(name for name in quantities.names if name.startswith(_IN_BYTES)) or 1.0
 
 
 def _build(problem: Problem, memory_bytes: float | None, *, memory: bool = True) -> _Program:

@@ -27,11 +27,11 @@ class Expression:
     values: Floats
     constant: float = 0.0
 
-    def less(self, variable: int) -> Expression:
-        """Return this minus ``variable``, which is not among its own."""
+    def less(self, variable: int, times: float = 1.0) -> Expression:
+        """Return this minus ``variable``, which is not among its own, so many ``times``."""
         return Expression(
             indices=np.append(self.indices, np.int32(variable)),
-            values=np.append(self.values, -1.0),
+            values=np.append(self.values, -times),
             constant=self.constant,
         )
 

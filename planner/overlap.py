@@ -17,20 +17,31 @@ class Overlap:
     Attributes:
         forward, backward: prefix of the quantity of what each phase hides; where nothing is hidden, of what it waits
             for.
+        once_forward, once_backward: likewise, of what runs once a step, in the first forward or the last backward.
         taken_share: by how much of such communication's seconds compute takes longer.
     """
 
     forward: str
     backward: str
+    once_forward: str
+    once_backward: str
     taken_share: float
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Self:
         """Return how ``device`` does."""
         if not device.overlaps:
-            return cls(forward=quantity.BLOCKING_FORWARD, backward=quantity.BLOCKING_BACKWARD, taken_share=0.0)
-        share = in_step(device).taken_share
-        return cls(forward=quantity.PREFETCH_FORWARD, backward=quantity.PREFETCH_BACKWARD, taken_share=share)
+            forward, backward = quantity.BLOCKING_FORWARD, quantity.BLOCKING_BACKWARD
+            return cls(
+                forward=forward, backward=backward, once_forward=forward, once_backward=backward, taken_share=0.0
+            )
+        return cls(
+            forward=quantity.PREFETCH_FORWARD,
+            backward=quantity.PREFETCH_BACKWARD,
+            once_forward=quantity.ONCE_FORWARD,
+            once_backward=quantity.ONCE_BACKWARD,
+            taken_share=in_step(device).taken_share,
+        )
 
     def slowdown_s(self, hidden_s: float) -> float:
         """Return by how much compute takes longer where so many seconds of communication run beside it."""

@@ -50,6 +50,7 @@ class BlockGather:
             it).
         gathered: quantity of a moment -> how many copies of such a block's parameters are there if they are kept from
             forward to backward.
+        unreduced: quantity of a moment inside such blocks -> what part of its block's gradients has come by then.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class BlockGather:
     is_first: bool
     moments: Mapping[str, tuple[int, int]]
     gathered: Mapping[str, int]
+    unreduced: Mapping[str, float]
 
     @property
     def count(self) -> int:
@@ -182,6 +184,7 @@ def block_gathers(
                     is_first=not found,
                     moments=inside,
                     gathered=_gathered(alike, last, timeline),
+                    unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),
                 )
             )
     return tuple(found)
@@ -201,3 +204,17 @@ def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> dict[str, 
         for moment in timeline.moments
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def _arrived(
+    blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline
+) -> dict[str, float]:
+    """Return quantity of a moment inside one of the blocks -> what part of its gradients later ops have made."""
+    found: dict[str, float] = {}
+    for block in blocks:
+        sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
+        whole = sum(nbytes for _, nbytes in sizes)
+        for moment in timeline.blocks[block]:
+            later = sum(nbytes for position, nbytes in sizes if position > moment.position)
+            found[moment.quantity("gradients")] = later / whole
+    return {name: part for name, part in found.items() if part}

@@ -218,7 +218,7 @@ class ParameterPricer:
             target,
             phase="grad_reduce" if once else "backward",
             calls=count if once else count * self._run.passes,
-            prefix=self._overlap.backward,
+            prefix=self._overlap.once_backward if once else self._overlap.backward,
         )
         if price is None or not self._run.cluster.device.overlaps:
             return price

@@ -10,7 +10,7 @@ from cost_model.layout import MeshSpec, format_layout
 from planner.entries import NamedEntries, PlanEntries, fold_names, named_entries
 from planner.job import CheckpointingMode
 from planner.regions import block_of
-from planner.report import CollectiveEstimate, Estimate, Pipeline, PipelineStage
+from planner.report import ONCE_A_STEP, CollectiveEstimate, Estimate, Pipeline, PipelineStage
 from planner.search import Candidate
 from planner.stage_searches import PlannedPipeline, is_handed_over, stage_counts
 from planner.stages import StageKind, pass_s
@@ -124,7 +124,7 @@ def _of_step(stage: Candidate, micro_batches: int) -> tuple[CollectiveEstimate, 
     """Return a stage's collectives as often as it runs them: idle time was counted as passes."""
     passes, rows = stage.run.passes, []
     for row in stage.estimate.collectives:
-        if row.phase != "grad_reduce":
+        if row.phase not in ONCE_A_STEP:
             count, time_s = row.count // passes * micro_batches, row.time_s / passes * micro_batches
             row = dataclasses.replace(row, count=count, time_s=time_s)
         rows.append(row)

@@ -47,7 +47,7 @@ _MAPPINGS = (
     "activation_checkpointing",
 )
 """Fields whose keys are FQN patterns."""
-_LISTS = ("keep_gathered", "return_local_tensor")
+_LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
 """Fields that are lists of FQN patterns."""
 
 
@@ -85,6 +85,8 @@ class ShardingPlan:
         fully_shard: modules -> names, relative to the module, of parameters that are gathered together before its
             forward and its backward, and whose gradients are reduced together, by torch's ``fully_shard``.
         keep_gathered: those of these modules that keep what they gathered from forward to backward, and gather once.
+        keep_gathered_for_step: those that keep it from the first micro-batch's forward to the last one's backward: they
+            gather once a step, and reduce once what gradients have added up to.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
@@ -108,6 +110,7 @@ class ShardingPlan:
     gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
     fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     keep_gathered: tuple[str, ...] = ()
+    keep_gathered_for_step: tuple[str, ...] = ()
     input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
     return_local_tensor: tuple[str, ...] = ()
@@ -140,7 +143,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in ("keep_gathered", "return_local_tensor", "notes"):
+        for name in (*_LISTS, "notes"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -222,6 +225,7 @@ class ShardingPlan:
             "input_plan": {key: plan_json.ports_text(spec) for key, spec in self.input_plan.items()},
             "output_plan": {key: plan_json.ports_text(spec) for key, spec in self.output_plan.items()},
             "keep_gathered": list(self.keep_gathered),
+            "keep_gathered_for_step": list(self.keep_gathered_for_step),
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "micro_batches": self.micro_batches,

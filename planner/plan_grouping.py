@@ -69,7 +69,7 @@ def _entries_by_block(
         ("compute_plan", resolve_keys(plan.compute_plan, names.parameters, field="compute_plan", what="parameter")),
         ("gradient_plan", resolve_keys(plan.gradient_plan, names.parameters, field="gradient_plan", what="parameter")),
         ("fully_shard", resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")),
-        ("keep_gathered", dict.fromkeys(kept_modules(plan, names.modules), True)),
+        ("keep_gathered", kept_modules(plan, names.modules)),
         ("input_plan", resolve_input_ports(plan.input_plan, names.modules)),
         ("output_plan", resolve_output_ports(plan.output_plan, names.modules)),
     )

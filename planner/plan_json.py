@@ -92,6 +92,8 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> names, relative to the module, of parameters that are gathered together."""
     keep_gathered: list[str] = []
     """FQN patterns of modules in fully_shard that keep what they gathered from forward to backward."""
+    keep_gathered_for_step: list[str] = []
+    """FQN patterns of modules in fully_shard that gather and reduce once a step, whatever its micro-batches."""
     input_plan: dict[str, PortsText] = {}
     """FQN pattern of modules + ".input" -> layouts of what enters."""
     output_plan: dict[str, PortsText] = {}

@@ -45,14 +45,16 @@ def polish(
 
 
 def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
-    """Return the decision in which blocks keep what they gather only where that makes a step shorter."""
+    """Return the decision in which blocks keep what they gather no longer than makes a step shorter."""
     if not decision.kept:
         return decision
     time_s = step_time_s(itemise(formulator, structure, decision).charge)
     for kind in sorted(decision.kept):
-        other = dataclasses.replace(decision, kept=decision.kept - {kind})
-        if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
-            decision = other
+        for shorter in formulator.gathers.shorter(decision.kept[kind]):
+            other = dataclasses.replace(decision, kept={**decision.kept, kind: shorter})
+            if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
+                decision = other
+                break
     return decision
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Charge = Mapping[str, float]
-"""Quantity name -> amount. Names: see `step_time_s` and `peak_bytes`."""
+"""Quantity name -> amount. Names: see `step_time_s` and `peak_bytes`. `PASSES` is a constant of the problem's."""
 
 COMPUTE_FORWARD = "compute.forward"
 COMPUTE_BACKWARD = "compute.backward"
@@ -26,6 +26,9 @@ BLOCKING_FORWARD = "blocking.forward."
 BLOCKING_BACKWARD = "blocking.backward."
 PREFETCH_FORWARD = "prefetch.forward."
 PREFETCH_BACKWARD = "prefetch.backward."
+ONCE_FORWARD = "once.forward."
+ONCE_BACKWARD = "once.backward."
+PASSES = "passes"
 RESTING = frozenset(MEMORY + role for role in ("parameters", "optimizer_state", "reserve"))
 """What is there throughout, in as many bytes in any micro-batch and with any mode of checkpointing."""
 TRANSIENT = "transient."
@@ -156,8 +159,8 @@ def totals(problem: Problem, assignment: Assignment) -> dict[str, float]:
 
 
 def _links(names: Iterator[str] | Sequence[str]) -> list[str]:
-    prefixes = (BLOCKING_FORWARD, BLOCKING_BACKWARD, PREFETCH_FORWARD, PREFETCH_BACKWARD)
-    return sorted({name[len(prefix) :] for name in names for prefix in prefixes if name.startswith(prefix)})
+    links = {name[len(prefix) :] for name in names for prefix in _ON_A_LINK if name.startswith(prefix)}
+    return sorted(links)
 
 
 class PhaseQuantities(NamedTuple):
@@ -167,28 +170,59 @@ class PhaseQuantities(NamedTuple):
     slowdown: str
     blocking: str
     prefetch: str
+    once: str
 
 
-FORWARD = PhaseQuantities(COMPUTE_FORWARD, SLOWDOWN_FORWARD, BLOCKING_FORWARD, PREFETCH_FORWARD)
-BACKWARD = PhaseQuantities(COMPUTE_BACKWARD, SLOWDOWN_BACKWARD, BLOCKING_BACKWARD, PREFETCH_BACKWARD)
+FORWARD = PhaseQuantities(COMPUTE_FORWARD, SLOWDOWN_FORWARD, BLOCKING_FORWARD, PREFETCH_FORWARD, ONCE_FORWARD)
+BACKWARD = PhaseQuantities(COMPUTE_BACKWARD, SLOWDOWN_BACKWARD, BLOCKING_BACKWARD, PREFETCH_BACKWARD, ONCE_BACKWARD)
+_ON_A_LINK = (*FORWARD[2:], *BACKWARD[2:])
 
 
 def phase_time_s(total: Mapping[str, float], phase: PhaseQuantities) -> float:
-    """Return the seconds of one phase: compute and blocking communication, or the busiest link if that is more."""
+    """Return the seconds of one phase: compute and blocking communication, or the busiest link if that is more.
+
+    Of all micro-batches, without what a link carries once a step; for that see `exposed_once_s`.
+    """
     blocking, prefetch, links = phase.blocking, phase.prefetch, _links(list(total))
     blocked = sum(total.get(blocking + link, 0.0) for link in links)
     busiest = max((total.get(blocking + link, 0.0) + total.get(prefetch + link, 0.0) for link in links), default=0.0)
     return max(total.get(phase.compute, 0.0) + total.get(phase.slowdown, 0.0) + blocked, busiest)
 
 
+def passes(total: Mapping[str, float]) -> float:
+    """Return of how many micro-batches the phases of a step are."""
+    return total.get(PASSES, 1.0)
+
+
+def exposed_once_s(total: Mapping[str, float], phase: PhaseQuantities) -> float:
+    """Return by how many seconds one micro-batch's phase grows by what a link carries once a step, in that one.
+
+    That is the first forward, or the last backward. One of ``n`` micro-batches takes an ``n``-th of the phase, and the
+    link has an ``n``-th of its other communication in it. With one micro-batch it is as if all were prefetched.
+    """
+    count = passes(total)
+    one_s = phase_time_s(total, phase) / count
+    links = (link for link in _links(list(total)) if total.get(phase.once + link))
+    busiest_s = max(
+        (
+            total[phase.once + link]
+            + (total.get(phase.blocking + link, 0.0) + total.get(phase.prefetch + link, 0.0)) / count
+            for link in links
+        ),
+        default=0.0,
+    )
+    return max(busiest_s - one_s, 0.0)
+
+
 def step_time_s(total: Mapping[str, float]) -> float:
     """Return the seconds of a step from the totals of its quantities.
 
     Forward and backward each take their compute, what communication beside it slows that by, and their blocking
-    communication, or, where a link is the bottleneck, all that this link carries; what is exposed in any case (first
-    gather, last reduction, optimizer) is added.
+    communication, or, where a link is the bottleneck, all that this link carries. What runs once a step and is more
+    than one micro-batch can hide, and what is exposed in any case (first gather, last reduction, optimizer), is added.
     """
-    return phase_time_s(total, FORWARD) + phase_time_s(total, BACKWARD) + total.get(EXPOSED, 0.0)
+    phases = sum(phase_time_s(total, phase) + exposed_once_s(total, phase) for phase in (FORWARD, BACKWARD))
+    return phases + total.get(EXPOSED, 0.0)
 
 
 def peak_bytes(total: Mapping[str, float]) -> float:

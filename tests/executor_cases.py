@@ -239,6 +239,11 @@ def keeping(case: Case) -> Case:
     return Case(case.family, dataclasses.replace(case.plan, keep_gathered=tuple(case.plan.fully_shard)))
 
 
+def keeping_for_step(case: Case) -> Case:
+    """``case`` with every group kept from the first forward of a step to its last backward."""
+    return Case(case.family, dataclasses.replace(case.plan, keep_gathered_for_step=tuple(case.plan.fully_shard)))
+
+
 def replicated_on_tp(family: str, **fields: Any) -> Case:
     """Data parallel on dp; on tp all ranks do the same."""
     case = data_parallel(family, **fields)

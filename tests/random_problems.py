@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner.problem import (
     COMPUTE_BACKWARD,
     COMPUTE_FORWARD,
+    PASSES,
     SLOWDOWN_BACKWARD,
     SLOWDOWN_FORWARD,
     Edge,
@@ -27,7 +28,7 @@ TIMES = (
     "exposed",
     *(
         f"{kind}.{phase}.{link}"
-        for kind in ("blocking", "prefetch")
+        for kind in ("blocking", "prefetch", "once")
         for phase in ("forward", "backward")
         for link in ("inside-node", "between-nodes")
     ),
@@ -88,4 +89,5 @@ def problems(draw: st.DrawFn) -> Problem:
     for _ in range(draw(st.integers(0, 4)) if members else 0):
         chosen = draw(st.lists(st.sampled_from(members), min_size=1, max_size=4, unique=True))
         units.append(Unit(charge=charge(3), members=tuple(chosen)))
-    return Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=charge(2))
+    constant = {**charge(2), PASSES: float(draw(st.sampled_from([1, 2, 8])))}
+    return Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=constant)

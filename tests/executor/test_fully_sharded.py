@@ -20,6 +20,7 @@ from executor_cases import (
     R,
     gathered,
     keeping,
+    keeping_for_step,
     make_batch,
     make_model,
     megatron,
@@ -53,7 +54,7 @@ def expected(base: Case, case: Case) -> Counter[Row]:
     """What ``base`` runs, its parameters whole on dp, with the collectives of the groups in ``case`` instead."""
     rows, model, job = observed(base), make_model(case.family), case.plan.job
     for pattern, names in case.plan.fully_shard.items():
-        kept = pattern in case.plan.keep_gathered
+        kept, for_step = pattern in case.plan.keep_gathered, pattern in case.plan.keep_gathered_for_step
         for module in match_keys([pattern], [fqn for fqn, _ in model.named_modules()])[pattern]:
             elements = 0
             for name in names:
@@ -65,6 +66,10 @@ def expected(base: Case, case: Case) -> Counter[Row]:
                 rows[Row(phase="grad_reduce", kind="all_reduce", axis="dp", bytes=nbytes)] -= 1
             calls = case.plan.micro_batches
             sent, summed = elements * BYTES[job.dtype], elements * BYTES[job.reduce_dtype]
+            if for_step:
+                rows[Row(phase="param_gather", kind="all_gather", axis="dp", bytes=sent)] += 1
+                rows[Row(phase="grad_reduce", kind="reduce_scatter", axis="dp", bytes=summed)] += 1
+                continue
             rows[Row(phase="forward", kind="all_gather", axis="dp", bytes=sent)] += calls
             if job.training:
                 rows[Row(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += 0 if kept else calls
@@ -116,6 +121,27 @@ def test_what_is_kept_is_gathered_once_for_forward_and_backward(fields: dict[str
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"micro_batches": 4},
+        {"activation_checkpointing": {BLOCKS: "full"}, "micro_batches": 3},
+        {"activation_checkpointing": {BLOCKS: "selective"}, "micro_batches": 2},
+        {"job": Job(dtype="bf16", reduce_dtype="fp32"), "micro_batches": 3},
+        {"job": Job(dtype="bf16", reduce_dtype="bf16"), "micro_batches": 2},
+        {},
+    ],
+    ids=["4 micro-batches", "full AC", "selective AC", "bf16", "bf16 throughout", "one micro-batch"],
+)
+def test_what_is_kept_for_the_step_is_gathered_and_reduced_once(fields: dict[str, Any]) -> None:
+    base = megatron(vocabulary=True, **fields)
+    case = keeping_for_step(gathered(base, SIDES))
+    assert observed(case) == expected(base, case)
+    # Of the same model, others may be kept from forward to backward, and others not at all.
+    part = dataclasses.replace(case.plan, keep_gathered_for_step=(BLOCKS,), keep_gathered=("lm_head",))
+    assert observed(Case(case.family, part)) == expected(base, Case(case.family, part))
+
+
+@pytest.mark.parametrize(
     ("family", "groups"),
     [
         ("mlp", {"fc1": ("weight", "bias"), "fc2": ("weight",), "": ("head.weight",)}),
@@ -136,6 +162,9 @@ def test_every_family_runs_its_groups_and_nothing_else(family: str, groups: dict
     case = gathered(base, groups)
     assert observed(case) == expected(base, case)
     assert observed(keeping(case)) == expected(base, keeping(case))
+    several = replicated_on_tp(family, micro_batches=3)
+    for_step = keeping_for_step(gathered(several, groups))
+    assert observed(for_step) == expected(several, for_step)
 
 
 class Wide(nn.Module):

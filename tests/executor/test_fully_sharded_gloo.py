@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,12 @@ from executor_cases import (
     LLAMA_BLOCKS,
     S0,
     Case,
+    P,
     R,
+    data_parallel,
     gathered,
     keeping,
+    keeping_for_step,
     loss_of,
     make_batch,
     make_model,
@@ -35,6 +39,7 @@ from planner.job import Job
 STEPS = 3
 MLP = {"fc1": ("weight", "bias"), "fc2": ("weight",), "": ("head.weight",)}
 """One group has parameters of the root, and one a bias."""
+ALL_MLP = {"fc1": ("weight", "bias"), "fc2": ("weight", "bias"), "": ("head.weight", "head.bias")}
 GPT2 = {"transformer.h.*": ("attn.c_attn.weight", "attn.c_attn.bias", "mlp.c_fc.weight")}
 BERT = {"bert.encoder.layer.*": ("attention.output.dense.weight", "intermediate.dense.weight", "output.dense.weight")}
 T5 = {
@@ -69,6 +74,20 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama, kept, selective AC": lambda: keeping(
         gathered(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS)
     ),
+    "mlp, kept for the step, 4 micro-batches": lambda: keeping_for_step(
+        gathered(replicated_on_tp("mlp", micro_batches=4), MLP)
+    ),
+    "mlp, all kept for the step": lambda: keeping_for_step(gathered(replicated_on_tp("mlp", micro_batches=3), ALL_MLP)),
+    "t5, kept for the step": lambda: keeping_for_step(gathered(replicated_on_tp("t5", micro_batches=4), T5)),
+    "llama, kept for the step, 4 micro-batches": lambda: keeping_for_step(
+        gathered(megatron(micro_batches=4), LLAMA_BLOCKS)
+    ),
+    "llama, kept for the step, full AC": lambda: keeping_for_step(
+        gathered(megatron(activation_checkpointing={AC: "full"}, micro_batches=4), LLAMA_BLOCKS)
+    ),
+    "mlp, kept for the step, summed on tp after": lambda: keeping_for_step(
+        summed_later(gathered(data_parallel("mlp", micro_batches=4), MLP))
+    ),
     "llama, with other parameters gathered alone": lambda: with_gathered_norms(gathered(megatron(), LLAMA_BLOCKS)),
 }
 
@@ -81,6 +100,12 @@ def with_gathered_norms(case: Case) -> Case:
         plan, plan={**plan.plan, **norms}, compute_plan={**plan.compute_plan, **computed}, micro_batches=2
     )
     return Case(case.family, changed)
+
+
+def summed_later(case: Case) -> Case:
+    """``case`` with the sums over tp of gathered parameters' gradients taken once a step."""
+    gradients = {name: (layout[0], P) for name, layout in case.plan.gradient_plan.items()}
+    return Case(case.family, dataclasses.replace(case.plan, gradient_plan=gradients))
 
 
 @dataclass(frozen=True)
@@ -194,9 +219,15 @@ def test_parameters_are_computed_in_bf16_and_kept_in_fp32() -> None:
         assert dtypes == {torch.float32}
 
 
-def run_state_dicts(rank: int, kept: bool) -> list[float]:
-    case = gathered(megatron(), LLAMA_BLOCKS)
-    case = keeping(case) if kept else case
+KEEPING: dict[str, Callable[[Case], Case]] = {
+    "not": lambda case: case,
+    "from forward to backward": keeping,
+    "for the step": keeping_for_step,
+}
+
+
+def run_state_dicts(rank: int, kept: str) -> list[float]:
+    case = KEEPING[kept](gathered(megatron(), LLAMA_BLOCKS))
     mesh = device_mesh_for(case.plan)
     batch = local_batch(make_batch("llama"), mesh, case.plan)
     trained, loaded, whole = make_model("llama"), make_model("llama"), make_model("llama")
@@ -216,14 +247,14 @@ def run_state_dicts(rank: int, kept: bool) -> list[float]:
     return [abs(loss - expected) for loss in found]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_state_dicts_hold_the_stored_parameters(kept: bool) -> None:
+@pytest.mark.parametrize("kept", KEEPING)
+def test_state_dicts_hold_the_stored_parameters(kept: str) -> None:
     for errors in run_on_gloo(run_state_dicts, 4, kept):
         assert max(errors) <= 1e-5
 
 
-def run_after_forwards_alone(rank: int) -> list[float]:
-    case = keeping(gathered(megatron(), LLAMA_BLOCKS))
+def run_after_forwards_alone(rank: int, kept: str) -> list[float]:
+    case = KEEPING[kept](gathered(megatron(), LLAMA_BLOCKS))
     mesh = device_mesh_for(case.plan)
     batch = local_batch(make_batch("llama"), mesh, case.plan)
     model = make_model("llama")
@@ -245,8 +276,49 @@ def run_after_forwards_alone(rank: int) -> list[float]:
     return errors
 
 
-def test_what_is_kept_from_a_forward_without_backward_is_gathered_anew() -> None:
-    for errors in run_on_gloo(run_after_forwards_alone, 4):
+@pytest.mark.parametrize("kept", ["from forward to backward", "for the step"])
+def test_what_is_kept_from_a_forward_without_backward_is_gathered_anew(kept: str) -> None:
+    for errors in run_on_gloo(run_after_forwards_alone, 4, kept):
+        assert max(errors) <= 1e-5
+
+
+def run_given_up(rank: int) -> list[float]:
+    """Give a step up after two of its three micro-batches, change the parameters, and run a whole one."""
+    case = keeping_for_step(gathered(megatron(micro_batches=3), LLAMA_BLOCKS))
+    mesh = device_mesh_for(case.plan)
+    reference, model = make_model("llama"), make_model("llama")
+    shard_module(model, mesh, case.plan)
+    parameters = [list(one.parameters()) for one in (reference, model)]  # an optimizer's: amid a step others are seen
+    whole = [make_batch("llama", seed) for seed in range(3)]
+    batches = [local_batch(batch, mesh, case.plan) for batch in whole]
+    errors = []
+    for clears_between_forward_and_backward in (False, True):
+        for batch in batches[:2]:
+            loss_of(model(**batch)).backward()
+        if not clears_between_forward_and_backward:
+            model.zero_grad()
+            with torch.no_grad():
+                for parameter in itertools.chain(*parameters):
+                    parameter.mul_(0.9)
+        reference.zero_grad()
+        for index in range(3):
+            loss = loss_of(model(**batches[index])) / 3
+            expected = loss_of(reference(**whole[index])) / 3
+            if index == 0:
+                model.zero_grad()
+            loss.backward()
+            expected.backward()
+            errors.append(abs(value(loss).item() - expected.item()))
+        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        largest = max(gradient.abs().max().item() for gradient in wanted.values())
+        found = model.named_parameters()
+        errors += [(value(p.grad) - wanted[name]).abs().max().item() / largest for name, p in found]
+        model.zero_grad()
+    return errors
+
+
+def test_a_step_that_was_given_up_leaves_nothing() -> None:
+    for errors in run_on_gloo(run_given_up, 4):
         assert max(errors) <= 1e-5
 
 
@@ -282,10 +354,10 @@ def failing_case() -> Case:
     return Case("mlp", plan)
 
 
-def run_failures(rank: int, kept: bool) -> list[float]:
+def run_failures(rank: int, kept: str) -> list[float]:
     torch.manual_seed(0)
     model, x = Failing(), torch.randn(8, 8)
-    case = keeping(failing_case()) if kept else failing_case()
+    case = KEEPING[kept](failing_case())
     mesh = device_mesh_for(case.plan)
     model(x).backward()
     wanted = model.first.weight.grad
@@ -305,7 +377,7 @@ def run_failures(rank: int, kept: bool) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_step_that_failed_leaves_the_next_one_intact(kept: bool) -> None:
+@pytest.mark.parametrize("kept", KEEPING)
+def test_a_step_that_failed_leaves_the_next_one_intact(kept: str) -> None:
     for errors in run_on_gloo(run_failures, 4, kept):
         assert max(errors) <= 1e-6

@@ -26,6 +26,7 @@ from planner.errors import (
     UnmatchedKeyError,
 )
 from planner.plan import PlanMesh, ShardingPlan
+from planner.plan_gathers import Keeping
 
 MESH = PlanMesh(axes=(("dp", 2), ("tp", 2), ("one", 1)), device="cpu")
 WHOLE, ROWS, COLUMNS = (R, R, R), (S0, R, R), (S1, R, R)
@@ -164,8 +165,12 @@ def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: s
 
 
 def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
-    kept = {group.fqn: group.kept for group in gather_groups(Model(), plan_of(keep_gathered=("blocks.1",)))}
-    assert kept == {"blocks.0": False, "blocks.1": True}
+    for keeping in (Keeping.MICRO_BATCH, Keeping.STEP):
+        plan = plan_of(**{keeping.value: ("blocks.1",)})
+        kept = {group.fqn: group.keeping for group in gather_groups(Model(), plan)}
+        assert kept == {"blocks.0": Keeping.NOT, "blocks.1": keeping}
+    with pytest.raises(KeyConflictError, match=r"keep_gathered and keep_gathered_for_step both name 'blocks.1'"):
+        gather_groups(Model(), plan_of(keep_gathered=("blocks.*",), keep_gathered_for_step=("blocks.1",)))
     with pytest.raises(PlanKeyError, match="'frozen', for which fully_shard gathers nothing"):
         shard_module(Model(), mesh, plan_of(keep_gathered=("frozen",)), src_data_rank=None)
     with pytest.raises(UnmatchedKeyError, match="'layers"):

@@ -18,8 +18,10 @@ from planner.estimate import itemise
 from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.problem import (
+    BACKWARD,
     FORWARD,
     InfeasibleAssignmentError,
+    exposed_once_s,
     peak_bytes,
     phase_time_s,
     step_time_s,
@@ -115,7 +117,9 @@ def same_price(
         assert price.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
 
 
-@pytest.mark.parametrize(("family", "micro_batches", "ac"), [("gpt2", 2, "full"), ("t5", 1, "selective")])
+@pytest.mark.parametrize(
+    ("family", "micro_batches", "ac"), [("gpt2", 2, "full"), ("t5", 1, "selective"), ("llama", 4, "full")]
+)
 def test_whole_models_cost_alike_in_program_and_estimator(family: str, micro_batches: int, ac: str) -> None:
     module, inputs = families.make(family, 8)
     session = PlanningSession(
@@ -158,6 +162,30 @@ def test_time_of_hand_worked_totals() -> None:
     assert phase_time_s(total, FORWARD) == 4.5
     assert step_time_s(total) == 4.5 + 4.5 + 0.25
     assert step_time_s({}) == 0.0
+
+
+def test_what_runs_once_hides_behind_one_micro_batch() -> None:
+    total = {
+        "passes": 4.0,
+        "compute.forward": 6.0,
+        "blocking.forward.a": 2.0,
+        "prefetch.forward.a": 4.0,
+        "prefetch.forward.b": 2.0,
+        # A micro-batch's forward takes (6 + 2) / 4 = 2, in which a carries (2 + 4) / 4 = 1.5 and b 0.5.
+        "once.forward.a": 0.75,
+        "once.forward.b": 1.5,
+        "compute.backward": 4.0,
+        "once.backward.b": 5.0,
+    }
+    assert phase_time_s(total, FORWARD) == 8.0
+    assert exposed_once_s(total, FORWARD) == 0.25
+    assert exposed_once_s(total | {"once.forward.b": 2.0}, FORWARD) == 0.5
+    assert exposed_once_s(total | {"once.forward.a": 0.5}, FORWARD) == 0.0
+    assert exposed_once_s(total, BACKWARD) == 4.0
+    assert step_time_s(total) == 8.25 + 8.0
+    # In one micro-batch it is as if it were prefetched.
+    one = total | {"passes": 1.0, "once.forward.a": 3.0}
+    assert step_time_s(one) == max(8.0, 2.0 + 4.0 + 3.0) + max(4.0, 5.0)
 
 
 def test_peak_of_hand_worked_totals() -> None:
