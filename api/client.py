@@ -93,8 +93,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         return ShardingPlan.from_dict(job["plan"])
 
     def _graph(self, module: nn.Module) -> dict[str, str]:
+        from planner.baselines import micro_batches_for
         from planner.graph_json import write_graph
-        from planner.session import micro_batches_for
         from planner.traced_module import trace_module
 
         self._say("tracing")

@@ -21,8 +21,8 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
         GraphFormatError: it is none.
         JobError: it was traced for another dtype, phase or batch.
     """
+    from planner.baselines import micro_batches_for
     from planner.graph_json import read_graph
-    from planner.session import micro_batches_for
     from planner.traced_module import check_traced, micro_batch_counts
 
     with _ONE_AT_A_TIME:

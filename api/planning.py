@@ -98,7 +98,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
     """
     check_request(request, allow_local=allow_local)
     from api.models import load_model
-    from planner.session import micro_batches_for
+    from planner.baselines import micro_batches_for
 
     say = progress or (lambda stage: None)
     job: dict[str, Any] = {

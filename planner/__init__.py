@@ -17,7 +17,7 @@ _HOMES = {
     "ShardingPlan": "planner.plan",
     "ShardingPlanner": "planner.base",
     "PlanningSession": "planner.session",
-    "build_plan": "planner.session",
+    "build_plan": "planner.build",
     "estimate_plan": "planner.opened_plan",
     "explain": "planner.alternatives",
     "trace_module": "planner.traced_module",

@@ -214,3 +214,8 @@ def parse_planner(name: str) -> tuple[str, int | None]:
     raise BaselineError(
         f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED."
     )
+
+
+def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
+    """Return the number of micro-batches that ``planner`` plans for: a random one chooses none itself."""
+    return 1 if micro_batches is None and planner.startswith("random") else micro_batches

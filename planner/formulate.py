@@ -21,7 +21,8 @@ from planner.parameter_costs import ParameterPricer, StoredChoice
 from planner.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.regions import Region, RegionGraph
 from planner.stored_choices import stored_choices, stored_layouts
-from planner.strategies.enumerate import Strategy, StrategyTable, slices_parameters
+from planner.strategies.enumerate import Strategy, StrategyTable
+from planner.strategies.sliced_parameters import slices_parameters
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
 

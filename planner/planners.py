@@ -11,14 +11,14 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.base import ShardingPlanner
+from planner.build import build_plan
 from planner.inputs import GivenInputs
 from planner.plan import ShardingPlan
-from planner.session import build_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LocalPlanner(ShardingPlanner):
-    """Plans in this process; see `planner.session.build_plan` for what each field means."""
+    """Plans in this process; see `planner.build.build_plan` for what each field means."""
 
     cluster: str | ClusterSpec | Mapping[str, Any]
     example_inputs: GivenInputs = None

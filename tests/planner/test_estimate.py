@@ -9,11 +9,12 @@ import families
 import pytest
 from torch import nn
 
+from planner.build import build_plan
 from planner.errors import PlanMismatchError
 from planner.estimate import estimate
 from planner.opened_plan import estimate_plan, read_plan
 from planner.plan import Estimate, ShardingPlan
-from planner.session import PlanningSession, build_plan
+from planner.session import PlanningSession
 from planner.traced_module import ModuleNames
 
 BATCH = 8

@@ -20,13 +20,14 @@ from torch import nn
 
 from api.configs import preset_names
 from api.models import load_model
+from planner.baselines import micro_batches_for
 from planner.body import Body
+from planner.build import build_plan
 from planner.errors import GraphFormatError, JobError, ModelError
 from planner.graph_document import FORMAT, MAX_NBYTES, SCHEMA_FILE, json_schema, text_of
 from planner.graph_json import graph_digest, read_graph, write_graph
 from planner.graph_ops import ALLOWED, find_op
 from planner.plan import ShardingPlan
-from planner.session import build_plan, micro_batches_for
 from planner.traced_module import TracedModule, trace_module
 
 Document = dict[str, Any]

@@ -9,10 +9,11 @@ import families
 import pytest
 from torch.distributed.tensor import Replicate
 
+from planner.build import build_plan
 from planner.candidates import meshes_of
 from planner.errors import InfeasibleError, MeshError
 from planner.plan import ShardingPlan
-from planner.session import MeshSpec, PlanningSession, build_plan
+from planner.session import MeshSpec, PlanningSession
 from planner.traced_module import micro_batch_counts
 
 GAP = 1e-3

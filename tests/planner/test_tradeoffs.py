@@ -10,10 +10,11 @@ import families
 import pytest
 
 from cost_model import ClusterSpec
+from planner.build import build_plan
 from planner.errors import InfeasibleError, JobError, SolverError
 from planner.plan import ShardingPlan
 from planner.report import MeshReport
-from planner.session import PlanningSession, build_plan
+from planner.session import PlanningSession
 from planner.tradeoffs import best_size, pareto_front, parts_of, peak_bytes, runner_ups, sizes, step_time_s
 
 JOB: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "ac": "none"}
