@@ -221,12 +221,14 @@ def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterato
         output = graph.values[op.outputs[0]]
         profile = profiles[op.name]
         whole = times.of(op, inputs, output, [v.shape for v in inputs], output.shape, profile, 1.0, 1)
+        least = times.least_share(op, inputs)
+        forward_s, backward_s = least * whole.forward_s, least * whole.backward_s
         if not run.job.training:
-            yield op.name, whole.forward_s, 0.0, 0.0
+            yield op.name, forward_s, 0.0, 0.0
             continue
         mode = modes.get(op.name)
         recomputed = mode == "full" or (mode == "selective" and profile.flops == 0)
-        yield op.name, whole.forward_s, whole.forward_s if recomputed else 0.0, whole.backward_s
+        yield op.name, forward_s, forward_s if recomputed else 0.0, backward_s
 
 
 def _planned_ops(traced: TracedModel, batch: int) -> set[str]:

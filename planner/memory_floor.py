@@ -6,6 +6,10 @@ import numpy as np
 
 from cost_model.memory import parameter_state_bytes
 from planner.job import Job
+from planner.profile import GraphProfile
+from planner.regions import Region, RegionOp, find_op_inputs
+from planner.strategies import context_parallel
+from planner.strategies.context_parallel import ContextWork
 from planner.structure import Structure
 
 
@@ -19,10 +23,10 @@ def least_alive_bytes(structure: Structure) -> float:
         region = structure.representative(index)
         slots = [slot.value for slot in region.slots]
         made = np.array([min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes)) for value in slots])
-        ops = [profile.ops[region_op.op.name] for region_op in region.ops]
+        extras = [_least_extras(region, region_op, profile) for region_op in region.ops]
         most += made @ (alive.saved + alive.recomputed + alive.gradients)
-        most += np.array([op.saved_extra_nbytes for op in ops]) @ (alive.saved_extra + alive.recomputed_extra)
-        most += np.array([op.cached_extra_nbytes for op in ops]) @ alive.cached_extra
+        most += np.array([saved for saved, _ in extras]) @ (alive.saved_extra + alive.recomputed_extra)
+        most += np.array([cached for _, cached in extras]) @ alive.cached_extra
     return float(most.max(initial=0.0))
 
 
@@ -35,9 +39,23 @@ def least_held_bytes(structure: Structure) -> float:
             value = slot.value
             total += count * min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes))
         for region_op, extra, cached in zip(region.ops, alive.held_extra, alive.held_cached, strict=True):
-            op = profile.ops[region_op.op.name]
-            total += extra * op.saved_extra_nbytes + cached * op.cached_extra_nbytes
+            least_saved, least_cached = _least_extras(region, region_op, profile)
+            total += extra * least_saved + cached * least_cached
     return float(total)
+
+
+def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) -> tuple[float, float]:
+    """Return the bytes that an op saves, and that selective checkpointing keeps, beside its tensors.
+
+    Where its sequence is split attention saves a sum for each row, and never the scores.
+    """
+    found, inputs = profile.ops[region_op.op.name], find_op_inputs(region, region_op)
+    extras = found.saved_extra_nbytes, found.cached_extra_nbytes
+    if region_op.op.target_name != context_parallel.OP_NAME or not context_parallel.may_split(region_op.op, inputs):
+        return extras
+    shapes = [value.shape for value in inputs]
+    sums = ContextWork.of(region_op.op, shapes, inputs[0].dtype.itemsize, 1).saved_nbytes
+    return min(extras[0], sums), min(extras[1], sums)
 
 
 def least_state_bytes(structure: Structure, job: Job) -> float:

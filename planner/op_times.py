@@ -19,7 +19,7 @@ from planner import experts
 from planner.graph import Op, Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.profile import ATTENTION, OpProfile
-from planner.strategies.context_parallel import ContextWork, Kernel, is_causal
+from planner.strategies.context_parallel import ContextWork, Kernel, is_causal, may_split
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -137,6 +137,15 @@ class OpTimes:
                 found = self._by_shape(*by_shape) if matmul else None
             self._known[key] = self._with_host(found or self._by_roofline(profile, share, split, dtype), profile)
         return self._known[key]
+
+    def least_share(self, op: Op, inputs: Sequence[Value]) -> float:
+        """Return of an op's seconds unsplit the part that all ranks together take at least, however it is split.
+
+        Not all of them where attention forms all scores, also those that a causal mask hides: where its sequence is
+        split most of these are not formed, and nearly half of the scores are left.
+        """
+        halves = self._kernel == "unfused" and op.target is ATTENTION and is_causal(op) and may_split(op, inputs)
+        return 0.5 if halves else 1.0
 
     def sum_s(self, nbytes: float) -> float:
         """Return the seconds of adding a gradient of ``nbytes`` to another."""
