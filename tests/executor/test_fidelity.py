@@ -76,12 +76,19 @@ WAITING = {"nodes": 1, "devices_per_node": 4, "device": {"name": "toy", "overlap
 """Devices that wait for every collective, so that gathering once in place of twice pays."""
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("family", "ac"), [("llama", "full"), ("gpt2", "none")])
-def test_gathers_are_kept_where_links_are_slow_and_there_is_memory(family: str, ac: str) -> None:
+def test_gathers_are_kept_where_links_are_slow_and_there_is_memory(family: str, ac: str, micro_batches: int) -> None:
     module, inputs = make(family, 2 * BATCH)
-    session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, dtype="fp32", micro_batches=2, ac=ac)
+    options = {"dtype": "fp32", "micro_batches": micro_batches, "ac": ac}
+    session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, **options)
     plan = session.plan(planner="fully-sharded", mesh="dp=4")
-    assert plan.keep_gathered == tuple(plan.fully_shard) != ()
+    # From forward to backward, or, where that is not all of a step, for the step.
+    kept, others = plan.keep_gathered, plan.keep_gathered_for_step
+    if micro_batches > 1:
+        kept, others = others, kept
+    assert kept == tuple(plan.fully_shard) != ()
+    assert not others
     check(family, plan)
 
 
