@@ -193,27 +193,32 @@ def _branch(
     steps: int,
 ) -> Answer:
     """Return the best solution by depth-first branching from ``root``, the best so far after so many ``steps``."""
-    open_: list[dict[int, float]] = [{}]
+    open_: list[tuple[dict[int, float], float]] = [({}, root.objective)]
     best, lowest = Answer(status="infeasible"), math.inf
     relaxations = solvers.Relaxations(program, solver=solver)
     for _ in range(steps):
-        fixed, relaxed = open_.pop(), root
+        # What a relaxation comes to holds for those below it: most siblings need not be looked at.
+        wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
+        while open_ and open_[-1][1] >= wanted:
+            lowest = min(lowest, open_.pop()[1])
+        if not open_:
+            return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
+        fixed, relaxed = open_.pop()[0], root
         if fixed:
             try:
-                relaxed = relaxations.at(fixed, time_limit_s=_left_s(deadline))
+                relaxed = relaxations.at(fixed, at_most=wanted, time_limit_s=_left_s(deadline))
             except SolverError:
                 break
         if relaxed.status == "cut-short":
             break
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
-            wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
             if relaxed.objective >= wanted:
                 lowest = min(lowest, relaxed.objective)
             elif variable is None:
                 best = relaxed
             else:
-                open_ += [{**fixed, variable: 0.0}, {**fixed, variable: 1.0}]
+                open_ += [({**fixed, variable: value}, relaxed.objective) for value in (0.0, 1.0)]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
     return dataclasses.replace(best, status="cut-short", bound=root.objective)

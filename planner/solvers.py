@@ -53,9 +53,16 @@ class Relaxations:
         self._is_highs = (solver or solver_name()) == "highs"
         self._highs: Any = None
         self._held: list[int] = []
+        self._ran = False
 
-    def at(self, values: Mapping[int, float], *, time_limit_s: float | None = None) -> Answer:
+    def at(
+        self, values: Mapping[int, float], *, at_most: float = math.inf, time_limit_s: float | None = None
+    ) -> Answer:
         """Return the solution of the relaxation with some variables held: what `solve_relaxation` returns of it.
+
+        Args:
+            values: of the variables that are held.
+            at_most: an objective as large is as good as no solution.
 
         Raises:
             SolverError: the solver broke off without an answer.
@@ -70,14 +77,25 @@ class Relaxations:
         for variable, value in values.items():
             self._highs.changeColBounds(variable, value, value)
         self._held = list(values)
-        # From the beginning each time: from the last solution it would be faster, but what is found of solutions that
-        # cost the same would depend on the order in which they are asked for.
+        # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
+        # from the beginning: which of those that cost the same would depend on the order in which they are asked for.
+        if self._ran:
+            near = _highs_run(self._highs, time_limit_s, mip=False)
+            if near.values is None or near.objective >= at_most:
+                return near
         self._highs.clearSolver()
+        self._ran = True
         return _highs_run(self._highs, time_limit_s, mip=False)
 
 
-_SECOND_TRIES = (("simplex_dual_edge_weight_strategy", 1), ("simplex_strategy", 4), ("solver", "ipm"))
-"""What HiGHS is told where it ends without an answer: Devex pricing, the primal simplex, the interior point method."""
+_SECOND_TRIES = (
+    ("presolve", "on"),
+    ("simplex_dual_edge_weight_strategy", 1),
+    ("simplex_strategy", 4),
+    ("solver", "ipm"),
+)
+"""What HiGHS is told where it ends without an answer: presolve (it soon sees that there is none, the simplex late or
+never), Devex pricing, the primal simplex, the interior point method."""
 
 _SECOND_TRY_S = 2.0
 """Seconds for each of these."""
