@@ -124,7 +124,7 @@ def ours(shape: Sequence[int], layers: int) -> Measured:
     mesh = ",".join(f"{name}={length}" for name, length in zip(("dp", "tp"), shape, strict=False))
     row = Row(
         name="beside autoparallel", group="autoparallel", preset="llama-3.1-8b", devices=devices, batch=2 * shape[0],
-        seq=SEQ, layers=layers, mesh=mesh, micro_batches=1, ac="selective",
+        seq=SEQ, layers=layers, mesh=mesh, micro_batches=1, ac="full",
     )  # fmt: skip
     found = measure_apart(row, TIME_LIMIT_S)
     if not found.stages:
