@@ -121,7 +121,7 @@ class PlanningSession:
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
     ) -> ShardingPlan:
-        """Return the plan of ``planner`` on ``mesh`` (None: the best of all one- and two-axis meshes).
+        """Return the plan of ``planner`` on ``mesh`` (None: the best of all with up to ``axes`` axes).
 
         Args:
             mesh: with ``pp`` as its outermost axis it says the number of pipeline stages, and the mesh of one.

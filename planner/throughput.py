@@ -56,7 +56,7 @@ def batches(
     Args:
         model: as for `build_plan`; traced once.
         phase: "prefill" or "decode".
-        mesh: None: the best of all one- and two-axis meshes, for each batch anew.
+        mesh: None: the best of all meshes with up to ``axes`` axes, for each batch anew.
         most: the largest batch that is tried.
         progress: told of each stage.
         options: the job and the search, as for `build_plan`, without a batch.

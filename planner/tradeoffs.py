@@ -62,7 +62,7 @@ def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: fl
 
     Args:
         session: of the job.
-        mesh: None: the best of all one- and two-axis meshes, for each plan anew.
+        mesh: None: the best of all meshes with up to ``axes`` axes, for each plan anew.
         share: of a plan's memory that the next may take, between 0 and 1.
 
     Raises:

@@ -10,10 +10,8 @@ import torch
 import transformers
 from gloo import run_on_gloo
 from torch import nn
+from unsharded import differences
 
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
-from executor.shard import shard_module
 from executor.verify import verify
 from planner import PlanningSession
 from planner.plan import ShardingPlan
@@ -69,25 +67,7 @@ def make_batch() -> dict[str, Any]:
 
 
 def train_all(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
-    return [f"{name}: {wrong}" for name, plan in plans.items() for wrong in train(ShardingPlan.from_dict(plan))]
-
-
-def train(plan: ShardingPlan) -> list[str]:
-    """Return where loss or gradients under ``plan`` are not the unsharded model's."""
-    mesh = device_mesh_for(plan)
-    reference, model = make_model(), make_model()
-    shard_module(model, mesh, plan)
-    expected, found = reference(**make_batch()).loss, model(**local_batch(make_batch(), mesh, plan)).loss
-    expected.backward()
-    found.backward()
-    wrong = [] if abs(found.full_tensor().item() - expected.item()) <= 1e-5 else [f"{found} for {expected}"]
-    wanted = {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
-    largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    for fqn, parameter in model.named_parameters():
-        difference = (parameter.grad.full_tensor() - wanted[fqn]).abs().max().item() / largest
-        if difference > 1e-5:
-            wrong.append(f"gradient of {fqn}, by {difference}")
-    return wrong
+    return differences(plans, make_model, make_batch)
 
 
 @pytest.fixture(scope="module")
