@@ -56,7 +56,8 @@ def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
     roles = [_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.layout_mesh.axes)]
     if plan.pipeline is not None:
         stages = len(plan.pipeline.stages)
-        detail = f"{stages} stages, {plan.pipeline.schedule}"
+        chunks = f", {plan.pipeline.chunks} chunks each" if plan.pipeline.chunks > 1 else ""
+        detail = f"{stages} stages, {plan.pipeline.schedule}{chunks}"
         roles.insert(0, AxisRole(axis=plan.mesh.names[0], size=stages, role="PP", details=(detail,)))
     return tuple(roles)
 

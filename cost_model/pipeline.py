@@ -17,6 +17,18 @@ WEIGHT_PART = 1 / 3
 equal matrix products."""
 
 
+def idle_passes(ranks: int, chunks: int = 1) -> float:
+    """Return the idle time of a rank in a step of 1F1B, interleaved for more than one chunk per rank, over f + b."""
+    return (ranks - 1) / chunks
+
+
+def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int) -> float:
+    """Return for how many micro-batches rank ``rank`` of 1F1B, interleaved or not, holds activations of all its layers
+    at once, at most."""
+    held = (ranks * chunks + ranks - 1 - 2 * rank) / chunks if chunks > 1 else float(ranks - rank)
+    return min(float(micro_batches), held)
+
+
 def idle_share(parallel: ParallelSpec) -> float:
     """Return the idle time of a rank in a step over the time f + b of one micro-batch."""
     ranks = parallel.pipeline
@@ -24,19 +36,17 @@ def idle_share(parallel: ParallelSpec) -> float:
         return 0.0
     if parallel.schedule == "zero-bubble":
         return (ranks - 1) * (1.0 - 2.0 * WEIGHT_PART) / parallel.virtual_stages
-    chunks = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
-    return (ranks - 1) / chunks
+    return idle_passes(ranks, parallel.virtual_stages if parallel.schedule == "interleaved" else 1)
 
 
 def micro_batches_in_flight(parallel: ParallelSpec, rank: int = 0) -> float:
     """Return for how many micro-batches pipeline rank ``rank`` holds activations of all its layers at once, at most."""
-    ranks, chunks, count = parallel.pipeline, parallel.virtual_stages, parallel.micro_batches
+    ranks, count = parallel.pipeline, parallel.micro_batches
     if not 0 <= rank < ranks:
         raise ValueError(f"rank is {rank}; the pipeline has {ranks} ranks")
     if ranks == 1:
         return 1.0
     if parallel.schedule == "gpipe":
         return float(count)
-    if parallel.schedule == "interleaved" and chunks > 1:
-        return min(float(count), (ranks * chunks + ranks - 1 - 2 * rank) / chunks)
-    return float(min(count, ranks - rank))
+    chunks = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
+    return held_micro_batches(ranks, chunks, count, rank)

@@ -161,12 +161,14 @@ class BlockGatherPricer:
     ) -> dict[str, float]:
         """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
-        Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction.
+        Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
+        a gather per micro-batch before each further chunk of the model.
         """
         link, for_step = self._communication.link(axis), keeping is Keeping.STEP
         passes = 1 if for_step else self._run.passes
         calls = block.count * passes
-        exposed_gathers, exposed_reductions = (passes, 1) if block.is_first else (0, 0)
+        exposed_gathers = passes * (block.is_first + (0 if for_step else block.leading))
+        exposed_reductions = int(block.is_first)
         forward_s = (calls - exposed_gathers) * gather_s
         backward_s = (calls - exposed_reductions) * reduce_s + (calls * gather_s if keeping is Keeping.NOT else 0.0)
         overlap = self._overlap

@@ -19,13 +19,16 @@ Port = tuple[Layout | None, Layout | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """``count`` equal calls in a step: ``nbytes`` is the full buffer of one, ``time_s`` the seconds of one."""
+    """``count`` equal calls in a step: ``nbytes`` is the full buffer of one, ``time_s`` the seconds of one.
+
+    Of a pipeline stage in as many passes as a step takes as long as (`Run.passes`), which need not be whole.
+    """
 
     kind: CollectiveKind
     axis: str
     phase: Phase
     nbytes: int
-    count: int
+    count: float
     time_s: float
 
 
@@ -78,7 +81,7 @@ class Exchange(NamedTuple):
 
     shape: tuple[int, ...]
     itemsize: int
-    calls: int
+    calls: float
     has_backward: bool
 
 
@@ -120,7 +123,9 @@ class Communication:
         """Return the cheapest redistribution, None where there is none."""
         return self._paths.find(shape, itemsize, source, target)
 
-    def collective(self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: int, prefix: str) -> Price:
+    def collective(
+        self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: float, prefix: str
+    ) -> Price:
         """Return the price of ``calls`` equal collectives; ``prefix`` says what waits for them."""
         time_s = self.time_s(kind, axis, nbytes)
         name = self._mesh.names[axis]
@@ -135,7 +140,7 @@ class Communication:
         target: Layout,
         *,
         phase: Phase,
-        calls: int,
+        calls: float,
         prefix: str,
     ) -> Price | None:
         """Return the price of ``calls`` redistributions from ``source`` to ``target``; None where there is no path."""
@@ -147,7 +152,7 @@ class Communication:
             found = self._moves[key] = None if path is None else self._walk(path, phase, calls, prefix)
         return found
 
-    def _walk(self, path: Redistribution, phase: Phase, calls: int, prefix: str) -> Price:
+    def _walk(self, path: Redistribution, phase: Phase, calls: float, prefix: str) -> Price:
         if not path.collectives:
             return FREE
         return add_prices(

@@ -72,7 +72,7 @@ class Pricer:
         return price
 
     def _move(
-        self, value: Value, source: Layout, target: Layout, phase: Phase, calls: int, prefix: str
+        self, value: Value, source: Layout, target: Layout, phase: Phase, calls: float, prefix: str
     ) -> Price | None:
         return self.communication.move(
             value.shape, value.dtype.itemsize, source, target, phase=phase, calls=calls, prefix=prefix
@@ -86,24 +86,28 @@ class Pricer:
             return min(value.nbytes, self._profile.storage_nbytes[value.name])
         return value.nbytes / split_factor(layout, self.run.mesh.shape)
 
-    def _handed_over(self, region: Region, strategy: Strategy) -> Iterator[Price]:
-        """Yield what a pipeline stage sends: what it hands on, and the gradient of what it was handed."""
+    def _handed_over(self, region: Region, strategy: Strategy, count: int) -> Iterator[Price]:
+        """Yield what a pipeline stage sends: what it hands on, and the gradient of what it was handed.
+
+        ``count`` times in a micro-batch: that of the stage's chunks which hand it over.
+        """
         if self.run.place is None:
             return
+        calls = count * self.run.passes
         for slot, layout, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
             if is_sent(region, slot):
-                yield self._sent(self.run.place, slot.value, layout, "forward", quantity.BLOCKING_FORWARD)
+                yield self._sent(self.run.place, slot.value, layout, "forward", calls, quantity.BLOCKING_FORWARD)
             if is_received(slot) and self.run.job.training:
-                yield self._sent(self.run.place, slot.value, gradient, "backward", quantity.BLOCKING_BACKWARD)
+                yield self._sent(self.run.place, slot.value, gradient, "backward", calls, quantity.BLOCKING_BACKWARD)
 
-    def _sent(self, place: StagePlace, value: Value, layout: Layout | None, phase: Phase, prefix: str) -> Price:
-        """Return the price of one message per micro-batch from each rank to its own in the next stage, or back."""
+    def _sent(
+        self, place: StagePlace, value: Value, layout: Layout | None, phase: Phase, calls: float, prefix: str
+    ) -> Price:
+        """Return the price of ``calls`` messages from each rank to its own in the next stage, or back."""
         group, nbytes = place.group(self.run.mesh), round(self.local_nbytes(value, layout))
         time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
-        found = Collective(
-            kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=self.run.passes, time_s=time_s
-        )
-        return Price(charge={prefix + link_of(group): self.run.passes * time_s}, collectives=(found,))
+        found = Collective(kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=calls, time_s=time_s)
+        return Price(charge={prefix + link_of(group): calls * time_s}, collectives=(found,))
 
     def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
         """Return the seconds of one op on one device's pieces."""
@@ -158,7 +162,7 @@ class Pricer:
             held = region.slots[slot].value
             nbytes = self.local_nbytes(held, strategy.forward[slot])
             charge[quantity.MEMORY + "activations"] += self.run.in_flight * nbytes
-        prices = list(self._handed_over(region, strategy))
+        prices = list(self._handed_over(region, strategy, count))
         calls = count * self.run.passes
         recomputes = mode is not None
         for region_op in region.ops:
@@ -187,7 +191,7 @@ class Pricer:
         return sum(self.local_nbytes(value, layout) / value.shape[2] * tokens for value, layout in keys_and_values)
 
     def _inner(
-        self, region: Region, region_op: RegionOp, strategy: Strategy, calls: int, recomputes: bool
+        self, region: Region, region_op: RegionOp, strategy: Strategy, calls: float, recomputes: bool
     ) -> list[Price]:
         inputs = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]

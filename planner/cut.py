@@ -1,5 +1,8 @@
 """A graph cut into pipeline stages, between the blocks of its one list of blocks.
 
+A rank of an interleaved pipeline has several of the stages, and what it runs is one graph: each of them is handed what
+it reads, and hands on what it makes, as by itself.
+
 What runs before the first block is the first stage's, what runs after the last block the last one's. Ops that depend on
 no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them; the model's
 inputs are given to every stage that reads them. What else a stage reads of the one before it is handed on: it is an
@@ -9,6 +12,7 @@ input of the one, a result of the other, and its gradient is sent back.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ from planner.graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, build_
 from planner.regions import block_of
 
 PATH = "pipeline"
-"""Path of the tensors that one stage hands to the next, before their number."""
+"""Path of the tensors that one stage hands to the next, before their number, which every stage counts from 0."""
 
 
 def obstacle(graph: OpGraph, blocks: Blocks) -> str | None:
@@ -82,41 +86,42 @@ class _Homes:
         return cls(stages=stages, made=made)
 
 
-def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], stage: int) -> OpGraph:
-    """Return one of the stages of a graph that has no `obstacle`.
+def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> OpGraph:
+    """Return one of the stages of a graph that has no `obstacle`, or several that one rank has.
 
     Args:
         counts: blocks of each stage.
-        stage: which, from 0.
+        which: from 0, in order; no two that follow each other.
     """
     (listed,) = blocks.lists.values()
     assert sum(counts) == len(listed)
+    assert all(after > stage + 1 for stage, after in itertools.pairwise(which))
     numbers = [stage for stage, count in enumerate(counts) for _ in range(count)]
     homes = _Homes.of(graph, dict(zip(listed, numbers, strict=True)))
     assert homes is not None
-    return _stage(graph, homes, stage, len(counts))
+    return _rank(graph, homes, which, len(counts))
 
 
-def _stage(graph: OpGraph, homes: _Homes, stage: int, stages: int) -> OpGraph:
-    ops = [op for op in graph.ops if stage in homes.stages[op.name]]
-    received = _handed_over(graph, homes, stage - 1) if stage else ()
-    sent = _handed_over(graph, homes, stage) if stage < stages - 1 else ()
-    paths = {value: f"{PATH}.{number}" for number, value in enumerate(received)}
+def _rank(graph: OpGraph, homes: _Homes, which: Sequence[int], stages: int) -> OpGraph:
+    ops = [op for op in graph.ops if not homes.stages[op.name].isdisjoint(which)]
+    received = [_handed_over(graph, homes, stage - 1) for stage in which if stage]
+    sent = [_handed_over(graph, homes, stage) for stage in which if stage < stages - 1]
+    paths = {value: f"{PATH}.{number}" for values in received for number, value in enumerate(values)}
     ops = [_receiving(graph, op, paths) for op in ops]
     read = {value for op in ops for value in op.inputs}
     made = {value for op in ops for value in op.outputs}
     values = {name: value for name, value in graph.values.items() if name in read or name in made}
-    for name in received:
+    for name in paths:
         values[name] = dataclasses.replace(values[name], kind="input")
     inputs = [given for given in graph.inputs if given.value in read]
     inputs += [ModelInput(value=value, path=path) for value, path in paths.items()]
-    outputs = [output for output in graph.outputs if output.value in made and homes.made.get(output.value) == stage]
+    outputs = [output for output in graph.outputs if output.value in made and homes.made.get(output.value) in which]
     return OpGraph(
         digraph=build_digraph(ops),
         values=values,
         calls=graph.calls,
         inputs=tuple(inputs),
-        outputs=(*outputs, *_sent(sent)),
+        outputs=(*outputs, *(output for values in sent for output in _sent(values))),
         parameters={value: names for value, names in graph.parameters.items() if value in read},
     )
 

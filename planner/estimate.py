@@ -15,7 +15,8 @@ from planner.communication import Port, Price, add_prices
 from planner.formulate import Formulator
 from planner.graph import Value
 from planner.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
-from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase
+from planner.report import ONCE_A_STEP, CollectiveEstimate, CollectiveKind, Estimate, Phase
+from planner.run import Run
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
 
@@ -104,7 +105,7 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
     step = step_time_s(total)
     optimizer = _optimizer_s(formulator, structure, decision)
-    collectives = collective_rows(price)
+    collectives = collective_rows(price, formulator.pricer.run)
     return Estimate(
         step_time_s=step,
         forward_s=forward,
@@ -129,17 +130,21 @@ def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decisio
     return found
 
 
-def collective_rows(price: Price) -> tuple[CollectiveEstimate, ...]:
-    """Return the collectives of a price, equal ones added up."""
-    counts: dict[tuple[CollectiveKind, str, Phase, int], int] = defaultdict(int)
+def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:
+    """Return the collectives of a price, equal ones added up, as often as the micro-batches of ``run`` do them.
+
+    (The price counts idle time as passes.)
+    """
+    counts: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
     times: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
     for c in price.collectives:
         key = (c.kind, c.axis, c.phase, c.nbytes)
-        counts[key] += c.count
-        times[key] += c.count * c.time_s
+        calls = c.count if c.phase in ONCE_A_STEP else run.micro_batches * c.count / run.passes
+        counts[key] += calls
+        times[key] += calls * c.time_s
     order = sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
     return tuple(
-        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=counts[key], time_s=times[key])
+        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=round(counts[key]), time_s=times[key])
         for key in order
         for kind, axis, phase, nbytes in [key]
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from planner.blocks import Blocks
 from planner.graph import Op
@@ -25,6 +26,7 @@ class OpOrder:
         starts, ends: block -> position of its first op, and of its last.
         gradients: position -> values whose gradients have come from later ops.
         passed: position -> of these, those whose gradients are in memory that they share with another's.
+        chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class OpOrder:
         self.ends = {block: positions[-1] for block, positions in inside.items()}
         self.gradients: dict[int, tuple[str, ...]] = {}
         self.passed: dict[int, frozenset[str]] = {}
+        self.chunks: tuple[int, ...] = tuple(self._find_chunks())
         self._follow_gradients()
 
     @property
@@ -94,12 +97,44 @@ class OpOrder:
             return []
         return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
 
+    def _find_chunks(self) -> Iterator[int]:
+        """Yield the positions of ops that are the first to read what was handed over after something was handed on."""
+        graph = self.regions.graph
+        sent = {output.value for output in graph.outputs if output.is_sent}
+        unread = {given.value for given in graph.inputs if graph.values[given.value].requires_grad}
+        hands_on = False
+        for position, op in enumerate(self.ops):
+            if hands_on and not unread.isdisjoint(op.inputs):
+                yield position
+                hands_on = False
+            unread.difference_update(op.inputs)
+            hands_on |= not sent.isdisjoint(op.outputs)
+
+    def _gradients_sent(self) -> tuple[list[dict[str, str]], list[list[str]]]:
+        """Return, by chunk, the gradients that arrive before its backward, and those that leave after it."""
+        graph = self.regions.graph
+        arriving: list[dict[str, str]] = [{} for _ in range(len(self.chunks) + 1)]
+        leaving: list[list[str]] = [[] for _ in arriving]
+        made = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
+        for output in graph.outputs:
+            if output.is_sent and graph.values[output.value].requires_grad:
+                name = self.root(output.value)
+                arriving[bisect_right(self.chunks, made[output.value])][name] = name
+        for position, op in enumerate(self.ops if self.chunks else ()):
+            for name in (n for n in op.inputs if graph.values[n].kind == "input" and graph.values[n].requires_grad):
+                leaving[bisect_right(self.chunks, position)].append(self.root(name))
+        return arriving, leaving
+
     def _follow_gradients(self) -> None:
         """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
         values = self.regions.graph.values
-        sent = [self.root(o.value) for o in self.regions.graph.outputs if o.is_sent and values[o.value].requires_grad]
-        held = dict(zip(sent, sent, strict=True))
+        arriving, leaving = self._gradients_sent()
+        held = arriving.pop()
         for position in range(len(self.ops) - 1, -1, -1):
+            if position + 1 in self.chunks:
+                for name in leaving.pop():
+                    held.pop(name, None)
+                held |= arriving.pop()
             op = self.ops[position]
             self.gradients[position] = tuple(dict.fromkeys(held.values()))
             self.passed[position] = frozenset(name for name, owner in held.items() if name != owner)

@@ -45,6 +45,7 @@ class BlockGather:
         held: index of a parameter class -> how many of its parameters one such block holds.
         numel: elements of all of them.
         is_first: whether it is the first such kind in the model.
+        leading: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
         moments: quantity of a moment inside such blocks -> how many blocks' parameters are whole by then (its own, and
             that of the block before it) and how many buffers gradients are being reduced in (that of the block after
             it).
@@ -58,6 +59,7 @@ class BlockGather:
     held: Mapping[int, int]
     numel: int
     is_first: bool
+    leading: int
     moments: Mapping[str, tuple[int, int]]
     gathered: Mapping[str, int]
     unreduced: Mapping[str, float]
@@ -162,6 +164,10 @@ def block_gathers(
                 held[home[value.name]][index] += 1
     found: list[BlockGather] = []
     last = max(held, key=lambda block: timeline.starts[block], default="")
+    leading = {
+        min((b for b in held if timeline.starts[b] >= chunk), key=lambda block: timeline.starts[block], default="")
+        for chunk in timeline.chunks
+    }
     for block in blocks.representatives:
         if block in held:
             numel = sum(
@@ -182,6 +188,7 @@ def block_gathers(
                     held=dict(held[block]),
                     numel=numel,
                     is_first=not found,
+                    leading=len(leading.intersection(alike)),
                     moments=inside,
                     gathered=_gathered(alike, last, timeline),
                     unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),

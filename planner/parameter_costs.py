@@ -181,7 +181,9 @@ class ParameterPricer:
                 prices.append(self._gradient_memory(value, gradient, count))
         return add_prices(prices)
 
-    def _presented(self, value: Value, stored: Layout, layout: Layout, calls: int, working: Mapping[str, int]) -> Price:
+    def _presented(
+        self, value: Value, stored: Layout, layout: Layout, calls: float, working: Mapping[str, int]
+    ) -> Price:
         """Price the copy of a parameter that inference uses: a slice is read and written in every step."""
         copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
         charge = {name: n * copy for name, n in working.items()}
@@ -192,7 +194,7 @@ class ParameterPricer:
         return Price(charge=charge)
 
     def _gather(
-        self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: int, prefix: str
+        self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: float, prefix: str
     ) -> Price | None:
         return self._communication.move(
             value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, prefix=prefix

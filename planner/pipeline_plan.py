@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_model.layout import MeshSpec, format_layout
+from planner.chunks import placed_in_model
 from planner.entries import NamedEntries, PlanEntries, fold_names, named_entries
 from planner.job import CheckpointingMode
 from planner.regions import block_of
-from planner.report import ONCE_A_STEP, CollectiveEstimate, Estimate, Pipeline, PipelineStage
-from planner.search import Candidate
-from planner.stage_searches import PlannedPipeline, is_handed_over, stage_counts
+from planner.report import Estimate, Pipeline, PipelineStage
+from planner.stage_searches import PipelineRun, PlannedPipeline, is_handed_over, stage_counts
 from planner.stages import StageKind, pass_s
 from planner.traced_module import ModuleNames
 
@@ -50,13 +50,13 @@ def written(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) 
             if not ports[""]:
                 del ports[""]
         for index in kind.indices:
-            rename = _renaming(kind, index, found.pipeline.counts, blocks)
+            rename = _renaming(kind, index, found.pipeline, blocks)
             own = named.renamed(rename)
             entries.update(own)
             modes |= {rename(block): mode for block, mode in candidate.run.grouping.modes}
             held[index] = _modules(own.stored, module)
     estimate, idle_s = _estimate(found)
-    passes = found.kinds[0][1].run.passes
+    passes, chunks = found.pipeline.passes, found.pipeline.chunks
     stages = tuple(
         PipelineStage(
             modules=modules,
@@ -69,16 +69,23 @@ def written(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) 
         mesh=found.pipeline.whole_mesh,
         entries=entries.folded(module),
         modes=fold_names(modes, module.modules),
-        pipeline=Pipeline(schedule="1f1b", layout=format_layout(found.layout), idle_s=idle_s, stages=stages),
+        pipeline=Pipeline(
+            schedule="1f1b" if chunks == 1 else "interleaved",
+            layout=format_layout(found.layout),
+            idle_s=idle_s,
+            stages=stages,
+            chunks=chunks,
+        ),
         estimate=estimate,
     )
 
 
-def _renaming(kind: StageKind, index: int, counts: Sequence[int], blocks: Sequence[str]) -> Callable[[str], str]:
+def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequence[str]) -> Callable[[str], str]:
     """Return what turns names in the planned stage of a kind into those of the stage ``index``."""
-    planned_counts, planned = stage_counts(kind, len(blocks))
-    start, own_start = sum(planned_counts[:planned]), sum(counts[:index])
-    own = {blocks[start + offset]: blocks[own_start + offset] for offset in range(kind.blocks)}
+    counts, which = stage_counts(kind, len(blocks))
+    planned = (number for part in which for number in range(sum(counts[:part]), sum(counts[: part + 1])))
+    placed = placed_in_model(pipeline.counts, pipeline.chunks, index)
+    own = {blocks[number]: blocks[own_number] for number, own_number in zip(planned, placed, strict=True)}
 
     def rename(name: str) -> str:
         block = block_of(name)
@@ -102,7 +109,6 @@ def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
     fullest = max((stage.estimate for stage in stages), key=lambda estimate: estimate.peak_memory_bytes)
     optimizer_s = max(stage.estimate.optimizer_s for stage in stages)
     busy_s = share * (own.step_time_s - own.optimizer_s) + optimizer_s
-    collectives = _of_step(slowest, micro_batches)
     estimate = dataclasses.replace(
         own,
         step_time_s=found.step_time_s,
@@ -111,21 +117,8 @@ def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
         grad_reduce_s=share * own.grad_reduce_s,
         optimizer_s=optimizer_s,
         compute_s=share * own.compute_s,
-        communication_s=sum(row.time_s for row in collectives),
         exposed_communication_s=max(busy_s - share * own.compute_s - optimizer_s, 0.0),
         peak_memory_bytes=fullest.peak_memory_bytes,
         memory=fullest.memory,
-        collectives=collectives,
     )
     return estimate, found.step_time_s - busy_s
-
-
-def _of_step(stage: Candidate, micro_batches: int) -> tuple[CollectiveEstimate, ...]:
-    """Return a stage's collectives as often as it runs them: idle time was counted as passes."""
-    passes, rows = stage.run.passes, []
-    for row in stage.estimate.collectives:
-        if row.phase not in ONCE_A_STEP:
-            count, time_s = row.count // passes * micro_batches, row.time_s / passes * micro_batches
-            row = dataclasses.replace(row, count=count, time_s=time_s)
-        rows.append(row)
-    return tuple(rows)

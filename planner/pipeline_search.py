@@ -1,15 +1,15 @@
 """Over the pipelines of a job: stages, their meshes, micro-batches, checkpointing, splits of the blocks.
 
 Stages are planned one by one (`planner.stages`), each as `Search` plans a model. Of pipelines those with the lowest
-bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B; the second the
-floor (`planner.floors`) of its most frequent stage at its number of micro-batches, one for all modes of checkpointing
-and all splits of the blocks; then the relaxations of its kinds of stages within the cap, one after the other. What is
-found of a stage holds in every pipeline that has it. Then its stages are solved.
+bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not;
+the second the floor (`planner.floors`) of its most frequent stage at its number of micro-batches, one for all modes of
+checkpointing and all splits of the blocks; then the relaxations of its kinds of stages within the cap, one after the
+other. What is found of a stage holds in every pipeline that has it. Then its stages are solved.
 
 What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
 one within a node; the batch split evenly over the first axis, or, where that leaves too few micro-batches, the
-sequence of one sample; three ways to spread the blocks. What stages hand to each other has one layout on both sides,
-split so on the first axis and on the second by anything or nothing.
+sequence of one sample; three ways to spread the blocks, and interleaved stages of as many chunks as can be. What stages
+hand to each other has one layout on both sides, split so on the first axis and on the second by anything or nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cost_model.layout import MeshSpec
 from planner.balance import balanced
 from planner.bench import Bench, Restrict, Terms
 from planner.candidates import meshes_of
+from planner.chunks import interleaved
 from planner.parallel import Pool
 from planner.report import MeshOutcome, MeshReport
 from planner.search import Search
@@ -86,7 +87,7 @@ class _Item:
     @property
     def bound_s(self) -> float:
         """What no step can beat."""
-        return least_step_s(self.bounds, self.pipeline.micro_batches)
+        return least_step_s(self.bounds, self.pipeline.micro_batches, self.pipeline.chunks)
 
     def raised(self, kind: StageKind, bound_s: float) -> _Item:
         """Return the item after another look, which found what no stage of ``kind`` can beat."""
@@ -173,9 +174,9 @@ class PipelineSearch:
     def _items(self) -> Iterator[_Item]:
         """Yield every pipeline with its first bound."""
         for stages, mesh in self._meshes():
-            for split, count, ac in itertools.product(self._splits(stages), self.counts, self.modes):
-                if self._may_split(mesh, stages, count):
-                    pipeline = PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac)
+            for (split, chunks), count, ac in itertools.product(self._spreads(stages), self.counts, self.modes):
+                if self._may_split(mesh, stages, count) and (chunks == 1 or count % stages == 0):
+                    pipeline = PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac, chunks=chunks)
                     yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
 
     def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
@@ -196,9 +197,19 @@ class PipelineSearch:
                 if math.prod(mesh.shape[1:]) <= cluster.devices_per_node:
                     yield stages, mesh
 
+    def _spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
+        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
+        return [*((split, 1) for split in self._splits(stages)), *(() if found is None else (found,))]
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """What comes before and after all blocks, in blocks."""
+        return self._work.first_s / self._work.block_s, self._work.last_s / self._work.block_s
+
     def _splits(self, stages: int) -> list[tuple[int, ...]]:
-        """Return ways to spread the blocks over so many stages."""
-        first, last = self._work.first_s / self._work.block_s, self._work.last_s / self._work.block_s
+        """Return ways to spread the blocks over so many stages, one chunk on each."""
+        first, last = self._ends
         around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
         length = len(listed_blocks(self.search))
         return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
@@ -243,8 +254,8 @@ class PipelineSearch:
 
     def _look(self, item: _Item) -> _Look | None:
         """Return the next look at a pipeline's stages; None where there is none but to solve it."""
-        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
-        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches)
+        pipeline, kinds = item.pipeline, item.pipeline.kinds
+        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches, pipeline.chunks)
         if item.looks == 0:
             return kinds[0].role, stages, *shape
         if item.looks <= len(kinds):
@@ -253,11 +264,10 @@ class PipelineSearch:
         return None
 
     def _task(self, item: _Item) -> _Task:
-        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
+        pipeline, kinds = item.pipeline, item.pipeline.kinds
         if item.looks == 0:
             self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
-            passes = pipeline.micro_batches + len(pipeline.counts) - 1
-            share = passes / pipeline.micro_batches / pipeline.mesh.size
+            share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
             again_s = {ac: again * share for ac, again in self._work.again_s.items()}
             return BoundStage(kind=self._shortest(kinds[0], len(pipeline.counts)), pipeline=pipeline, again_s=again_s)
         kind = kinds[item.looks - 1]
@@ -267,16 +277,17 @@ class PipelineSearch:
 
     def _shortest(self, kind: StageKind, stages: int) -> StageKind:
         """Return the kind of stage of the same role that has the fewest blocks in any split."""
-        kinds = [kinds_of(split)[0] for split in self._splits(stages)]
+        kinds = [kinds_of(split)[0] for split in self._splits(stages)] if kind.chunks == 1 else []
         return min([k for k in kinds if k.role == kind.role], key=lambda k: k.blocks, default=kind)
 
     def _floor(self, kind: StageKind, pipeline: PipelineRun) -> StageFloor | None:
         """Return a floor that holds for a kind of stage, choice by choice."""
-        found = self._known.get((kind.role, len(pipeline.counts), pipeline.mesh, pipeline.micro_batches))
+        shape = pipeline.mesh, pipeline.micro_batches, pipeline.chunks
+        found = self._known.get((kind.role, len(pipeline.counts), *shape))
         if not isinstance(found, StageFloor):
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.
-        is_alike = found.blocks == kind.blocks or _ALIKE <= found.blocks <= kind.blocks
+        is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and _ALIKE <= found.blocks <= kind.blocks)
         return found if is_alike else None
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:
@@ -286,7 +297,7 @@ class PipelineSearch:
             counted = 1 if batch == 1 else self.search.batch // self.counts[0]
             self._blocks[batch == 1] = BlockMemory.of(self._stages, counted, self.modes, self.search.job)
         memory = self._blocks[batch == 1]
-        for kind in kinds_of(pipeline.counts):
+        for kind in pipeline.kinds:
             run = self._stages.run(self._stages.of(kind, len(pipeline.counts)), kind, pipeline)
             least = memory.of_stage(kind.blocks, run, batch) / run.mesh.size + reserve_bytes(run.cluster.device)
             if least > self.search.memory_bytes:
@@ -298,7 +309,7 @@ class PipelineSearch:
         self._say(
             f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, checkpointing {pipeline.ac}"
         )
-        kinds = kinds_of(pipeline.counts)
+        kinds = pipeline.kinds
         return SolvePipeline(
             pipeline=pipeline,
             bounds=item.bounds,
@@ -323,7 +334,7 @@ class PipelineSearch:
 
     def _raise(self, item: _Item, found: StageFloor | float) -> None:
         """Raise a pipeline's bound by what was found of a stage."""
-        pipeline, kinds = item.pipeline, kinds_of(item.pipeline.counts)
+        pipeline, kinds = item.pipeline, item.pipeline.kinds
         if isinstance(found, StageFloor):
             kind, bound_s = kinds[0], found.bounds_s.get(pipeline.ac, math.inf)
         else:

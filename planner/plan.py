@@ -323,5 +323,10 @@ def _check_containers(plan: ShardingPlan) -> None:
             f"A pipeline of {len(plan.pipeline.stages)} stages on the mesh {plan.mesh}.",
             what_to_do="Give the mesh an outermost axis pp with one rank for each stage.",
         )
+    if plan.pipeline is not None and (plan.pipeline.chunks > 1) != (plan.pipeline.schedule == "interleaved"):
+        raise MeshError(
+            f"Stages of {plan.pipeline.chunks} chunks in the schedule {plan.pipeline.schedule}.",
+            what_to_do="Give the schedule interleaved and chunks above 1, or neither.",
+        )
     if plan.micro_batches < 1:
         raise MeshError(f"A plan has {plan.micro_batches} micro-batches.", what_to_do="Give at least 1.")

@@ -85,15 +85,18 @@ class Pipeline:
 
     Attributes:
         schedule: in which order a stage runs micro-batches forward and backward.
+        chunks: of the model that each stage has: chunk j of stage i of p is the model's chunk i + j p. More than one
+            where stages are interleaved.
         layout: of what a stage hands to the next, and of its gradient: one placement for each axis but ``pp``.
         idle_s: seconds of a step that a device of the slowest stage waits for other stages.
         stages: in order.
     """
 
-    schedule: Literal["1f1b"]
+    schedule: Literal["1f1b", "interleaved"]
     layout: tuple[str, ...]
     idle_s: float
     stages: tuple[PipelineStage, ...]
+    chunks: int = 1
 
 
 MeshOutcome = Literal["chosen", "slower", "does-not-fit", "no-layout", "open"]

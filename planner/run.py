@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cost_model import AxisGroup, ClusterSpec, axis_group
 from cost_model.layout import MeshSpec
+from cost_model.pipeline import held_micro_batches, idle_passes
 from planner.grouping import ALIKE, Grouping
 from planner.job import Job
 
@@ -21,11 +22,13 @@ class StagePlace:
         index: of the stage, from 0.
         stages: how many there are.
         cluster: that all stages are on.
+        chunks: of the model that each stage has; more than one are interleaved.
     """
 
     index: int
     stages: int
     cluster: ClusterSpec
+    chunks: int = 1
 
     def group(self, mesh: MeshSpec) -> AxisGroup:
         """Return how the ranks that hand tensors on to each other lie on the nodes; ``mesh`` is of one stage."""
@@ -60,11 +63,18 @@ class Run:
         return self.cluster.device.flash_attention if self.job.flash_attention is None else self.job.flash_attention
 
     @property
-    def passes(self) -> int:
-        """How many micro-batches a step takes as long as: 1F1B's idle time, between equal stages, counts as some."""
-        return self.micro_batches + (0 if self.place is None else self.place.stages - 1)
+    def passes(self) -> float:
+        """How many micro-batches a step takes as long as: 1F1B's idle time, between equal stages, counts as some.
+
+        Where stages are interleaved not a whole number.
+        """
+        place = self.place
+        return self.micro_batches if place is None else self.micro_batches + idle_passes(place.stages, place.chunks)
 
     @property
-    def in_flight(self) -> int:
+    def in_flight(self) -> float:
         """Of how many micro-batches activations are kept at once: 1F1B's, see ``cost_model.pipeline``."""
-        return 1 if self.place is None else min(self.place.stages - self.place.index, self.micro_batches)
+        place = self.place
+        if place is None:
+            return 1
+        return held_micro_batches(place.stages, place.chunks, self.micro_batches, place.index)

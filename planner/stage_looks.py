@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cost_model.layout import Layout, MeshSpec
 from planner.bench import Bench
 from planner.candidates import least_recompute_s, op_seconds
+from planner.chunks import Role
 from planner.errors import SolverError
 from planner.floors import Floor, floor_of
 from planner.ilp import relax
@@ -20,7 +21,7 @@ from planner.regions import block_of
 from planner.run import Run
 from planner.search import Priced, Search
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
-from planner.stages import Role, StageKind, kinds_of, least_step_s, pipeline_step_s, stage_limit_s
+from planner.stages import StageKind, least_step_s, pipeline_step_s, stage_limit_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +72,9 @@ class Work:
 
     def bounds(self, pipeline: PipelineRun) -> list[float]:
         """Return what each stage computes at least, as one of equals."""
-        passes = pipeline.micro_batches + len(pipeline.counts) - 1
-        share = passes / pipeline.micro_batches / pipeline.mesh.size
+        share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
         bounds = [0.0] * len(pipeline.counts)
-        for kind in kinds_of(pipeline.counts):
+        for kind in pipeline.kinds:
             for index in kind.indices:
                 bounds[index] = self.of(kind, pipeline.ac) * share
         return bounds
@@ -254,7 +254,7 @@ class SolvePipeline:
     def __call__(self, bench: Bench) -> SolvedPipeline:
         """Return what came of it."""
         pipeline, stages = self.pipeline, bench.stages
-        search = stages.of(kinds_of(pipeline.counts)[0], len(pipeline.counts))
+        search = stages.of(pipeline.kinds[0], len(pipeline.counts))
         deadline = None if self.left_s is None else time.perf_counter() + self.left_s
         found, at_most_s = SolvedPipeline(), self.at_most_s
         for layout in stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
@@ -269,7 +269,7 @@ class SolvePipeline:
             best = found.best
             if planned is not None and planned.step_time_s < at_most_s:
                 best, at_most_s = planned, planned.step_time_s * (1.0 - self.mip_gap)
-            bound_s = min(found.bound_s, least_step_s(bounds, pipeline.micro_batches))
+            bound_s = min(found.bound_s, least_step_s(bounds, pipeline.micro_batches, pipeline.chunks))
             found = SolvedPipeline(best=best, bound_s=bound_s, broke_off=found.broke_off or broke_off)
         return found
 
@@ -284,7 +284,7 @@ class SolvePipeline:
         """Return the stages' plans; None where one does not fit or is too slow. Raises ``bounds`` to what is proved."""
         pipeline = self.pipeline
         found: list[tuple[StageKind, Priced]] = []
-        kinds = kinds_of(pipeline.counts)
+        kinds = pipeline.kinds
         for kind in kinds:
             search = stages.of(kind, len(pipeline.counts))
             run = stages.run(search, kind, pipeline)
@@ -307,5 +307,6 @@ class SolvePipeline:
             for index in kind.indices:
                 bounds[index] = max(bounds[index], priced.solution.bound_s)
         estimates = {index: priced.estimate for kind, priced in found for index in kind.indices}
-        step_s = pipeline_step_s([estimates[index] for index in sorted(estimates)], pipeline.micro_batches)
+        in_order = [estimates[index] for index in sorted(estimates)]
+        step_s = pipeline_step_s(in_order, pipeline.micro_batches, pipeline.chunks)
         return SentPipeline(pipeline=pipeline, layout=layout, kinds=tuple(found), step_time_s=step_s)

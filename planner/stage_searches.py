@@ -1,7 +1,7 @@
 """A pipeline's stages as models of their own: their graphs, their share of the cluster, what they may choose.
 
 What stages hand to each other has one layout on both sides, split on the first axis by samples (of a single one by its
-sequence) and on the second by anything or nothing.
+sequence) and on the second by anything or nothing. So has what chunks of the model do that interleaved stages have.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cost_model import ClusterSpec
 from cost_model.layout import Layout, MeshSpec, divides
+from cost_model.pipeline import idle_passes
 from planner import cut as cutting
 from planner.baselines import Restriction
 from planner.candidates import TracedModel
+from planner.chunks import Role, chunk_sizes
 from planner.regions import Region, Slot, is_sent
 from planner.run import PIPELINE_AXIS, Run, StagePlace
 from planner.search import Candidate, Search
-from planner.stages import Role, StageKind
+from planner.stages import StageKind, kinds_of
 from planner.strategies.enumerate import Strategy
 
 R = Replicate()
@@ -36,17 +38,29 @@ class PipelineRun:
     Attributes:
         mesh: of one stage.
         counts: blocks of each stage.
+        chunks: of the model that each stage has; more than one are interleaved.
     """
 
     mesh: MeshSpec
     counts: tuple[int, ...]
     micro_batches: int
     ac: str
+    chunks: int = 1
 
     @property
     def whole_mesh(self) -> MeshSpec:
         """The mesh of all stages."""
         return MeshSpec(axes=((PIPELINE_AXIS, len(self.counts)), *self.mesh.axes))
+
+    @property
+    def kinds(self) -> tuple[StageKind, ...]:
+        """The kinds of its stages, the most frequent first."""
+        return kinds_of(self.counts, self.chunks)
+
+    @property
+    def passes(self) -> float:
+        """How many micro-batches a step of equal stages takes as long as."""
+        return self.micro_batches + idle_passes(len(self.counts), self.chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +116,15 @@ class StageSearches:
     whole: Search
     restrict: Callable[[MeshSpec], Restriction | None]
     clusters: dict[int, ClusterSpec]
-    _models: dict[tuple[Role, int], TracedModel] = field(default_factory=dict)
-    _searches: dict[tuple[Role, int, int], Search] = field(default_factory=dict)
+    _models: dict[tuple[Role, int, int], TracedModel] = field(default_factory=dict)
+    _searches: dict[tuple[Role, int, int, int], Search] = field(default_factory=dict)
 
     def of(self, kind: StageKind, stages: int) -> Search:
         """Return what plans a kind of stage on its share of the cluster."""
-        key = kind.role, kind.blocks, stages
+        key = kind.role, kind.blocks, kind.chunks, stages
         if key not in self._searches:
             cluster, whole = self.clusters[stages], self.whole
-            beside = next((s for (_, _, n), s in self._searches.items() if n == stages), whole)
+            beside = next((s for (_, _, _, n), s in self._searches.items() if n == stages), whole)
             model = self.model(kind)
             found = Search(model, whole.job, cluster, whole.batch, whole.clock, beside)
             found.memory_bytes = whole.memory_bytes
@@ -125,11 +139,11 @@ class StageSearches:
 
     def model(self, kind: StageKind) -> TracedModel:
         """Return the graph of a kind of stage, as a model of its own."""
-        key = kind.role, kind.blocks
+        key = kind.role, kind.blocks, kind.chunks
         if key not in self._models:
             traced, total = self.whole.traced, len(listed_blocks(self.whole))
-            counts, stage = stage_counts(kind, total)
-            graph = cutting.cut(traced.graph, traced.blocks, counts, stage)
+            counts, which = stage_counts(kind, total)
+            graph = cutting.cut(traced.graph, traced.blocks, counts, *which)
             self._models[key] = TracedModel(
                 graph=graph,
                 traced_batch=traced.traced_batch,
@@ -142,7 +156,9 @@ class StageSearches:
 
     def run(self, search: Search, kind: StageKind, pipeline: PipelineRun) -> Run:
         """Return the run of the first stage of a kind."""
-        place = StagePlace(index=kind.indices[0], stages=len(pipeline.counts), cluster=self.whole.cluster)
+        place = StagePlace(
+            index=kind.indices[0], stages=len(pipeline.counts), cluster=self.whole.cluster, chunks=pipeline.chunks
+        )
         run = search.run_of(pipeline.mesh, pipeline.micro_batches, pipeline.ac)
         return dataclasses.replace(run, place=place)
 
@@ -179,13 +195,20 @@ class StageSearches:
         )
 
 
-def stage_counts(kind: StageKind, blocks: int) -> tuple[tuple[int, ...], int]:
-    """Return blocks of three stages or two, and which of them is of this kind: what comes before and after is one."""
+def stage_counts(kind: StageKind, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return blocks of parts of the model, and which of them are the chunks of a stage of this kind.
+
+    One block lies between two chunks, as if other stages had no more: a chunk is the same wherever it lies. What else
+    comes before or after is one part.
+    """
+    between = [part for size in chunk_sizes(kind.role, kind.blocks, kind.chunks) for part in (size, 1)][:-1]
+    left = blocks - sum(between)
+    which = range(0, len(between), 2)
     if kind.role == "first":
-        return (kind.blocks, blocks - kind.blocks), 0
-    if kind.role == "last":
-        return (blocks - kind.blocks, kind.blocks), 1
-    return (1, kind.blocks, blocks - kind.blocks - 1), 1
+        return (*between, left), tuple(which)
+    before = (left,) if kind.role == "last" else (1,)
+    after = () if kind.role == "last" else (left - 1,)
+    return (*before, *between, *after), tuple(1 + part for part in which)
 
 
 def is_handed_over(path: str) -> bool:

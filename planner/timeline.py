@@ -63,6 +63,7 @@ class Timeline:
         starts, ends: block -> position of its first op, and of its last.
         first_reads: value -> position of the first op that reads it, views left out.
         passed: moment's key -> values whose gradients are there, in memory that they share with another's.
+        chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
     """
 
     moments: tuple[Moment, ...]
@@ -75,6 +76,7 @@ class Timeline:
     ends: Mapping[str, int]
     first_reads: Mapping[str, int]
     passed: Mapping[str, frozenset[str]]
+    chunks: tuple[int, ...] = ()
 
 
 class _Columns(NamedTuple):
@@ -145,6 +147,7 @@ class _Builder:
             ends=self._order.ends,
             first_reads=first_reads(self._order),
             passed={moment.key: self._order.passed.get(moment.position, frozenset()) for moment in moments},
+            chunks=self._order.chunks,
         )
 
     def _of_class(self, members: tuple[int, ...]) -> ClassTimeline:

@@ -55,6 +55,27 @@ def test_stages_are_the_whole_model(traced: TracedModel, counts: tuple[int, ...]
     assert not any(output.is_loss for stage in stages[:-1] for output in stage.outputs)
 
 
+def test_a_rank_has_the_stages_that_it_is_given() -> None:
+    """Chunks of an interleaved pipeline, in one graph: all that each makes, is handed and hands on."""
+    traced = llama(layers=6)
+    whole, counts = traced.graph, (1,) * 6
+    for which in ((0, 2, 4), (1, 3, 5)):
+        rank = cut(whole, traced.blocks, counts, *which)
+        alone = [cut(whole, traced.blocks, counts, stage) for stage in which]
+        assert {op.name for op in rank.ops} == {op.name for stage in alone for op in stage.ops}
+        assert set(rank.parameters) == {name for stage in alone for name in stage.parameters}
+        for sides in ("inputs", "outputs"):
+            found = [(side.path, side.value) for side in getattr(rank, sides) if side.path.startswith("pipeline.")]
+            assert found == [
+                (side.path, side.value)
+                for stage in alone
+                for side in getattr(stage, sides)
+                if side.path.startswith("pipeline.")
+            ]
+    ranks = [cut(whole, traced.blocks, counts, *which) for which in ((0, 2, 4), (1, 3, 5))]
+    assert sum(flops(rank) for rank in ranks) == pytest.approx(flops(whole))
+
+
 def test_a_stage_reads_the_inputs_that_it_needs(traced: TracedModel) -> None:
     first, last = (cut(traced.graph, traced.blocks, (2, 2), stage) for stage in (0, 1))
     assert [given.path for given in first.inputs] == ["input_ids"]

@@ -13,17 +13,22 @@ from small_models import TINY_LLAMA
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layout import MeshSpec
+from cost_model.parallelism import ParallelSpec
+from cost_model.pipeline import idle_share, micro_batches_in_flight
 from planner.assemble import decision_of
 from planner.bench import Bench, Terms
+from planner.chunks import interleaved as spread
 from planner.clock import Clock
 from planner.errors import InfeasibleError, MeshError, PlanError, PlanFormatError
-from planner.estimate import itemise
+from planner.estimate import estimate, itemise
 from planner.ilp import least_memory_bound
+from planner.op_order import OpOrder
 from planner.opened_plan import estimate_plan
 from planner.pipeline_search import PipelineSearch
 from planner.plan import ShardingPlan
-from planner.problem import peak_bytes, totals
+from planner.problem import peak_bytes, step_time_s, totals
 from planner.random_assignment import random_assignment
+from planner.report import ONCE_A_STEP
 from planner.run import StagePlace
 from planner.search import Search
 from planner.session import PlanningSession
@@ -42,9 +47,9 @@ SLOW: dict[str, Any] = {
 """Nodes that have little to say to each other: gathering parameters takes longer than computing."""
 
 
-def session_of(cluster: str | dict[str, Any], **options: Any) -> PlanningSession:
+def session_of(cluster: str | dict[str, Any], blocks: int = 5, **options: Any) -> PlanningSession:
     with quiet_libraries():
-        source = load_model(CONFIG, seq=32)
+        source = load_model({"hf_config": {**CONFIG["hf_config"], "num_hidden_layers": blocks}}, seq=32)
     job = {"batch": BATCH, "seq": 32, "dtype": "fp32", **options}
     return PlanningSession(source.module, cluster=ClusterSpec.parse(cluster), **job)
 
@@ -56,6 +61,17 @@ def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> Pi
 @pytest.fixture(scope="module")
 def session() -> PlanningSession:
     return session_of("1x4xtoy")
+
+
+@pytest.fixture(scope="module")
+def six_blocks() -> PlanningSession:
+    return session_of("1x4xtoy", blocks=6)
+
+
+@pytest.fixture(scope="module")
+def interleaved() -> ShardingPlan:
+    session = session_of("4x1xtoy", blocks=6, executable_only=False, ac="none", micro_batches=8)
+    return session.plan(mesh="pp=2,dp=2")
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +101,82 @@ def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, in
         assert sent == {("forward", 6)} - ({("forward", 6)} if index == 2 else set()) | (
             {("backward", 6)} if index else set()
         )
+
+
+@pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
+def test_interleaved_stages_cost_alike_in_program_and_estimator(
+    six_blocks: PlanningSession, index: int, ac: str
+) -> None:
+    """Every chunk sends and is sent to, and what is sent counts the micro-batches, not the passes."""
+    whole = Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
+    counts, chunks = spread(6, 3) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
+    kind = next(kind for kind in pipeline.kinds if index in kind.indices)
+    search = stages.of(kind, 3)
+    run = stages.run(search, kind, pipeline)
+    parallel = ParallelSpec(
+        micro_batch=1, micro_batches=6, seq=1, pipeline=3, schedule="interleaved", virtual_stages=chunks
+    )
+    assert chunks == 2
+    assert run.passes == 6 + idle_share(parallel)
+    assert run.in_flight == micro_batches_in_flight(parallel, index)
+    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+    assert formulation is not None
+    forward, backward = 2 - (index == 2), 2 - (index == 0)
+    for seed in range(3):
+        assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
+        assert assignment is not None
+        total, decision = totals(formulation.problem, assignment), decision_of(formulation, assignment)
+        price, found = itemise(formulator, structure, decision), estimate(formulator, structure, decision)
+        for name in {*total, *price.charge}:
+            assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
+        assert found.step_time_s == pytest.approx(step_time_s(total), rel=1e-9)
+        sent = {(c.phase, c.count) for c in found.collectives if c.kind == "send_recv"}
+        assert sent == {("forward", 6 * forward), ("backward", 6 * backward)}
+        once_a_pass = [c for c in price.collectives if c.phase not in ONCE_A_STEP]
+        assert sum(c.count for c in found.collectives if c.phase not in ONCE_A_STEP) == pytest.approx(
+            sum(c.count for c in once_a_pass) * 6 / run.passes
+        )
+        assert all(isinstance(c.count, int) for c in found.collectives)
+
+
+def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
+    stages = StageSearches(six_blocks._search, lambda mesh: None, {2: ClusterSpec.parse("1x2xtoy")})
+    counts, chunks = spread(6, 2) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
+    assert chunks == 3
+    for kind in pipeline.kinds:
+        structure = stages.of(kind, 2).traced.structure(4)
+        assert [sum(block.is_first + block.leading for block in structure.gathers)] == [chunks]
+        order = OpOrder(structure.regions, structure.profile, structure.blocks, {})
+        assert len(order.chunks) == chunks - 1
+        graph = structure.regions.graph
+        sent = {order.root(output.value) for output in graph.outputs if output.is_sent}
+        received = {given.value for given in graph.inputs if given.path.startswith("pipeline.")}
+        assert (len(sent), len(received)) == ((3, 2) if kind.role == "first" else (2, 3))
+        for waiting in order.gradients.values():
+            assert max(len(sent.intersection(waiting)), len(received.intersection(waiting))) <= 1
+
+
+def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSession) -> None:
+    """A rank earlier holds as many chunks more as the schedule says, of as many blocks."""
+    stages = StageSearches(six_blocks._search, lambda mesh: None, {3: ClusterSpec.parse("1x1xtoy")})
+    counts, chunks = spread(6, 3) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
+    kind = next(kind for kind in pipeline.kinds if kind.role == "middle")
+    search = stages.of(kind, 3)
+    peaks = []
+    for index in (0, 1, 2):
+        run = stages.run(search, dataclasses.replace(kind, indices=(index,)), pipeline)
+        _, _, formulation = search.formulate(run, stages.restriction(search, run, None))
+        assert formulation is not None
+        assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
+        assert assignment is not None
+        peaks.append(peak_bytes(totals(formulation.problem, assignment)))
+    # (p v + p - 1 - 2 r) / v micro-batches: 4, 3, 2.
+    assert peaks[0] - peaks[1] == pytest.approx(peaks[1] - peaks[2])
+    assert peaks[0] > peaks[1]
 
 
 def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: PlanningSession) -> None:
@@ -165,6 +257,30 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
     assert looked if cap == 10**12 else looked < 12
 
 
+def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: PlanningSession) -> None:
+    stages, counts = 2, [4]
+    walk = walk_of(six_blocks, counts, ["none"])
+    walk.only = stages, MeshSpec.parse("dp=2")
+    found = walk.best().plan
+    assert found is not None
+    every = walk_of(six_blocks, counts, ["none"])._stages
+    times = {}
+    plain = [(split, 1) for split in itertools.product(range(1, 6), repeat=stages) if sum(split) == 6]
+    for split, chunks in (*plain, ((3, 3), 3)):
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none", chunks=chunks)
+        search = every.of(pipeline.kinds[0], stages)
+        task = SolvePipeline(
+            pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
+        )
+        for layout in every.layouts(search, pipeline.mesh, 4):
+            planned = task._planned(every, layout, [0.0] * stages, math.inf, None)
+            assert planned is not None
+            times[split, chunks] = min(planned.step_time_s, times.get((split, chunks), math.inf))
+    best = min(times, key=lambda way: times[way])
+    assert (found.pipeline.counts, found.pipeline.chunks) == best == ((3, 3), 3)
+    assert found.step_time_s == pytest.approx(times[best], rel=2e-3)
+
+
 def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
     piped = walk_of(session, [2, 4], ["none", "full"]).best()
     assert piped.plan is not None
@@ -239,6 +355,29 @@ def test_a_pipelines_figures_add_up(pipelined: ShardingPlan) -> None:
     assert {row.count for row in estimate.collectives if row.kind == "send_recv"} == {m}
 
 
+def test_an_interleaved_plan_says_which_chunks_a_rank_has(interleaved: ShardingPlan) -> None:
+    pipeline, estimate = interleaved.pipeline, interleaved.estimate
+    assert pipeline is not None
+    assert estimate is not None
+    assert (pipeline.schedule, pipeline.chunks) == ("interleaved", 3)
+    blocks = [[f"model.layers.{number}" for number in numbers] for numbers in ((0, 2, 4), (1, 3, 5))]
+    first, last = (list(stage.modules) for stage in pipeline.stages)
+    assert first == ["model.embed_tokens", *blocks[0]]
+    assert last == [*blocks[1], "model.norm", "lm_head"]
+    parts = (estimate.forward_s, estimate.backward_s, estimate.grad_reduce_s, estimate.optimizer_s, pipeline.idle_s)
+    assert sum(parts) == pytest.approx(estimate.step_time_s)
+    seconds, m = [stage.micro_batch_s for stage in pipeline.stages], interleaved.micro_batches
+    together_s = m * max(seconds) + min(seconds) / 3
+    assert together_s + estimate.optimizer_s == pytest.approx(estimate.step_time_s)
+    assert interleaved.solver is not None
+    assert interleaved.solver.objective_s == pytest.approx(estimate.step_time_s)
+    slowest = max(pipeline.stages, key=lambda stage: stage.micro_batch_s)
+    forward = m * (3 if slowest == pipeline.stages[0] else 2)
+    sent = {(row.phase, row.count) for row in estimate.collectives if row.kind == "send_recv"}
+    assert sent == {("forward", forward), ("backward", 5 * m - forward)}
+    assert ShardingPlan.from_dict(interleaved.to_dict()) == interleaved
+
+
 def test_a_pipelines_plan_names_every_parameter_once(pipelined: ShardingPlan) -> None:
     assert pipelined.pipeline is not None
     names = [name for stage in pipelined.pipeline.stages for name in stage.modules]
@@ -251,6 +390,11 @@ def test_a_pipelines_plan_names_every_parameter_once(pipelined: ShardingPlan) ->
 
 def test_a_pipelines_plan_survives_its_file(pipelined: ShardingPlan) -> None:
     assert ShardingPlan.from_dict(pipelined.to_dict()) == pipelined
+    assert pipelined.pipeline is not None
+    before_chunks = {name: value for name, value in pipelined.to_dict()["pipeline"].items() if name != "chunks"}
+    assert ShardingPlan.from_dict(pipelined.to_dict() | {"pipeline": before_chunks}) == pipelined
+    with pytest.raises(MeshError, match="3 chunks"):
+        dataclasses.replace(pipelined, pipeline=dataclasses.replace(pipelined.pipeline, chunks=3)).validate()
     document = pipelined.to_dict() | {"mesh": {"names": ["dp"], "shape": [4], "device": "cpu"}}
     with pytest.raises(PlanFormatError):
         ShardingPlan.from_dict(document)

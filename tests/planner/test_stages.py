@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model import ClusterSpec
+from cost_model.parallelism import ParallelSpec
+from cost_model.pipeline import idle_share
 from planner.balance import balanced
 from planner.report import Estimate
 from planner.stage_searches import stage_clusters
@@ -55,18 +57,52 @@ def test_a_step_waits_for_the_slowest_stage() -> None:
     assert pipeline_step_s([EQUAL, slow_once, EQUAL, EQUAL], 4) == pytest.approx(7 + 2.0)
 
 
-@given(st.lists(st.tuples(st.floats(1, 9), st.floats(0, 1)), min_size=2, max_size=6), st.integers(1, 16))
-def test_no_step_is_below_its_bound(stages: list[tuple[float, float]], micro_batches: int) -> None:
+STAGES = st.lists(st.tuples(st.floats(1, 9), st.floats(0, 1)), min_size=2, max_size=6)
+
+
+@given(STAGES, st.integers(1, 16), st.integers(1, 8))
+def test_no_step_is_below_its_bound(stages: list[tuple[float, float]], micro_batches: int, chunks: int) -> None:
     estimates = [dataclasses.replace(EQUAL, step_time_s=u, optimizer_s=once) for u, once in stages]
-    bound_s = least_step_s([u for u, _ in stages], micro_batches)
-    assert pipeline_step_s(estimates, micro_batches) >= bound_s * (1 - 1e-12)
+    bound_s = least_step_s([u for u, _ in stages], micro_batches, chunks)
+    assert pipeline_step_s(estimates, micro_batches, chunks) >= bound_s * (1 - 1e-12)
 
 
-def test_a_stage_at_its_limit_brings_the_step_to_the_limit() -> None:
-    bounds, (kind, *_) = [3.0, 1.0, 1.0, 2.0], kinds_of((1, 2, 2, 1))
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_stage_at_its_limit_brings_the_step_to_the_limit(chunks: int) -> None:
+    bounds, (kind, *_) = [3.0, 1.0, 1.0, 2.0], kinds_of((1, 2, 2, 1), chunks)
     assert kind.indices == (1, 2)
     limit_s = stage_limit_s(bounds, kind, 8, 5.0)
-    assert least_step_s([3.0, limit_s, limit_s, 2.0], 8) == pytest.approx(5.0)
+    assert least_step_s([3.0, limit_s, limit_s, 2.0], 8, chunks) == pytest.approx(5.0)
+
+
+@given(st.integers(2, 16), st.integers(1, 16), st.integers(2, 8))
+def test_equal_stages_idle_as_the_cost_model_says(ranks: int, rounds: int, chunks: int) -> None:
+    parallel = ParallelSpec(
+        micro_batch=1,
+        micro_batches=rounds * ranks,
+        seq=1,
+        pipeline=ranks,
+        schedule="interleaved",
+        virtual_stages=chunks,
+    )
+    passes = parallel.micro_batches + idle_share(parallel)
+    stage = dataclasses.replace(EQUAL, step_time_s=2.0 * passes + 0.5)  # 2 s for each micro-batch
+    step_s = pipeline_step_s([stage] * ranks, parallel.micro_batches, chunks)
+    assert step_s == pytest.approx(2.0 * parallel.micro_batches + 2.0 * idle_share(parallel) + 0.5)
+
+
+@given(STAGES, st.integers(1, 16), st.integers(2, 8))
+def test_interleaving_is_never_slower_where_chunks_cost_nothing(
+    stages: list[tuple[float, float]], micro_batches: int, chunks: int
+) -> None:
+    """The same seconds for each micro-batch, and the same optimizers."""
+
+    def step_s(chunks: int) -> float:
+        passes = micro_batches + (len(stages) - 1) / chunks
+        of_equals = [dataclasses.replace(EQUAL, step_time_s=t * passes + o, optimizer_s=o) for t, o in stages]
+        return pipeline_step_s(of_equals, micro_batches, chunks)
+
+    assert step_s(chunks) <= step_s(1) * (1 + 1e-12)
 
 
 def test_a_stage_has_whole_nodes_or_a_part_of_one() -> None:
