@@ -1,7 +1,8 @@
 """A graph cut into pipeline stages, between the blocks of its one list of blocks.
 
 A rank of an interleaved pipeline has several of the stages, and what it runs is one graph: each of them is handed what
-it reads, and hands on what it makes, as by itself.
+it reads, and hands on what it makes, as by itself. Only what depends on no parameter is there once for all of them,
+though each has to run it.
 
 What runs before the first block is the first stage's, what runs after the last block the last one's. Ops that depend on
 no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them; the model's

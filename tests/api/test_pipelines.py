@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ def test_show_names_the_stages(plan_file: Path) -> None:
     assert "model.embed_tokens, model.layers.0" in shown
     assert "waiting for other stages" in shown
     assert "send-recv" in shown
+
+
+def test_show_and_diff_say_that_stages_are_interleaved(plan_file: Path, tmp_path: Path) -> None:
+    plan = ShardingPlan.load(plan_file)
+    assert plan.pipeline is not None
+    chunks = dataclasses.replace(plan.pipeline, schedule="interleaved", chunks=3)
+    file = tmp_path / "interleaved.json"
+    dataclasses.replace(plan, pipeline=chunks).save(file)
+    assert "2 stages, interleaved, 3 chunks each" in run("show", str(file)).output
+    shown = run("diff", str(plan_file), str(file))
+    assert "chunks" in shown.output
+    assert "interleaved" in shown.output
 
 
 @pytest.mark.parametrize("command", ["estimate", "verify", "explain"])
