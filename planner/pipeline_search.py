@@ -89,6 +89,17 @@ class _Item:
         """What no step can beat."""
         return least_step_s(self.bounds, self.pipeline.micro_batches, self.pipeline.chunks)
 
+    @property
+    def floors(self) -> int:
+        """How many of its looks are floors of its most frequent stage: as if that were not cut into chunks, and as it
+        is."""
+        return 1 if self.pipeline.chunks == 1 else 2
+
+    @property
+    def floors_left(self) -> int:
+        """How many of them are to come."""
+        return max(self.floors - self.looks, 0)
+
     def raised(self, kind: StageKind, bound_s: float) -> _Item:
         """Return the item after another look, which found what no stage of ``kind`` can beat."""
         bounds = (max(b, bound_s) if index in kind.indices else b for index, b in enumerate(self.bounds))
@@ -255,22 +266,25 @@ class PipelineSearch:
     def _look(self, item: _Item) -> _Look | None:
         """Return the next look at a pipeline's stages; None where there is none but to solve it."""
         pipeline, kinds = item.pipeline, item.pipeline.kinds
-        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches, pipeline.chunks)
-        if item.looks == 0:
-            return kinds[0].role, stages, *shape
-        if item.looks <= len(kinds):
-            kind = kinds[item.looks - 1]
-            return kind.role, kind.blocks, kind.indices[0], stages, *shape, pipeline.ac
+        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches)
+        if item.floors_left:
+            return kinds[0].role, stages, *shape, pipeline.chunks if item.floors_left == 1 else 1
+        number = item.looks - item.floors
+        if number < len(kinds):
+            kind = kinds[number]
+            return kind.role, kind.blocks, kind.indices[0], stages, *shape, pipeline.chunks, pipeline.ac
         return None
 
     def _task(self, item: _Item) -> _Task:
         pipeline, kinds = item.pipeline, item.pipeline.kinds
-        if item.looks == 0:
+        if item.floors_left:
             self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
+            chunks = pipeline.chunks if item.floors_left == 1 else 1
+            pipeline, kind = dataclasses.replace(pipeline, chunks=chunks), dataclasses.replace(kinds[0], chunks=chunks)
             share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
             again_s = {ac: again * share for ac, again in self._work.again_s.items()}
-            return BoundStage(kind=self._shortest(kinds[0], len(pipeline.counts)), pipeline=pipeline, again_s=again_s)
-        kind = kinds[item.looks - 1]
+            return BoundStage(kind=self._shortest(kind, len(pipeline.counts)), pipeline=pipeline, again_s=again_s)
+        kind = kinds[item.looks - item.floors]
         floor = self._floor(kind, pipeline)
         limit_s = stage_limit_s(item.bounds, kind, pipeline.micro_batches, self._at_most_s)
         return RelaxStage(kind=kind, pipeline=pipeline, floor=None if floor is None else floor.floor, limit_s=limit_s)
@@ -337,8 +351,11 @@ class PipelineSearch:
         pipeline, kinds = item.pipeline, item.pipeline.kinds
         if isinstance(found, StageFloor):
             kind, bound_s = kinds[0], found.bounds_s.get(pipeline.ac, math.inf)
+            if item.floors_left > 1:  # of a stage that is not cut, and waits longer
+                share = pipeline.passes / dataclasses.replace(pipeline, chunks=1).passes
+                bound_s = share * bound_s if found.blocks <= kind.blocks else 0.0
         else:
-            kind, bound_s = kinds[item.looks - 1], found
+            kind, bound_s = kinds[item.looks - item.floors], found
         raised = item.raised(kind, bound_s)
         if raised.bound_s < self._at_most_s:
             self._push(raised)

@@ -281,6 +281,26 @@ def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: Planning
     assert found.step_time_s == pytest.approx(times[best], rel=2e-3)
 
 
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, ac: str) -> None:
+    """Both its floors do, that of one piece by the share of the passes that are left."""
+    bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench.take(Terms(memory_bytes=10**12, restrict=lambda mesh: None))
+    work = Work.of_model(bench.search, 1, [ac])
+    counts, chunks = spread(6, 3) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
+    whole = dataclasses.replace(pipeline, chunks=1)
+    for kind, plain in zip(pipeline.kinds, whole.kinds, strict=True):
+        bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
+        for stage, of in ((kind, pipeline), (plain, whole)):
+            share = of.passes / of.micro_batches / of.mesh.size
+            again_s = {mode: again * share for mode, again in work.again_s.items()}
+            floor = BoundStage(kind=stage, pipeline=of, again_s=again_s)(bench)
+            assert 0.0 < floor.bounds_s[ac] * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
+        for index in kind.indices:
+            assert work.bounds(pipeline)[index] <= bound_s
+
+
 def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
     piped = walk_of(session, [2, 4], ["none", "full"]).best()
     assert piped.plan is not None
