@@ -284,11 +284,11 @@ def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: Planning
 @pytest.mark.parametrize("ac", ["none", "full"])
 def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, ac: str) -> None:
     """Both its floors do, that of one piece by the share of the passes that are left."""
-    bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("2x2xtoy"), BATCH, Clock()))
     bench.take(Terms(memory_bytes=10**12, restrict=lambda mesh: None))
     work = Work.of_model(bench.search, 1, [ac])
-    counts, chunks = spread(6, 3) or ((), 1)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
+    counts, chunks = spread(6, 2) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac=ac, chunks=chunks)
     whole = dataclasses.replace(pipeline, chunks=1)
     for kind, plain in zip(pipeline.kinds, whole.kinds, strict=True):
         bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
