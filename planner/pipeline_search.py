@@ -3,8 +3,10 @@
 Stages are planned one by one (`planner.stages`), each as `Search` plans a model. Of pipelines those with the lowest
 bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not;
 the second the floor (`planner.floors`) of its most frequent stage at its number of micro-batches, one for all modes of
-checkpointing and all splits of the blocks; then the relaxations of its kinds of stages within the cap, one after the
-other. What is found of a stage holds in every pipeline that has it. Then its stages are solved.
+checkpointing and all splits of the blocks, and of interleaved stages one more: in chunks they do no less, and send
+more, so that the floor of a stage in one piece holds for them as well, but for the idle time. Then come the relaxations
+of its kinds of stages within the cap, one after the other. What is found of a stage holds in every pipeline that has
+it. Then its stages are solved.
 
 What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
 one within a node; the batch split evenly over the first axis, or, where that leaves too few micro-batches, the
