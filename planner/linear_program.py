@@ -38,7 +38,11 @@ class Expression:
 
 @dataclass(slots=True)
 class LinearProgram:
-    """The program, built column by column and row by row."""
+    """The program, built column by column and row by row.
+
+    Attributes:
+        cap_row: the row that caps memory; None: there is none.
+    """
 
     lower: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -49,6 +53,7 @@ class LinearProgram:
     objective: Expression = field(
         default_factory=lambda: Expression(indices=np.empty(0, np.int32), values=np.empty(0, np.float64))
     )
+    cap_row: int | None = None
     _indices: array[int] = field(default_factory=lambda: array("i"))
     _values: array[float] = field(default_factory=lambda: array("d"))
 
@@ -139,6 +144,7 @@ class LinearProgram:
         lower, upper = np.asarray(self.row_lower), np.asarray(self.row_upper)
         rows = np.flatnonzero((lengths > 0) | (lower > 0) | (upper < 0))
         cost = self.cost()[columns]
+        cap_row = None if self.cap_row is None or self.cap_row not in rows else int(np.sum(rows < self.cap_row))
         return LinearProgram(
             lower=np.asarray(self.lower)[columns].tolist(),
             upper=np.asarray(self.upper)[columns].tolist(),
@@ -149,6 +155,7 @@ class LinearProgram:
             objective=Expression(
                 indices=np.arange(len(columns), dtype=np.int32), values=cost, constant=self.objective.constant
             ),
+            cap_row=cap_row,
             _indices=array("i", new[indices][left].tobytes()),
             _values=array("d", values[left].tobytes()),
         )
@@ -173,6 +180,7 @@ class Answer:
         objective: of that solution, offset included.
         bound: no solution has a lower objective.
         root: objective of the whole program's relaxation, where that was solved on the way.
+        excess: how far above its cap memory is, where `planner.solvers.Relaxations` let it.
         reduced_costs: of the variables in a linear relaxation's solution.
     """
 
@@ -182,3 +190,4 @@ class Answer:
     bound: float = -math.inf
     reduced_costs: Floats | None = None
     root: float = math.nan
+    excess: float = 0.0

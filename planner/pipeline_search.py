@@ -9,9 +9,10 @@ of its kinds of stages within the cap, one after the other. What is found of a s
 it. Then its stages are solved.
 
 What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
-one within a node; the batch split evenly over the first axis, or, where that leaves too few micro-batches, the
-sequence of one sample; three ways to spread the blocks, and interleaved stages of as many chunks as can be. What stages
-hand to each other has one layout on both sides, split so on the first axis and on the second by anything or nothing.
+one within a node, or three where they are asked for; the batch split evenly over the first axis, or, where that leaves
+too few micro-batches and there is no third axis, the sequence of one sample; three ways to spread the blocks, and
+interleaved stages of as many chunks as can be. What stages hand to each other has one layout on both sides, split so on
+the first axis and on others by anything or nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ _BUSY = 2
 _LIGHTER = 2.0
 """By how many blocks the first stage is given less in one of the ways to spread them: it keeps most activations."""
 
+_FIRST_GAP = 0.1
+"""How far from the best of its run the first plan may be: it is only there to tell what is not worth a look."""
 
 _ALIKE = 3
 """From how many blocks on a stage of one more has the same kinds of choices."""
@@ -124,6 +127,7 @@ class PipelineSearch:
         restrict: what pins leave to choose on a stage's mesh.
         pool: does the tasks; None: this process does.
         only: the one number of stages, and their mesh, that is searched; None: all.
+        axes: that the mesh of a stage has at most.
     """
 
     search: Search
@@ -134,6 +138,7 @@ class PipelineSearch:
     deadline: float | None = None
     pool: Pool | None = None
     only: tuple[int, MeshSpec] | None = None
+    axes: int = 2
     _best: SentPipeline | None = None
     _at_most_s: float = math.inf
     _proved_s: float = math.inf
@@ -146,7 +151,6 @@ class PipelineSearch:
     _known: dict[_Look, StageFloor | float] = field(default_factory=dict)
     _waiting: dict[_Look, list[_Item]] = field(default_factory=dict)
     _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
-    _tried: set[PipelineRun] = field(default_factory=set)
     _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,10 +167,10 @@ class PipelineSearch:
         """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
         self._at_most_s = at_most_s
         items = list(self._items())
-        self._dive(items)
+        if self.only is None or len(self.counts) > 1:
+            self._dive(items)
         for item in items:
-            if item.pipeline not in self._tried:
-                self._push(item)
+            self._push(item)
         (self.pool or self._here).run(self._pick, self._done)
         for bound_s, _, item in self._heap:
             self._note(item.pipeline, bound_s)
@@ -195,9 +199,12 @@ class PipelineSearch:
     def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
         """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
 
-        It has to where splitting the samples leaves a stage too few micro-batches to be busy with.
+        It has to where splitting the samples leaves a stage too few micro-batches to be busy with. The first of three
+        axes is for samples alone: the second may split a sequence.
         """
         samples, batch = self.search.batch // count, self.search.batch
+        if self.search.batch_axes(mesh):
+            return samples % mesh.shape[0] == 0
         return samples % mesh.shape[0] == 0 or (samples == 1 and batch < _BUSY * stages * mesh.shape[0])
 
     def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
@@ -206,8 +213,10 @@ class PipelineSearch:
             yield self.only
             return
         for stages, cluster in self._stages.clusters.items():
-            for mesh in meshes_of(cluster):
-                if math.prod(mesh.shape[1:]) <= cluster.devices_per_node:
+            for mesh in meshes_of(cluster, self.axes):
+                # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
+                inner = max(mesh.shape[1:], default=1)
+                if inner <= cluster.devices_per_node:
                     yield stages, mesh
 
     def _spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
@@ -233,14 +242,15 @@ class PipelineSearch:
         most = max(sizes, default=(0, 0))
         deepest = [item for item, size in zip(items, sizes, strict=True) if size == most]
         tried: set[str] = set()
-        for item in sorted(deepest, key=lambda item: item.bound_s):
+        # Recomputing first: it is what fits.
+        for item in sorted(deepest, key=lambda item: (-self.modes.index(item.pipeline.ac), item.bound_s)):
             pipeline = item.pipeline
             if self._best is None and pipeline.ac not in tried and item.bound_s < self._at_most_s and not self._is_over:
                 tried.add(pipeline.ac)
                 if self._may_fit(pipeline):
-                    task = self._solve(item)
-                    self._solved(task, self._here.do(task))
-                    self._tried.add(pipeline)
+                    found = self._here.do(dataclasses.replace(self._solve(item), mip_gap=_FIRST_GAP))
+                    if found.best is not None:
+                        self._keep(found.best)
 
     # --- what comes next -----------------------------------------------------------------------------------------
 
@@ -371,9 +381,13 @@ class PipelineSearch:
         step_s = None if found.best is None else found.best.step_time_s
         self._note(task.pipeline, min(found.bound_s, task.at_most_s), step_s)
         if found.best is not None and found.best.step_time_s < self._at_most_s:
-            self._best = found.best
-            self._at_most_s = found.best.step_time_s * (1.0 - self.search.job.mip_gap)
-            self._say(f"best so far {found.best.step_time_s:.6g} s")
+            self._keep(found.best)
+
+    def _keep(self, found: SentPipeline) -> None:
+        """Take a pipeline as the best so far."""
+        self._best = found
+        self._at_most_s = found.step_time_s * (1.0 - self.search.job.mip_gap)
+        self._say(f"best so far {found.step_time_s:.6g} s")
 
     def _note(self, pipeline: PipelineRun, at_least_s: float, step_time_s: float | None = None) -> None:
         """Note what was found of a mesh, or what nothing on it can beat."""

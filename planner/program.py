@@ -217,6 +217,7 @@ def _memory(program: Program, memory_bytes: float | None) -> None:
     )
     if memory_bytes is not None:
         linear.at_most(program.peak, memory_bytes * scale)
+        linear.cap_row = linear.rows - 1
 
 
 def cap_resting(program: Program, memory_bytes: float) -> None:

@@ -36,6 +36,12 @@ _FEWEST = 500
 _FEW = 16
 """Relaxations after which branching is left to the solver: it has cuts, and half a second of preparations."""
 
+_MORE = 96
+"""The same where memory is capped: what blocks keep comes in few and large pieces, which cuts do little for."""
+
+_NONE = 1e-9
+"""Up to which part of the cap memory does not exceed it."""
+
 _SMALLEST = 1e-12
 """What stands for the objective's size where that is 0."""
 
@@ -111,7 +117,8 @@ def _narrowed(
         width = width if width <= _WIDEST else math.inf
         is_last = relaxed.objective + width * scale >= at_most
         kept = program.possible(raised <= width * scale)
-        part = _solve_part(program, relaxed, kept, at_most, mip_gap, deadline, solver)
+        wanted = at_most if best.values is None else min(at_most, best.objective)
+        part = _solve_part(program, relaxed, kept, wanted, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
@@ -150,10 +157,17 @@ def _solve_part(
         relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
     """
     part, root = _part(program, relaxed, kept)
-    answer = _branch(part, root, at_most, mip_gap, deadline, solver, _FEW)
+    steps, deep = (_FEW, True) if part.cap_row is None else (_MORE, False)
+    answer = _branch(part, root, at_most, mip_gap, deadline, solver, steps, deep=deep)
     if answer.status == "cut-short":
-        part = bounded(part, at_most)
-        answer = solvers.solve(part, mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
+        wanted = at_most if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
+        found = solvers.solve(bounded(part, wanted), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
+        if found.values is not None or answer.values is None:
+            answer = found
+        elif found.status == "infeasible":
+            answer = dataclasses.replace(answer, status="optimal", bound=wanted)
+        else:
+            answer = dataclasses.replace(answer, bound=max(answer.bound, min(found.bound, wanted)))
     return _whole(program, answer, kept)
 
 
@@ -191,34 +205,47 @@ def _branch(
     deadline: float | None,
     solver: str | None,
     steps: int,
+    *,
+    deep: bool = True,
 ) -> Answer:
-    """Return the best solution by depth-first branching from ``root``, the best so far after so many ``steps``."""
-    open_: list[tuple[dict[int, float], float]] = [({}, root.objective)]
-    best, lowest = Answer(status="infeasible"), math.inf
-    relaxations = solvers.Relaxations(program, solver=solver)
+    """Return the best solution by branching from ``root``, the best so far after so many ``steps``.
+
+    Args:
+        deep: whether a step goes on below the relaxation last solved, or where the relaxation is lowest.
+    """
+    open_: list[tuple[float, int, dict[int, float]]] = [(root.objective, 0, {})]
+    best, lowest, latest = Answer(status="infeasible"), math.inf, 0
+    relaxations = solvers.Relaxations(program, root=root.objective, solver=solver)
     for _ in range(steps):
         # What a relaxation comes to holds for those below it: most siblings need not be looked at.
         wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
-        while open_ and open_[-1][1] >= wanted:
-            lowest = min(lowest, open_.pop()[1])
+        lowest = min([lowest, *(bound for bound, _, _ in open_ if bound >= wanted)])
+        open_ = [node for node in open_ if node[0] < wanted]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
-        fixed, relaxed = open_.pop()[0], root
+        node = open_[-1] if deep else min(open_)
+        fixed, relaxed = node[2], root
         if fixed:
             try:
-                relaxed = relaxations.at(fixed, at_most=wanted, time_limit_s=_left_s(deadline))
+                relaxed = relaxations.at(fixed, at_most=wanted, time_limit_s=_left_s(deadline), afresh=deep)
             except SolverError:
                 break
         if relaxed.status == "cut-short":
             break
+        open_.remove(node)
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
             if relaxed.objective >= wanted:
                 lowest = min(lowest, relaxed.objective)
-            elif variable is None:
+            elif variable is not None:
+                latest -= 2
+                below = [(relaxed.objective, latest - int(v), {**fixed, variable: v}) for v in (0.0, 1.0)]
+                # What does not fit by now can only end without a solution: the last that is looked at.
+                open_ = [*open_, *below] if relaxed.excess <= _NONE else [*below, *open_]
+            elif relaxed.excess <= _NONE:
                 best = relaxed
-            else:
-                open_ += [({**fixed, variable: value}, relaxed.objective) for value in (0.0, 1.0)]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
-    return dataclasses.replace(best, status="cut-short", bound=root.objective)
+    left = [lowest, *(bound for bound, _, _ in open_), *([] if best.values is None else [best.objective])]
+    bound = max(root.objective, min(left))
+    return dataclasses.replace(best, status="cut-short", bound=bound)

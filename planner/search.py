@@ -84,6 +84,10 @@ class Look:
     is_whole: bool = False
 
 
+Formulated = tuple[Formulator, Structure, Formulation | None]
+"""What builds a run's problem, what of it does not depend on the mesh, and the problem; None: nothing is to choose."""
+
+
 class Search:
     """One planning request: the model is traced once, and every run of it is formulated and solved from that.
 
@@ -188,7 +192,7 @@ class Search:
 
     def formulate(
         self, run: Run, restriction: Restriction | None, floor: Floor | None = None, at_most_s: float | None = None
-    ) -> tuple[Formulator, Structure, Formulation | None]:
+    ) -> Formulated:
         """Return the problem of ``run``, or None in its place where nothing is left to choose.
 
         Args:
@@ -235,6 +239,7 @@ class Search:
         steps: int | None = None,
         capped: bool = True,
         solving_s: float = 0.0,
+        formulated: Formulated | None = None,
     ) -> Candidate | None:
         """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
 
@@ -245,11 +250,13 @@ class Search:
             steps: relaxations to branch through, after which the best so far is returned; None: all it takes.
             capped: whether it has to fit.
             solving_s: the solver gets as long at least, however long formulating took.
+            formulated: the problem, where it is stated already: with the same restriction.
 
         Raises:
             SolverError: time was up before any plan was found.
         """
-        formulator, structure, formulation = self.formulate(run, restriction, floor, at_most_s)
+        stated = formulated or self.formulate(run, restriction, floor, at_most_s)
+        formulator, structure, formulation = stated
         while formulation is not None:
             with self.clock.stage("solve_s"):
                 solution = solve(

@@ -242,7 +242,9 @@ class PlanningSession:
     ) -> Piped:
         """Return what pipelines come to that are faster than what was ``found``, or ``only`` those of such stages."""
         pool = self._pooled(restrict)
-        walk = PipelineSearch(self._search, self._counts, modes, restrict, self._progress, deadline, pool, only)
+        walk = PipelineSearch(
+            self._search, self._counts, modes, restrict, self._progress, deadline, pool, only, axes=self._axes
+        )
         step_s = math.inf if found is None else found.candidate.estimate.step_time_s
         return walk.best(step_s * (1.0 - self.job.mip_gap))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_model.layout import Layout, MeshSpec
@@ -19,7 +19,7 @@ from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
 from planner.regions import block_of
 from planner.run import Run
-from planner.search import Priced, Search
+from planner.search import Formulated, Priced, Search
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
 from planner.stages import StageKind, least_step_s, pipeline_step_s, stage_limit_s
 
@@ -177,24 +177,25 @@ class RelaxStage:
 
     def __call__(self, bench: Bench) -> float:
         """Return what the stage cannot beat, as one of equals; infinite where it does not fit."""
-        return self.within(bench.stages, None)
+        return self.within(bench.stages, None)[0]
 
-    def within(self, stages: StageSearches, layout: Layout | None) -> float:
-        """Return the same, with tensors handed on in ``layout``."""
+    def within(self, stages: StageSearches, layout: Layout | None) -> tuple[float, Formulated]:
+        """Return the same, with tensors handed on in ``layout``, and the stage's problem."""
         kind = self.kind
         search = stages.of(kind, len(self.pipeline.counts))
         run = stages.run(search, kind, self.pipeline)
         at_most_s = None if math.isinf(self.limit_s) else self.limit_s
-        formulation = search.formulate(run, stages.restriction(search, run, layout), self.floor, at_most_s)[2]
+        formulated = search.formulate(run, stages.restriction(search, run, layout), self.floor, at_most_s)
+        formulation = formulated[2]
         if formulation is None:
-            return math.inf if self.floor is None else self.limit_s
+            return math.inf if self.floor is None else self.limit_s, formulated
         with search.clock.stage("solve_s"):
             try:
                 relaxed = relax(formulation.problem, memory_bytes=search.memory_bytes)
             except SolverError:  # ended without an answer
                 relaxed = relax(formulation.problem)
         least_s = math.inf if relaxed is None else relaxed.bound_s
-        return least_s if self.floor is None else min(least_s, self.limit_s)
+        return least_s if self.floor is None else min(least_s, self.limit_s), formulated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +235,20 @@ class SolvedPipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _LayoutLook:
+    """A layout that stages may hand tensors on in, and the most frequent kind of stage with it.
+
+    Attributes:
+        bound_s: what such a stage cannot beat, as one of equals.
+        formulated: its problem.
+    """
+
+    layout: Layout
+    bound_s: float
+    formulated: Formulated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SolvePipeline:
     """Plan the stages of a pipeline.
 
@@ -241,6 +256,7 @@ class SolvePipeline:
         bounds: what each stage cannot beat, as one of equals.
         floors: kind of stage -> its floor, of those that have one.
         at_most_s: a step that takes as long is not wanted.
+        mip_gap: relative gap of the step's time at which the solver may stop.
         left_s: after so many seconds the best so far is the answer; None: it takes its time.
     """
 
@@ -254,13 +270,12 @@ class SolvePipeline:
     def __call__(self, bench: Bench) -> SolvedPipeline:
         """Return what came of it."""
         pipeline, stages = self.pipeline, bench.stages
-        search = stages.of(pipeline.kinds[0], len(pipeline.counts))
         deadline = None if self.left_s is None else time.perf_counter() + self.left_s
         found, at_most_s = SolvedPipeline(), self.at_most_s
-        for layout in stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
+        for look in sorted(self._looks(stages), key=lambda look: look.bound_s):
             bounds, broke_off, planned = list(self.bounds), False, None
             try:
-                planned = self._planned(stages, layout, bounds, at_most_s, deadline)
+                planned = self._planned(stages, look, bounds, at_most_s, deadline)
             except SolverError:
                 # It broke off, or time was up: what it could reach is left in the gap.
                 broke_off = True
@@ -273,10 +288,22 @@ class SolvePipeline:
             found = SolvedPipeline(best=best, bound_s=bound_s, broke_off=found.broke_off or broke_off)
         return found
 
+    def _looks(self, stages: StageSearches) -> Iterator[_LayoutLook]:
+        """Yield the layouts in which a stage of the most frequent kind is wanted, and fits."""
+        pipeline = self.pipeline
+        kind = pipeline.kinds[0]
+        search = stages.of(kind, len(pipeline.counts))
+        limit_s = stage_limit_s(self.bounds, kind, pipeline.micro_batches, self.at_most_s)
+        relax_stage = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
+        for layout in stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
+            bound_s, formulated = relax_stage.within(stages, layout)
+            if bound_s < limit_s:
+                yield _LayoutLook(layout=layout, bound_s=bound_s, formulated=formulated)
+
     def _planned(
         self,
         stages: StageSearches,
-        layout: Layout,
+        look: _LayoutLook,
         bounds: list[float],
         at_most_s: float,
         deadline: float | None,
@@ -285,22 +312,19 @@ class SolvePipeline:
         pipeline = self.pipeline
         found: list[tuple[StageKind, Priced]] = []
         kinds = pipeline.kinds
+        tight = self.mip_gap / 2 if len(kinds) > 1 else self.mip_gap
         for kind in kinds:
-            search = stages.of(kind, len(pipeline.counts))
-            run = stages.run(search, kind, pipeline)
             limit_s = stage_limit_s(bounds, kind, pipeline.micro_batches, at_most_s)
-            if kind == kinds[0]:  # in most layouts nothing of it is wanted, or fits: that is soon seen so
-                look = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
-                if look.within(stages, layout) >= limit_s:
-                    return None
-            candidate = search.solve(
-                run,
-                stages.restriction(search, run, layout),
-                None if math.isinf(limit_s) else limit_s,
-                self.floors.get(kind),
-                deadline=deadline,
-            )
-            priced = Priced.of(candidate)
+            if not found:
+                priced = None
+                if look.bound_s < limit_s:
+                    priced = self._stage(stages, kind, look.layout, limit_s, deadline, [tight], look.formulated)
+            else:
+                # Stages that are faster than these add their gap to the sum of all alone, not to what all wait for.
+                weight = pipeline.micro_batches + (len(kinds[0].indices) - 1) / pipeline.chunks
+                loose = tight * weight * pipeline.chunks / (len(kind.indices) * (len(kinds) - 1))
+                slowest_s = max(priced.solution.objective_s for _, priced in found)
+                priced = self._stage(stages, kind, look.layout, limit_s, deadline, [loose, tight], None, slowest_s)
             if priced is None:
                 return None
             found.append((kind, priced))
@@ -309,4 +333,38 @@ class SolvePipeline:
         estimates = {index: priced.estimate for kind, priced in found for index in kind.indices}
         in_order = [estimates[index] for index in sorted(estimates)]
         step_s = pipeline_step_s(in_order, pipeline.micro_batches, pipeline.chunks)
-        return SentPipeline(pipeline=pipeline, layout=layout, kinds=tuple(found), step_time_s=step_s)
+        return SentPipeline(pipeline=pipeline, layout=look.layout, kinds=tuple(found), step_time_s=step_s)
+
+    def _stage(
+        self,
+        stages: StageSearches,
+        kind: StageKind,
+        layout: Layout,
+        limit_s: float,
+        deadline: float | None,
+        gaps: Sequence[float],
+        formulated: Formulated | None = None,
+        slowest_s: float = 0.0,
+    ) -> Priced | None:
+        """Return the plan of a stage; None where none fits or takes less than ``limit_s``.
+
+        Args:
+            gaps: to be solved to, one after the other, for as long as the stage takes more than ``slowest_s``.
+            formulated: its problem, where that is there already.
+        """
+        search = stages.of(kind, len(self.pipeline.counts))
+        run, at_most_s = stages.run(search, kind, self.pipeline), None if math.isinf(limit_s) else limit_s
+        restriction = stages.restriction(search, run, layout)
+        formulated = formulated or search.formulate(run, restriction, self.floors.get(kind), at_most_s)
+        priced: Priced | None = None
+        for gap in gaps:
+            if priced is not None:
+                solution = priced.solution
+                if solution.objective_s <= max(slowest_s, solution.bound_s * (1.0 + gap)):
+                    break
+            priced = Priced.of(
+                search.solve(run, restriction, at_most_s, mip_gap=gap, deadline=deadline, formulated=formulated)
+            )
+            if priced is None:
+                break
+        return priced

@@ -1,7 +1,7 @@
 """A pipeline's stages as models of their own: their graphs, their share of the cluster, what they may choose.
 
 What stages hand to each other has one layout on both sides, split on the first axis by samples (of a single one by its
-sequence) and on the second by anything or nothing. So has what chunks of the model do that interleaved stages have.
+sequence) and on those within it by anything or nothing. So has what the chunks of interleaved stages hand on.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class StageSearches:
         shapes = [graph.values[output.value].shape for output in graph.outputs if output.is_sent]
         shapes += [graph.values[given.value].shape for given in graph.inputs if is_handed_over(given.path)]
         outer = R if mesh.shape[0] == 1 else Shard(1) if batch == 1 else Shard(0)
-        inner = itertools.product((R, Shard(1), Shard(0)), repeat=len(mesh.shape) - 1)
+        inner = itertools.product(*((R, Shard(1), Shard(0)) if size > 1 else (R,) for size in mesh.shape[1:]))
         found: list[Layout] = [(outer, *rest) for rest in inner]
         return [layout for layout in found if all(divides(shape, layout, mesh.shape) for shape in shapes)]
 

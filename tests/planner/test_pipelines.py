@@ -34,7 +34,7 @@ from planner.search import Search
 from planner.session import PlanningSession
 from planner.stage_looks import BlockMemory, BoundStage, RelaxStage, SolvePipeline, Work
 from planner.stage_searches import PipelineRun, StageSearches, stage_clusters
-from planner.stages import kinds_of
+from planner.stages import kinds_of, least_step_s
 
 BATCH = 16
 CONFIG: dict[str, Any] = {"hf_config": {**TINY_LLAMA, "num_hidden_layers": 5}}
@@ -219,9 +219,14 @@ def test_the_search_finds_the_split_that_brute_force_finds(session: PlanningSess
         task = SolvePipeline(
             pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
         )
-        for layout in every.layouts(search, pipeline.mesh, 4):
-            planned = task._planned(every, layout, [0.0] * stages, math.inf, None)
+        looks = list(task._looks(every))
+        assert [look.layout for look in looks] == every.layouts(search, pipeline.mesh, 4)
+        for look in looks:
+            bounds = [0.0] * stages
+            planned = task._planned(every, look, bounds, math.inf, None)
             assert planned is not None
+            # Each stage to a gap of its own, and the step within the one that was asked for.
+            assert planned.step_time_s <= least_step_s(bounds, pipeline.micro_batches) * (1 + 1e-3) + 1e-12
             times.append(planned.step_time_s)
     assert found.pipeline.counts in ((2, 3), (3, 2))
     assert found.step_time_s == pytest.approx(min(times), rel=2e-3)

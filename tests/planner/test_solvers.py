@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -68,6 +69,52 @@ def test_relaxations_one_after_another_are_those_of_programs_of_their_own(solver
         assert found.objective == alone.objective
         assert found.values.tolist() == alone.values.tolist()
         assert all(found.values[i] == pytest.approx(held.get(i, found.values[i])) for i in things)
+
+
+def groups_under_a_cap(seed: int) -> tuple[LinearProgram, float]:
+    """Return a program that takes one of four things from each of five groups, and the least within the cap."""
+    random = np.random.default_rng(seed)
+    cost, weight = random.uniform(1, 2, (5, 4)), random.uniform(0, 1, (5, 4))
+    program = LinearProgram()
+    things = [[program.variable(binary=True) for _ in range(4)] for _ in range(5)]
+    for group in things:
+        program.row(group, [1.0] * 4, lower=1.0, upper=1.0)
+    every = np.asarray(things, np.int32).ravel()
+    cap = 0.3 * weight.max(1).sum() + 0.7 * weight.min(1).sum()
+    program.row(every, weight.ravel(), upper=float(cap))
+    program.cap_row = program.rows - 1
+    program.objective = Expression(indices=every, values=cost.ravel())
+    taken = [list(zip(range(5), choice, strict=True)) for choice in itertools.product(range(4), repeat=5)]
+    return program, min(sum(cost[p] for p in t) for t in taken if sum(weight[p] for p in t) <= cap)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("seed", range(5))
+def test_branching_where_the_relaxation_is_lowest_finds_the_best_within_the_cap(seed: int, solver: str) -> None:
+    program, least = groups_under_a_cap(seed)
+    root = solvers.solve_relaxation(program, solver=solver)
+    found = reduction._branch(program, root, math.inf, 0.0, None, solver, 1000, deep=False)
+    assert found.status == "optimal"
+    assert found.objective == pytest.approx(least)
+    cut = reduction._branch(program, root, math.inf, 0.0, None, solver, 3, deep=False)
+    assert root.objective - 1e-9 <= cut.bound <= least + 1e-9
+
+
+def test_memory_above_its_cap_is_told_and_never_cheaper() -> None:
+    program, least = groups_under_a_cap(0)
+    root = solvers.solve_relaxation(program).objective
+    relaxations = solvers.Relaxations(program, root=root)
+    whole = relaxations.at({})
+    assert whole.objective == pytest.approx(root)
+    assert whole.excess == pytest.approx(0.0)
+    weights = program.matrix()[2][-20:].reshape(5, 4)
+    heaviest = {4 * group + int(thing): 1.0 for group, thing in enumerate(weights.argmax(1))}
+    assert solvers.solve_relaxation(program.fixed(heaviest)).status == "infeasible"
+    over = relaxations.at(heaviest)
+    assert over.values is not None
+    assert len(over.values) == program.columns
+    assert over.excess == pytest.approx(weights.max(1).sum() - program.row_upper[-1])
+    assert over.objective > 2 * least
 
 
 def test_what_is_left_alone_in_a_balance_is_0() -> None:

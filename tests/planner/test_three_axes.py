@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import families
 import pytest
+from small_models import TINY_LLAMA
 from torch.distributed.tensor import Replicate, Shard
 
+from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
+from planner.assemble import decision_of
 from planner.candidates import meshes_of
+from planner.clock import Clock
 from planner.errors import JobError
+from planner.estimate import itemise
+from planner.pipeline_search import PipelineSearch
+from planner.problem import totals
+from planner.random_assignment import random_assignment
+from planner.search import Search
 from planner.session import PlanningSession
+from planner.stage_searches import PipelineRun, StageSearches
+from planner.stages import kinds_of
 
 THREE = "dp=2,fsdp=2,tp=2"
 
@@ -60,3 +73,45 @@ def test_a_search_over_three_axes_is_no_worse_than_over_two() -> None:
     assert three.solver is not None
     assert THREE in {str(mesh.mesh) for mesh in three.solver.meshes}
     assert three.estimate.step_time_s <= two.estimate.step_time_s * (1 + 1e-3)
+
+
+PIPELINES: dict[str, Any] = {"executable_only": False, "ac": "none", "micro_batches": 2}
+
+
+def llama_on(cluster: str, **options: Any) -> PlanningSession:
+    with quiet_libraries():
+        source = load_model({"hf_config": {**TINY_LLAMA, "num_hidden_layers": 3}}, seq=32)
+    options = {"batch": 8, "seq": 32, "dtype": "fp32", **PIPELINES, **options}
+    return PlanningSession(source.module, cluster=ClusterSpec.parse(cluster), **options)
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) -> None:
+    session = llama_on("1x8xtoy")
+    whole = Search(session._search.traced, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
+    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x8xtoy")})
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), counts=(1, 1, 1), micro_batches=2, ac="none")
+    kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
+    search = stages.of(kind, 3)
+    run = stages.run(search, kind, pipeline)
+    assert run.batch_axes == (0,)
+    split = [layout for layout in stages.layouts(search, run.mesh, 4) if layout[1] == Shard(1)]
+    assert {layout[0] for layout in split} == {Shard(0)}
+    for layout in split[:2]:
+        formulator, _, formulation = search.formulate(run, stages.restriction(search, run, layout))
+        assert formulation is not None
+        assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
+        assert assignment is not None
+        total = totals(formulation.problem, assignment)
+        price = itemise(formulator, formulation.structure, decision_of(formulation, assignment))
+        for name in {*total, *price.charge}:
+            assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
+
+
+def test_pipelines_of_three_axes_are_searched_where_they_are_asked_for() -> None:
+    session = llama_on("2x8xtoy")
+    for axes in (2, 3):
+        walk = PipelineSearch(session._search, [2], ["none"], lambda mesh: None, axes=axes)
+        meshes = {item.pipeline.mesh for item in walk._items()}
+        assert max(len(mesh.shape) for mesh in meshes) == axes
+    assert all(4 % mesh.shape[0] == 0 for mesh in meshes if len(mesh.shape) == 3)
