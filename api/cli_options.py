@@ -36,6 +36,9 @@ Ac = Annotated[
 MemoryGb = Annotated[float | None, typer.Option(help="Cap on the peak per device, in GB of 1e9 bytes.")]
 Optimizer = Annotated[str, typer.Option(help="Such as adamw or sgd.")]
 Dtype = Annotated[str, typer.Option(help="Of parameters and activations: bf16, fp16 or fp32.")]
+ReduceDtype = Annotated[
+    str, typer.Option(help="In which gradients are reduced, and add up over micro-batches: bf16, fp16 or fp32.")
+]
 Pins = Annotated[
     list[str] | None,
     typer.Option(
@@ -64,6 +67,14 @@ ExecutableOnly = Annotated[
     typer.Option(
         "--executable-only/--no-executable-only",
         help="Only plans that shard_module can run; --no-executable-only tries pipelines as well.",
+    ),
+]
+TensorOverlap = Annotated[
+    bool,
+    typer.Option(
+        "--tensor-overlap",
+        help="Assume that tensor-parallel communication inside a node runs in pieces beside matrix products; "
+        "needs --no-executable-only.",
     ),
 ]
 TimeLimit = Annotated[

@@ -38,8 +38,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         retries: how often in a row a request is sent again, when the server is not reached or is busy.
         progress: told of each stage.
         transport: what carries the requests; None: the network.
-        options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype, planner,
-            pins, data_axes, axes, vary_blocks, executable_only.
+        options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
+            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap.
     """
 
     def __init__(

@@ -109,11 +109,13 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "memory_gb": request.memory_gb,
         "optimizer": request.optimizer,
         "dtype": request.dtype,
+        "reduce_dtype": request.reduce_dtype,
         "pins": request.pins,
         "data_axes": request.data_axes,
         "axes": request.axes,
         "vary_blocks": request.vary_blocks,
         "executable_only": request.executable_only,
+        "tensor_overlap": request.tensor_overlap,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)
@@ -183,6 +185,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     """
     from cost_model.layout import MeshSpec
     from cost_model.memory import OPTIMIZERS
+    from planner.job import checked_tensor_overlap
 
     cluster = read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
@@ -197,6 +200,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     if request.optimizer not in OPTIMIZERS:
         advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
         raise JobError(f"there is no optimizer {request.optimizer!r}.", what_to_do=advice, field="optimizer")
+    checked_tensor_overlap(request.tensor_overlap, request.executable_only)
     if request.batch is not None and request.batch % (request.micro_batches or 1):
         detail = f"a batch of {request.batch} does not divide into {request.micro_batches} micro-batches."
         advice = f"Choose a number of micro-batches that divides {request.batch}."

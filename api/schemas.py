@@ -63,6 +63,8 @@ class PlanRequest(BaseModel):
     optimizer: Annotated[str, Field(max_length=50)] = "adamw"
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Of parameters and activations."""
+    reduce_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
+    """In which gradients are reduced, and add up over micro-batches until they are."""
     pins: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)] = ()
     """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
     data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
@@ -73,6 +75,9 @@ class PlanRequest(BaseModel):
     """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
     executable_only: bool = True
     """Whether only plans are wanted that ``executor.shard_module`` can run; false tries pipelines as well."""
+    tensor_overlap: bool = False
+    """Whether tensor-parallel communication inside a node is taken to run in pieces beside matrix products; such a plan
+    cannot be run, so it needs ``executable_only`` to be false."""
     planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property

@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                          # 12 models x {none, selective, full} x {DP, FSDP, KEPT, TP}
     python benchmarks/memory.py --model llama --ac full --plan FSDP --roles
+    python benchmarks/memory.py --micro-batches 2 --reduce-dtype bf16 --dtype bf16
 
 Every model is planned by that baseline's planner on 4 devices ("toy": no flash attention, no reserve), and one training
 step of the sharded module is run as rank 0 of 4 fake processes: small real tensors on the CPU, with wrong values, since
@@ -57,7 +58,7 @@ PLANS = {
     "KEPT": ("fully-sharded", "dp=4"),
     "TP": ("tensor-parallel", "tp=4"),
 }
-"""KEPT is FSDP whose blocks keep what they gather from forward to backward."""
+"""KEPT is FSDP whose blocks keep what they gather: from forward to backward, or of micro-batches for the step."""
 MODES = ("none", "selective", "full")
 
 _WIDTHS: dict[str, Any] = {
@@ -251,7 +252,9 @@ class StepTracker(MemTracker):
         return super()._track_module_params_and_buffers(module, install_grad_hooks and hookable)
 
 
-def planned(case: Case, plan_name: str, ac: str, dtype: str) -> tuple[nn.Module, ShardingPlan]:
+def planned(
+    case: Case, plan_name: str, ac: str, dtype: str, micro_batches: int = 1, reduce_dtype: str = "fp32"
+) -> tuple[nn.Module, ShardingPlan]:
     """Return a model, and its plan by one of ``PLANS``."""
     planner, mesh = PLANS[plan_name]
     module = case.make().train()
@@ -259,15 +262,17 @@ def planned(case: Case, plan_name: str, ac: str, dtype: str) -> tuple[nn.Module,
         module,
         cluster=f"1x{RANKS}xtoy",
         example_inputs=inputs_of(case),
-        micro_batches=1,
+        micro_batches=micro_batches,
         ac=ac,
         dtype=dtype,
+        reduce_dtype=reduce_dtype,
         memory_gb=100,
         tp_plan=case.tp_plan,
     )
     plan = session.plan(planner=planner, mesh=mesh)
     if plan_name == "KEPT":
-        kept = dataclasses.replace(plan, keep_gathered=tuple(plan.fully_shard))
+        field = "keep_gathered" if micro_batches == 1 else "keep_gathered_for_step"
+        kept = dataclasses.replace(plan, **{field: tuple(plan.fully_shard)})
         plan = estimate_plan(module, kept, example_inputs=inputs_of(case))
     return module, plan
 
@@ -277,17 +282,36 @@ def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tr
     with fake_process_group(plan.mesh.size), unpacked_sequences():
         mesh = device_mesh_for(plan, device_type="cpu")
         model = shard_module(module, mesh, plan, src_data_rank=None)
-        batch = {name: _apart(leaf) for name, leaf in local_batch(dict(inputs), mesh, plan).items()}
+        batches = [
+            {name: _apart(leaf) for name, leaf in local_batch(micro_batch, mesh, plan).items()}
+            for micro_batch in _micro_batches(inputs, plan.micro_batches)
+        ]
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        _pass(model, batch)
+        for batch in batches:
+            _pass(model, batch)
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
-        tracker.track_external(model, optimizer, *(leaf for leaf in batch.values() if isinstance(leaf, torch.Tensor)))
+        held = (leaf for batch in batches for leaf in batch.values() if isinstance(leaf, torch.Tensor))
+        tracker.track_external(model, optimizer, *held)
         with tracker:
-            _pass(model, batch)
+            for batch in batches:
+                _pass(model, batch)
+                tracker.reset_mod_stats()  # it refuses a module's second forward; peaks stay
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(role, "value", role)): n for role, n in snapshot.items() if role != "Total"}
+
+
+def _micro_batches(inputs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the arguments of each of ``count`` calls."""
+    size = BATCH // count
+    return [
+        {
+            name: leaf[size * i : size * (i + 1)] if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in inputs.items()
+        }
+        for i in range(count)
+    ]
 
 
 def _apart(leaf: Any) -> Any:
@@ -300,9 +324,18 @@ def _pass(model: nn.Module, batch: Mapping[str, Any]) -> None:
     loss.backward(torch.ones_like(loss))
 
 
-def outcome(case: Case, plan_name: str, ac: str, dtype: str, tracker: MemTracker | None = None) -> Outcome:
+def outcome(
+    case: Case,
+    plan_name: str,
+    ac: str,
+    dtype: str,
+    tracker: MemTracker | None = None,
+    *,
+    micro_batches: int = 1,
+    reduce_dtype: str = "fp32",
+) -> Outcome:
     """Return the peak of one combination, measured and predicted."""
-    module, plan = planned(case, plan_name, ac, dtype)
+    module, plan = planned(case, plan_name, ac, dtype, micro_batches, reduce_dtype)
     assert plan.estimate is not None
     predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role != "reserve"}
     measured = measure(module, plan, inputs_of(case), tracker or StepTracker())
@@ -318,6 +351,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="fp32", choices=("fp32", "bf16"), help="of computing; parameters rest in fp32"
     )
+    parser.add_argument("--micro-batches", type=int, default=1, choices=(1, 2), help="of a step")
+    parser.add_argument("--reduce-dtype", default="fp32", choices=("fp32", "bf16"), help="of gradients' sums")
     parser.add_argument("--roles", action="store_true", help="show the peaks by role as well")
     return parser.parse_args(argv)
 
@@ -338,7 +373,14 @@ def main() -> int:
             for ac in arguments.ac or MODES:
                 title = f"{model:11} {plan:5} {ac:10}"
                 try:
-                    found = outcome(CASES[model], plan, ac, arguments.dtype)
+                    found = outcome(
+                        CASES[model],
+                        plan,
+                        ac,
+                        arguments.dtype,
+                        micro_batches=arguments.micro_batches,
+                        reduce_dtype=arguments.reduce_dtype,
+                    )
                 except (PlannerError, RuntimeError) as error:
                     failed += 1
                     console.print(f"{title} did not run: {str(error).splitlines()[0]}")

@@ -40,7 +40,7 @@ def check_plan(
         sharders: by the names that the plan uses.
 
     Raises:
-        PlanError: the plan has a pipeline.
+        PlanError: the plan has a pipeline, or assumes overlap that is not run.
         PlanTypeError: a value, or a Sharder, of the wrong type.
         PlanMismatchError: the plan is for another mesh, model or torch, or the module is sharded already.
         EmptyPathError: a Sharder for the root.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,16 +24,17 @@ class GradientReduction:
     """Takes ``param.grad`` to the parameter's stored layout in every ``micro_batches``-th backward pass.
 
     Until then a gradient stays in the layout that autograd gives it, usually partial over the axes that the batch is
-    split on. Nothing is divided: the loss is the mean over the global (micro-)batch already, so that with several
-    micro-batches the caller scales each loss by ``1 / micro_batches``, as in any loop that accumulates gradients.
-    A pass is one call of ``backward``. Clearing the gradients (``zero_grad(set_to_none=True)``) before all passes of a
-    step have run starts the step again. Reductions run beside the rest of the backward; when it ends all have arrived.
+    split on, and adds up in the dtype that it is reduced in; where it comes in the stored layout, in the parameter's.
+    Nothing is divided: the loss is the mean over the global (micro-)batch already, so that with several micro-batches
+    the caller scales each loss by ``1 / micro_batches``, as in any loop that accumulates gradients. A pass is one call
+    of ``backward``. Clearing the gradients (``zero_grad(set_to_none=True)``) before all passes of a step have run
+    starts the step again. Reductions run beside the rest of the backward; when it ends all have arrived.
     """
 
     def __init__(
         self, redistributor: Redistributor, *, micro_batches: int, dtype: torch.dtype, clock: PhaseClock
     ) -> None:
-        """Reduce over ``redistributor``'s mesh, in ``dtype`` on the wire."""
+        """Reduce over ``redistributor``'s mesh, in ``dtype`` on the wire and while gradients add up."""
         self._redistributor = redistributor
         self._micro_batches = micro_batches
         self._dtype = dtype
@@ -52,7 +54,11 @@ class GradientReduction:
             unfinished: parameters whose gradients come from ``fully_shard``, which calls them split as the parameter
                 is, and the layouts that they are really in.
         """
+        parameters = tuple(parameters)
         self._unfinished.update(unfinished or {})
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.dtype != self._dtype:
+                parameter.grad_dtype = None  # ``grad`` takes any, as the sum does until it is reduced
         for parameter in (*parameters, *self._unfinished):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -85,6 +91,10 @@ class GradientReduction:
         assert parameter.grad is not None
         if self._pass_id != current_backward_pass():
             self._begin_pass(parameter)
+        if parameter.grad_dtype is None:
+            gradient = self._redistributor.as_dtensor(parameter.grad)
+            arrived = tuple(gradient.placements) == tuple(cast(DTensor, parameter).placements)
+            parameter.grad = _in_dtype(gradient, parameter.dtype if arrived else self._dtype)
         if self._passes + 1 == self._micro_batches:
             # At once, not at the end of the pass, so that gradients need not all be held unreduced.
             self._unreduced.pop(parameter, None)

@@ -122,17 +122,19 @@ def materialize_parameters(
 
 
 class _Cast(torch.autograd.Function):
-    """Changes the dtype of the local piece; the gradient keeps its layout."""
+    """Changes the dtype of the local piece; its gradient keeps its layout, and its dtype if the parameter takes any."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.dtype = parameter.dtype
+        ctx.grad_dtype = parameter.grad_dtype
         return _cast(parameter, dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None]:
-        return (None if gradient is None else _cast(gradient, ctx.dtype)), None
+        if gradient is None or ctx.grad_dtype is None:
+            return gradient, None
+        return _cast(gradient, ctx.grad_dtype), None
 
 
 def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:

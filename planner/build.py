@@ -33,10 +33,12 @@ def build_plan(
     memory_gb: float | None = None,
     optimizer: str = "adamw",
     dtype: str = "bf16",
+    reduce_dtype: str = "fp32",
     planner: str = "ilp",
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
+    tensor_overlap: bool = False,
     axes: int = 2,
     vary_blocks: bool = False,
     executable_only: bool = True,
@@ -62,11 +64,15 @@ def build_plan(
             each list alone; None: chosen.
         memory_gb: cap on the peak per device in 1e9 bytes; None: the device's memory.
         optimizer: a name of ``cost_model.memory.OPTIMIZERS``.
-        dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest, and gradients are reduced, in fp32.
+        dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest in fp32.
+        reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are: likewise.
         planner: "ilp", a baseline's name, or "random:SEED".
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
         data_axes: mesh axes that are to split the batch alone.
+        tensor_overlap: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
+            products next to it, as userbuffers and async tensor parallelism do; `executor.shard_module` cannot, so it
+            needs ``executable_only=False``.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
@@ -98,9 +104,11 @@ def build_plan(
         memory_gb=memory_gb,
         optimizer=optimizer,
         dtype=dtype,
+        reduce_dtype=reduce_dtype,
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
+        tensor_overlap=tensor_overlap,
         axes=axes,
         vary_blocks=vary_blocks,
         executable_only=executable_only,

@@ -11,6 +11,7 @@ from cost_model import AxisGroup, ClusterSpec, axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
+from planner.overlap import Beside, Overlap
 from planner.report import CollectiveKind, Phase
 
 Port = tuple[Layout | None, Layout | None]
@@ -77,12 +78,16 @@ class Ports:
 
 
 class Exchange(NamedTuple):
-    """A kind of tensor that is redistributed: its full shape, bytes per element, and how often in a step."""
+    """A kind of tensor that is redistributed: its full shape, bytes per element, and how often in a step.
+
+    And the products beside it, where they are to hide it.
+    """
 
     shape: tuple[int, ...]
     itemsize: int
     calls: float
     has_backward: bool
+    beside: Beside | None = None
 
 
 def link_of(group: AxisGroup) -> str:
@@ -103,6 +108,7 @@ class Communication:
         self._cluster = cluster
         self._groups = [axis_group(mesh, name, cluster) for name in mesh.names]
         self._links = [link_of(group) for group in self._groups]
+        self._overlap = Overlap.of(cluster.device)
         self._paths = RedistributionPlanner(mesh.shape, self.time_s)
         self._times_s: dict[tuple[CollectiveKind, int, int], float] = {}
         self._moves: dict[tuple[object, ...], Price | None] = {}
@@ -174,15 +180,61 @@ class Communication:
 
     def _exchange(self, exchanged: Exchange, source: Port, target: Port) -> Price | None:
         (source_layout, source_gradient), (layout, gradient) = source, target
-        shape, itemsize, calls, has_backward = exchanged
+        shape, itemsize, calls, has_backward, beside = exchanged
         if source_layout is None or layout is None:
             return None
         forward = self.move(
             shape, itemsize, source_layout, layout, phase="forward", calls=calls, prefix=quantity.BLOCKING_FORWARD
         )
+        if forward is not None and beside is not None:
+            path = self.path(shape, itemsize, source_layout, layout)
+            forward = self.hidden(forward, path, quantity.FORWARD, beside.reading.forward, beside.making.forward)
         if forward is None or source_gradient is None or gradient is None or not has_backward:
             return forward
         backward = self.move(
             shape, itemsize, gradient, source_gradient, phase="backward", calls=calls, prefix=quantity.BLOCKING_BACKWARD
         )
+        if backward is not None and beside is not None:
+            path = self.path(shape, itemsize, gradient, source_gradient)
+            backward = self.hidden(backward, path, quantity.BACKWARD, beside.making.backward, beside.reading.backward)
         return None if backward is None else add_prices([forward, backward])
+
+    def hidden(
+        self,
+        price: Price,
+        path: Redistribution | None,
+        phase: quantity.PhaseQuantities,
+        gathered_for_s: float,
+        reduced_from_s: float,
+    ) -> Price:
+        """Return a redistribution's price with what products hide of it; see `planner.tensor_overlap`.
+
+        Args:
+            path: of the redistribution.
+            gathered_for_s: seconds of the products that read what an all-gather would bring.
+            reduced_from_s: seconds of the product whose result a reduction would sum.
+        """
+        if path is None or len(path.steps) != 1 or path.steps[0].axis != self._axis_of_pieces or not price.collectives:
+            return price
+        ((step,), (one,)) = path.steps, price.collectives
+        ranks = self._mesh.shape[step.axis]
+        hidden_s = {
+            "all_gather": min(one.time_s, gathered_for_s),
+            "reduce_scatter": min(one.time_s * (1 - 1 / ranks), reduced_from_s),
+            "all_reduce": min(one.time_s * (1 - 1 / ranks), reduced_from_s),
+        }.get(one.kind, 0.0)
+        if not hidden_s:
+            return price
+        link, hidden_s = self._links[step.axis], hidden_s * one.count
+        charge = {
+            phase.blocking + link: one.count * one.time_s - hidden_s,
+            phase.prefetch + link: hidden_s,
+            phase.slowdown: self._overlap.slowdown_s(hidden_s),
+        }
+        return Price(charge=charge, collectives=price.collectives)
+
+    @property
+    def _axis_of_pieces(self) -> int | None:
+        """The mesh axis on which communication is cut into pieces: the innermost, where that is inside a node."""
+        inner = max((axis for axis, size in enumerate(self._mesh.shape) if size > 1), default=None)
+        return inner if inner is not None and self._groups[inner].nodes == 1 else None

@@ -22,6 +22,7 @@ from planner.graph import Value
 from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_times import OpTime, OpTimes
+from planner.overlap import Beside
 from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
@@ -47,29 +48,40 @@ class Pricer:
 
     # --- activations ---------------------------------------------------------------------------------------------
 
-    def exchange(self, value: Value) -> Exchange:
-        """Return what is exchanged where an activation like ``value`` is redistributed, once per micro-batch."""
+    def exchange(self, value: Value, beside: Beside | None = None) -> Exchange:
+        """Return what is exchanged where an activation like ``value`` is redistributed, once per micro-batch.
+
+        Args:
+            beside: the products that hide it, where the job has it so.
+        """
         return Exchange(
-            value.shape, value.dtype.itemsize, self.run.passes, value.requires_grad and self.run.job.training
+            value.shape, value.dtype.itemsize, self.run.passes, value.requires_grad and self.run.job.training, beside
         )
 
-    def redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price | None:
+    def redistribution(
+        self, value: Value, source: Port, target: Port, count: int, beside: Beside | None = None
+    ) -> Price | None:
         """Return the price of ``count`` redistributions of an activation per micro-batch, forward and backward.
 
         None where there is no path, or where the tensor has a gradient on one side only.
         """
         ports = self.communication.ports
-        exchanged = self.exchange(value)._replace(calls=count * self.run.passes)
+        exchanged = self.exchange(value, beside)._replace(calls=count * self.run.passes)
         return self.communication.exchange(exchanged, ports.number(source), ports.number(target))
 
-    def recomputed_redistribution(self, value: Value, source: Port, target: Port, count: int) -> Price:
+    def recomputed_redistribution(
+        self, value: Value, source: Port, target: Port, count: int, beside: Beside | None = None
+    ) -> Price:
         """Return the price of repeating ``count`` forward redistributions while blocks are recomputed."""
         assert source[0] is not None
         assert target[0] is not None
         calls = count * self.run.passes
         price = self._move(value, source[0], target[0], "recompute", calls, quantity.BLOCKING_BACKWARD)
         assert price is not None
-        return price
+        if beside is None:
+            return price
+        path = self.communication.path(value.shape, value.dtype.itemsize, source[0], target[0])
+        return self.communication.hidden(price, path, quantity.BACKWARD, beside.reading.forward, beside.making.forward)
 
     def _move(
         self, value: Value, source: Layout, target: Layout, phase: Phase, calls: float, prefix: str

@@ -62,13 +62,15 @@ class _Itemiser:
 
     def _redistributions(self) -> Iterator[Price]:
         for tally in self._structure.forward:
+            value, beside = self._value(tally), self._formulator.beside(tally)
             for source, target in self._wanted(tally):
                 if source != target:
-                    yield _some(self._pricer.redistribution(self._value(tally), source, target, tally.count))
+                    yield _some(self._pricer.redistribution(value, source, target, tally.count, beside))
         for tally in self._structure.recompute:
+            value, beside = self._value(tally), self._formulator.beside_again(tally)
             for source, target in self._wanted(tally):
                 if source[0] != target[0]:
-                    yield self._pricer.recomputed_redistribution(self._value(tally), source, target, tally.count)
+                    yield self._pricer.recomputed_redistribution(value, source, target, tally.count, beside)
 
     def _copies(self) -> Iterator[Price]:
         moments = self._structure.timeline.moments

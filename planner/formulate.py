@@ -16,6 +16,7 @@ from planner.communication import Port, Price
 from planner.costs import Pricer
 from planner.gathers import Gathers
 from planner.graph import Value
+from planner.overlap import Beside
 from planner.parameter_classes import ParameterClass
 from planner.parameter_costs import ParameterPricer, StoredChoice
 from planner.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
@@ -25,6 +26,7 @@ from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.strategies.sliced_parameters import slices_parameters
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
+from planner.tensor_overlap import ProductsBeside
 
 Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""
@@ -70,6 +72,8 @@ class Formulator:
         self._mesh = pricer.run.mesh.shape
         self._ports = pricer.communication.ports
         self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
+        overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
+        self._products = ProductsBeside(structure, pricer.run) if overlapped else None
         self.gathers = Gathers(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
 
     def build(
@@ -204,6 +208,14 @@ class Formulator:
 
     # --- edges ---------------------------------------------------------------------------------------------------
 
+    def beside(self, tally: Tally) -> Beside | None:
+        """Return the products that hide a tally's redistributions; None where nothing does."""
+        return None if self._products is None else self._products.of(tally)
+
+    def beside_again(self, tally: Tally) -> Beside | None:
+        """Return the same of what checkpointed blocks repeat."""
+        return None if self._products is None else self._products.again(tally)
+
     def redistribution_price(self, value: Value, source: Port, target: Port) -> Price | None:
         """Return the price of one redistribution, forward and backward; None where it cannot be."""
         return self.pricer.redistribution(value, source, target, 1)
@@ -233,16 +245,16 @@ class Formulator:
     def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, pricer = self._ports, self.pricer
         for tally in self._structure.forward:
-            exchanged = pricer.exchange(self._value(tally))
+            exchanged = pricer.exchange(self._value(tally), self.beside(tally))
             for p, q, members in meeting(edges, tally.edges):
                 price = pricer.communication.exchange(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, tally.count)
         for tally in self._structure.recompute:
-            value = self._value(tally)
+            value, beside = self._value(tally), self.beside_again(tally)
             for p, q, members in meeting(edges, tally.edges):
                 if ports.port(p)[0] != ports.port(q)[0]:
-                    price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count)
+                    price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count, beside)
                     charges.add(members, price.charge)
         if pricer.run.job.counts_moments:
             self._charge_copies(edges, charges)
@@ -305,6 +317,7 @@ class Formulator:
             first=index == structure.first_class,
             working=parameter.working[use],
             pending=parameter.pending[use],
+            gradients=parameter.gradients,
         )
 
     def _parameter_edges(

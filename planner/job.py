@@ -64,7 +64,7 @@ class Job:
         dtype: of parameters and activations.
         master_dtype: of the optimizer's own copy of the parameters; None keeps no copy.
         state_dtype: of the optimizer's states.
-        reduce_dtype: in which gradients are reduced.
+        reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are.
         flash_attention: None: where the device has it.
         dropout: always as the model's config says; here so that a plan states it.
         mip_gap: relative gap at which the solver may stop.
@@ -74,6 +74,8 @@ class Job:
             list alone; None lets the search choose.
         pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
         data_axes: mesh axes that split the batch alone.
+        tensor_overlap: whether communication of activations is taken to run in pieces beside the matrix products next
+            to it (`planner.tensor_overlap`); such a plan cannot be run here.
     """
 
     batch: int | None = None
@@ -93,6 +95,7 @@ class Job:
     ac: str | None = None
     pins: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
+    tensor_overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.phase != "training":
@@ -177,3 +180,18 @@ def memory_bytes_of(memory_gb: float) -> int:
             f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
         )
     return int(memory_gb * 1e9)
+
+
+def checked_tensor_overlap(tensor_overlap: bool, executable_only: bool) -> bool:
+    """Return whether communication is taken to run beside products.
+
+    Raises:
+        JobError: it is, and only plans that can be run are wanted.
+    """
+    if tensor_overlap and executable_only:
+        raise JobError(
+            "tensor_overlap is assumed, and only plans that can be run are wanted: communication in pieces cannot.",
+            what_to_do="Add --no-executable-only (executable_only=False), or leave --tensor-overlap out.",
+            field="tensor_overlap",
+        )
+    return tensor_overlap

@@ -9,6 +9,11 @@ from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.run import Run
 from planner.traced_module import TracedModule
 
+NOT_OVERLAPPED = (
+    "the plan assumes that tensor-parallel communication inside a node runs in pieces beside matrix products, which "
+    "cannot be run here: without --tensor-overlap (tensor_overlap=False) it is priced as it runs."
+)
+
 
 def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) -> Iterator[str]:
     """Yield what is worth knowing of a plan of ``run``; ``batch`` is the global one, in samples."""
@@ -16,6 +21,8 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
         yield WITHOUT_LOSS
     if run.job.phase == "prefill" and not module.decodes:
         yield "no key-value cache is counted: the model has none, or one of latents."
+    if run.job.tensor_overlap:
+        yield NOT_OVERLAPPED
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):

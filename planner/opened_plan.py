@@ -140,7 +140,7 @@ def open_plan(
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
-    plan.check_runs()
+    plan.check_priced()
     found = plan.fingerprint.get("model")
     if found is not None and found != model_fingerprint(model):
         raise PlanMismatchError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from cost_model import DeviceSpec
 from cost_model.in_step import in_step
@@ -46,3 +46,21 @@ class Overlap:
     def slowdown_s(self, hidden_s: float) -> float:
         """Return by how much compute takes longer where so many seconds of communication run beside it."""
         return hidden_s * self.taken_share
+
+
+class Products(NamedTuple):
+    """Seconds, or FLOPs, of matrix products, forward and backward."""
+
+    forward: float
+    backward: float
+
+    def times(self, factor: float) -> Products:
+        """Return both times ``factor``."""
+        return Products(self.forward * factor, self.backward * factor)
+
+
+class Beside(NamedTuple):
+    """The seconds of products beside a redistribution: of those that read the tensor, and of the one that makes it."""
+
+    reading: Products
+    making: Products

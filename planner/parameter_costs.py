@@ -71,7 +71,7 @@ class ParameterPricer:
             return None
         if self._run.micro_batches == 1:
             return add_prices([price, reduced])
-        return add_prices([price, reduced, self._gradient_memory(value, choice.accumulated, count)])
+        return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
 
     def _arriving(
         self, value: Value, choice: StoredChoice, count: int, gradients: Mapping[str, int]
@@ -140,6 +140,7 @@ class ParameterPricer:
         first: bool,
         working: Mapping[str, int],
         pending: Mapping[str, int],
+        gradients: Mapping[str, int],
     ) -> Price | None:
         """Return the price of using ``count`` equal parameters, each gathered by itself, and of their gradients.
 
@@ -150,6 +151,7 @@ class ParameterPricer:
             first: whether nothing is left of the backward that could hide its gradient's reduction.
             working: moment's quantity -> how many of them an op uses at that moment, backward, or forward in inference.
             pending: moment's quantity -> how many of their gradients from this use wait for those from others.
+            gradients: moment's quantity -> how many of them have their gradients by then.
         """
         layout, gradient = use
         assert layout is not None
@@ -178,7 +180,7 @@ class ParameterPricer:
             waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
             prices.append(Price(charge={name: n * waiting for name, n in pending.items()}))
             if self._run.micro_batches > 1 and choice.accumulated is None:
-                prices.append(self._gradient_memory(value, gradient, count))
+                prices.append(self._accumulating(value, choice, gradient, count, gradients))
         return add_prices(prices)
 
     def _presented(
@@ -200,8 +202,24 @@ class ParameterPricer:
             value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, prefix=prefix
         )
 
-    def _gradient_memory(self, value: Value, layout: Layout, count: int) -> Price:
-        return Price(charge={quantity.MEMORY + "gradients": count * self.gradient_nbytes(value, layout)})
+    def _accumulating(
+        self, value: Value, choice: StoredChoice, layout: Layout, count: int, gradients: Mapping[str, int]
+    ) -> Price:
+        """Price the gradients that add up over micro-batches in ``layout``: in the wire's dtype where that is ahead.
+
+        What ``fully_shard`` has reduced over its axis it leaves in the stored dtype, as is all that has arrived.
+        """
+        arrived = self.gradient_nbytes(value, choice.stored)
+        nbytes = self.gradient_nbytes(value, layout)
+        if choice.gathered_over is None and layout != choice.stored:
+            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
+        charge = {quantity.MEMORY + "gradients": count * nbytes}
+        if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
+            at_end = {UPDATE.quantity("gradients"): count}
+            charge |= {
+                name: n * (arrived - nbytes) for name, n in (at_end if self._is_cast(value) else gradients).items()
+            }
+        return Price(charge=charge)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of a gradient in ``layout``, in the dtype that the parameter rests in."""

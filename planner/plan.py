@@ -182,7 +182,21 @@ class ShardingPlan:
         return self.mesh.spec if self.pipeline is None else MeshSpec(axes=self.mesh.axes[1:])
 
     def check_runs(self) -> None:
-        """Refuse a plan with parts that nothing here can run or price again.
+        """Refuse a plan that nothing here can run.
+
+        Raises:
+            PlanError: it has a pipeline, or its job takes communication to be hidden as the executor does not hide it.
+        """
+        self.check_priced()
+        if self.job.tensor_overlap:
+            raise PlanError(
+                "The plan assumes that tensor-parallel communication runs in pieces beside matrix products "
+                "(tensor_overlap), which is not run here.",
+                what_to_do="Plan without --tensor-overlap (tensor_overlap=False); the layouts may differ.",
+            )
+
+    def check_priced(self) -> None:
+        """Refuse a plan with parts that nothing here can price again.
 
         Raises:
             PlanError: it has a pipeline.

@@ -30,6 +30,7 @@ class _LocalPlanner(ShardingPlanner):
     memory_gb: float | None = None
     optimizer: str = "adamw"
     dtype: str = "bf16"
+    reduce_dtype: str = "fp32"
     pins: Sequence[str] = ()
     data_axes: Sequence[str] = ()
     axes: int = 2
@@ -44,6 +45,9 @@ class _LocalPlanner(ShardingPlanner):
 
     def _executable_only(self) -> bool:
         return True
+
+    def _tensor_overlap(self) -> bool:
+        return False
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for ``module``.
@@ -63,12 +67,14 @@ class _LocalPlanner(ShardingPlanner):
             memory_gb=self.memory_gb,
             optimizer=self.optimizer,
             dtype=self.dtype,
+            reduce_dtype=self.reduce_dtype,
             planner=self._planner(),
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
             axes=self.axes,
             executable_only=self._executable_only(),
+            tensor_overlap=self._tensor_overlap(),
         )
 
 
@@ -78,13 +84,18 @@ class ILPShardingPlanner(_LocalPlanner):
 
     Attributes:
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too.
+        tensor_overlap: see `planner.build.build_plan`.
     """
 
     executable_only: bool = True
+    tensor_overlap: bool = False
     kind = "ilp"
 
     def _executable_only(self) -> bool:
         return self.executable_only
+
+    def _tensor_overlap(self) -> bool:
+        return self.tensor_overlap
 
 
 @dataclass(frozen=True, kw_only=True)

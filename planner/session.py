@@ -25,7 +25,14 @@ from planner.clock import Clock
 from planner.cut import obstacle
 from planner.errors import MeshError, PlannerError, SolverError
 from planner.inputs import GivenInputs, batch_of
-from planner.job import Checkpointing, Job, JobPhase, checked_time_limit_s, memory_bytes_of
+from planner.job import (
+    Checkpointing,
+    Job,
+    JobPhase,
+    checked_tensor_overlap,
+    checked_time_limit_s,
+    memory_bytes_of,
+)
 from planner.notes import notes_on
 from planner.outer_search import Found, OuterSearch, Progress
 from planner.parallel import Pool, checked_jobs
@@ -66,9 +73,11 @@ class PlanningSession:
         memory_gb: float | None = None,
         optimizer: str = "adamw",
         dtype: str = "bf16",
+        reduce_dtype: str = "fp32",
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
+        tensor_overlap: bool = False,
         axes: int = 2,
         vary_blocks: bool = False,
         executable_only: bool = True,
@@ -93,12 +102,14 @@ class PlanningSession:
             phase=phase,
             optimizer=optimizer,
             dtype=dtype,
+            reduce_dtype=reduce_dtype,
             flash_attention=flash,
             memory_bytes=None if memory_gb is None else memory_bytes_of(memory_gb),
             micro_batches=micro_batches,
             ac=ac,
             pins=tuple(pins),
             data_axes=tuple(data_axes),
+            tensor_overlap=checked_tensor_overlap(tensor_overlap, executable_only),
         )
         self._batch = batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes

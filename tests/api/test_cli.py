@@ -109,7 +109,7 @@ def test_help_is_at_once_and_imports_neither_torch_nor_fastapi() -> None:
 
 def test_plan_has_every_option_by_name() -> None:
     said = run("plan", "--help").output
-    job = "--cluster --mesh --batch --seq --micro-batches --ac --memory-gb --optimizer --dtype --planner"
+    job = "--cluster --mesh --batch --seq --micro-batches --ac --memory-gb --optimizer --dtype --reduce-dtype --planner"
     options = f"{job} --output --json --no-cache"
     assert set(options.split()) <= set(re.findall(r"--[a-z-]+", said))
     assert "-o" in said
@@ -130,6 +130,7 @@ def test_plan_has_every_option_by_name() -> None:
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--memory-gb", "-3"], "--memory-gb is -3"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--ac", "some"], "--ac is 'some'"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["plan", "gpt2", "--cluster", "1x4xtoy", "--reduce-dtype", "fp8"], "--reduce-dtype is 'fp8'"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--optimizer", "magic"], "adamw"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--planner", "random"], "there is no planner 'random'"),
         (["plan", "gpt2", "--cluster", "1x4xtoy"], "batch is missing"),

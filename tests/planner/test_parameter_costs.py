@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import families
 import pytest
 from torch import nn
@@ -108,3 +110,24 @@ def test_all_blocks_gather_over_one_axis() -> None:
         assert len(axes) <= 1
         seen |= axes
     assert seen, "no random plan gathers anything with its block: the test shows nothing"
+
+
+def test_in_16_bits_a_gradient_takes_half_the_wire_and_half_the_memory_until_it_is_reduced() -> None:
+    """Worked by hand, of data parallelism in two micro-batches: all gradients are there whole, and end in fp32."""
+    module, inputs = families.make("llama", 8)
+    options: dict[str, Any] = {"dtype": "fp32", "micro_batches": 2, "ac": "none"}
+    found = {}
+    for reduce_dtype in ("fp32", "bf16"):
+        session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, reduce_dtype=reduce_dtype, **options)
+        found[reduce_dtype] = session.plan(planner="data-parallel", mesh="dp=4")
+        assert found[reduce_dtype].job.reduce_dtype == reduce_dtype
+    wide, narrow = (rows(found[dtype], "all_reduce", "grad_reduce") for dtype in ("fp32", "bf16"))
+    assert narrow == {nbytes // 2: count for nbytes, count in wide.items()}
+    estimates = [found[dtype].estimate for dtype in ("fp32", "bf16")]
+    assert estimates[0] is not None
+    assert estimates[1] is not None
+    numel = sum(p.numel() for p in module.parameters())
+    # At the peak most activations are there: of the last gradients none has been reduced but the head's.
+    head = dict(module.named_parameters())["lm_head.weight"].numel()
+    saved = estimates[0].memory["gradients"] - estimates[1].memory["gradients"]
+    assert numel * 2 - head * 2 <= saved <= numel * 2
