@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from executor import torch_internals
+from executor.implicit_replication import hold_for_backward, implicit_replication
 from executor.sharing import SharedRedistributions
 from planner.report import Phase
 
@@ -37,54 +36,6 @@ class PhaseClock:
             yield
         finally:
             self._phases.pop()
-
-
-class ImplicitReplication:
-    """Has DTensor take plain tensors as replicated while somebody needs it; torch's own context cannot be nested.
-
-    A backward pass needs it as well, from the start: the engine gives each of its nodes the flag as it was when the
-    pass began, so that no hook on a gradient can set it. So it stays on while a graph lives that could be run backward.
-    """
-
-    def __init__(self) -> None:
-        self._holders = 0
-        self._before = False
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Within it the flag is on."""
-        self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    def hold_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Keep the flag on until the graphs that ``outputs`` end are freed."""
-        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-        if not nodes:
-            return
-        graph = _Graph()
-        for node in nodes:
-            metadata: Any = node.metadata
-            metadata[self] = graph
-        self._acquire()
-        weakref.finalize(graph, self._release)
-
-    def _acquire(self) -> None:
-        if self._holders == 0:
-            self._before = torch_internals.allows_implicit_replication()
-        self._holders += 1
-        torch_internals.allow_implicit_replication(True)
-
-    def _release(self) -> None:
-        self._holders -= 1
-        if self._holders == 0:
-            torch_internals.allow_implicit_replication(self._before)
-
-
-class _Graph:
-    """Lives as long as the autograd nodes whose metadata it is in."""
 
 
 class RunContexts:
@@ -117,7 +68,6 @@ class RunContexts:
         self._own_ops = own_ops
         self._presented_parameters = presented_parameters
         self._device_type = device_type
-        self._implicit = ImplicitReplication()
         self._forward: ExitStack | None = None
 
     def attach(self, root: nn.Module) -> None:
@@ -138,7 +88,7 @@ class RunContexts:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self._implicit.on())
+            stack.enter_context(implicit_replication())
             stack.enter_context(self._shared.scope())
             if self._device_type == "cpu":
                 # DTensor has no rule for the CPU's flash attention.
@@ -161,4 +111,4 @@ class RunContexts:
             self._forward.close()
             self._forward = None
         leaves = pytree.tree_leaves(output)
-        self._implicit.hold_for_backward(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        hold_for_backward(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

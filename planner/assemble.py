@@ -231,7 +231,9 @@ class _Reader:
         if port is None:
             return strategy.forward[slot], strategy.gradient[slot]
         source = strategy.forward[slot] if port.source is None else port.source
-        gradient = strategy.gradient[slot] if port.source_grad is None else port.source_grad
+        gradient = strategy.gradient[slot]
+        if gradient is not None and port.source_grad is not None:
+            gradient = port.source_grad  # of another call of the module, where none comes back from this one
         return (
             (None, None)
             if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient)

@@ -76,6 +76,11 @@ class Ports:
         """Return the port of that number."""
         return self._ports[number]
 
+    def agree(self, a: int, b: int) -> bool:
+        """Tell whether one key of a plan can say both: of what sends no gradient back it says the layout alone."""
+        (layout, gradient), (other_layout, other_gradient) = self._ports[a], self._ports[b]
+        return layout == other_layout and (gradient == other_gradient or gradient is None or other_gradient is None)
+
 
 class Exchange(NamedTuple):
     """A kind of tensor that is redistributed: its full shape, bytes per element, and how often in a step.

@@ -9,7 +9,7 @@ stands for. The integer program and the estimator both ask here, so that they ca
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -130,7 +130,7 @@ class Pricer:
         inputs = [region.slots[i].value for i in region_op.inputs]
         output = region_op.outputs[0]
         profile = self._profile.ops[region_op.op.name]
-        found = self._op_times.of(
+        return self._op_times.of(
             region_op.op,
             inputs,
             region.slots[output].value,
@@ -142,12 +142,15 @@ class Pricer:
             self._context_work(region, region_op, strategy),
             exchange_ranks(region_op.op, [strategy.forward[i] for i in region_op.inputs], mesh),
         )
-        sums_s = 0.0
-        for position in profile.summed:
+
+    def _sums_s(self, region: Region, region_op: RegionOp, strategy: Strategy, sums: Mapping[int, int]) -> float:
+        """Return the seconds in which autograd adds the gradients of an op's inputs to those of earlier uses."""
+        found = 0.0
+        for position, times in sums.items():
             slot = region_op.inputs[position]
             layout = strategy.gradient[slot] or strategy.forward[slot]
-            sums_s += self._op_times.sum_s(self.local_nbytes(region.slots[slot].value, layout))
-        return OpTime(found.forward_s, found.backward_s + sums_s)
+            found += times * self._op_times.sum_s(self.local_nbytes(region.slots[slot].value, layout))
+        return found
 
     def region(
         self,
@@ -159,6 +162,7 @@ class Pricer:
         moments: Sequence[Moment],
         alive: ClassTimeline,
         arguments: Sequence[int],
+        sums: Sequence[Mapping[int, int]],
     ) -> Price:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
@@ -168,6 +172,7 @@ class Pricer:
             alive: what of the regions is alive at them.
             arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
                 flight. Of a stage also what it hands on, which waits for its gradient.
+            sums: for each op, input -> in how many of the regions its gradient is added to that of an earlier use.
         """
         charge: dict[str, float] = defaultdict(float)
         for slot in arguments:
@@ -177,7 +182,7 @@ class Pricer:
         prices = list(self._handed_over(region, strategy, count))
         calls = count * self.run.passes
         recomputes = mode is not None
-        for region_op in region.ops:
+        for region_op, summed in zip(region.ops, sums, strict=True):
             forward_s, backward_s = self._op_time(region, region_op, strategy)
             matmul = self._profile.ops[region_op.op.name].flops > 0
             cache_nbytes = self._cache_nbytes(region, region_op, strategy)
@@ -187,6 +192,7 @@ class Pricer:
             if self.run.job.training:
                 again = mode == "full" or (mode == "selective" and not matmul)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
+                charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, summed)
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.counts_moments:
             charge.update(self._alive(region, strategy, moments, alive))

@@ -193,7 +193,10 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
-                    (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})[path] = port
+                    ports = (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})
+                    # Calls of one module agree, but where no gradient comes back it is another that says its layout.
+                    if port.grad is not None or path not in ports:
+                        ports[path] = port
     found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
     for gather in structure.gathers:
         if gather.kind in decision.kept:

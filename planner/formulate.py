@@ -117,8 +117,9 @@ class Formulator:
         edges = [self._edge(key, strategies) for key in self._structure.edges]
         charges = Charges()
         self._charge_redistributions(edges, charges)
-        agreed = [same_producer_port(edges[a], edges[b]) for a, b in self._structure.agreements]
-        edges += [*agreed, *(same_consumer_port(edges[a], edges[b]) for a, b in self._structure.alike)]
+        agree = self._ports.agree
+        agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.agreements]
+        edges += [*agreed, *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.alike)]
         edges += list(self._parameter_edges(strategies, stored))
         edges += self.gathers.edges(len(strategies), stored, axis_node, len(edges), charges)
         units = charges.settle(edges)
@@ -157,6 +158,7 @@ class Formulator:
             moments=structure.timeline.moments,
             alive=structure.timeline.classes[index],
             arguments=structure.arguments.get(index, ()),
+            sums=structure.sums[index],
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:

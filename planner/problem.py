@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,18 +71,21 @@ class Edge:
     pairs: Mapping[tuple[int, int], Charge]
 
 
-def same_producer_port(a: Edge, b: Edge) -> Edge:
-    """Return an edge that holds the producers of two edges to the same port: one key of a plan names both."""
-    return _same_port(a.producer, a.producer_ports, b.producer, b.producer_ports)
+def same_producer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
+    """Return an edge that holds the producers of two edges to ports that agree: one key of a plan names both."""
+    return _same_port(a.producer, a.producer_ports, b.producer, b.producer_ports, agree)
 
 
-def same_consumer_port(a: Edge, b: Edge) -> Edge:
-    """Return an edge that holds the consumers of two edges to the same port, likewise."""
-    return _same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports)
+def same_consumer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
+    """Return an edge that holds the consumers of two edges to ports that agree, likewise."""
+    return _same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports, agree)
 
 
-def _same_port(node: int, ports: tuple[int, ...], other: int, other_ports: tuple[int, ...]) -> Edge:
-    pairs: dict[tuple[int, int], Charge] = {(port, port): {} for port in set(ports) & set(other_ports)}
+def _same_port(
+    node: int, ports: tuple[int, ...], other: int, other_ports: tuple[int, ...], agree: Callable[[int, int], bool]
+) -> Edge:
+    others = dict.fromkeys(other_ports)
+    pairs: dict[tuple[int, int], Charge] = {(p, q): {} for p in dict.fromkeys(ports) for q in others if agree(p, q)}
     return Edge(producer=node, consumer=other, producer_ports=ports, consumer_ports=other_ports, pairs=pairs)
 
 

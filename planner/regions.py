@@ -20,13 +20,10 @@ from typing import Any, Literal
 import torch
 
 from planner.errors import ModelError
+from planner.frames import OUTSIDE, Frames, SlotKey
 from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name, with_refs
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
-SlotKey = tuple[str, int]
-"""(value, index of the module call that sees it); call -1 is outside the root module."""
-
-OUTSIDE = -1
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
 
 
@@ -103,48 +100,6 @@ class RegionGraph:
     links: tuple[Link, ...]
 
 
-class _Frames:
-    """Which slots exist, and where each entry comes from."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self._graph = graph
-        self.home: dict[str, int] = {}
-        for model_input in graph.inputs:
-            self.home[model_input.value] = OUTSIDE
-        for op in graph.ops:
-            self.home.update(dict.fromkeys(op.outputs, op.call))
-        self.entries: dict[SlotKey, tuple[SlotKey | None, Crossing]] = {}
-        self._paths: dict[SlotKey, tuple[Crossing, ...]] = {}
-        for op in graph.ops:
-            for value, crossings in zip(op.inputs, op.crossings, strict=True):
-                if crossings and graph.values[value].kind != "parameter":
-                    self._paths[value, op.call] = crossings
-        for output in graph.outputs:
-            if output.is_loss or output.is_sent or output.is_result:
-                self._paths[output.value, OUTSIDE] = output.crossings
-        for model_input in graph.inputs:
-            crossing = Crossing(call=0, direction="input", path=model_input.path)
-            self._paths[model_input.value, 0] = (crossing,)
-        for key, crossings in self._paths.items():
-            self.entries[key] = (self._source(key, crossings), crossings[-1])
-
-    def _source(self, key: SlotKey, crossings: tuple[Crossing, ...]) -> SlotKey | None:
-        """Return the last slot of the same value on the way to ``key``."""
-        value, _ = key
-        for crossing in reversed(crossings[:-1]):
-            frame = crossing.call if crossing.direction == "input" else self._parent(crossing.call)
-            if (value, frame) in self._paths and frame != key[1]:
-                return value, frame
-        home = self.home.get(value, OUTSIDE)
-        if home == OUTSIDE:
-            return None
-        return value, home
-
-    def _parent(self, call: int) -> int:
-        parent = self._graph.calls[call].parent
-        return OUTSIDE if parent is None else parent
-
-
 def is_sent(region: Region, slot: Slot) -> bool:
     """Tell whether a slot shows what a pipeline stage hands on; beside that only the loss is seen outside."""
     return region.call == OUTSIDE and slot.origin == "entry" and bool(slot.value.shape)
@@ -175,7 +130,7 @@ class _Union:
         self._parent[self.find(a)] = self.find(b)
 
 
-def _slot_key(frames: _Frames, value: str, call: int) -> SlotKey:
+def _slot_key(frames: Frames, value: str, call: int) -> SlotKey:
     return (value, call) if (value, call) in frames.entries else (value, frames.home.get(value, call))
 
 
@@ -185,7 +140,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
     Args:
         fold: whether equal regions are one class; otherwise each decides for itself, which takes long to solve.
     """
-    frames = _Frames(graph)
+    frames = Frames(graph)
     union = _Union()
     live_ops = [op for op in graph.ops if any(graph.values[v].kind == "activation" for v in op.outputs)]
     for key, (_, _) in frames.entries.items():
@@ -214,7 +169,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
     return _link(graph, regions, fold)
 
 
-def _build_region(graph: OpGraph, frames: _Frames, index: int, ops: list[Op], keys: list[SlotKey]) -> Region:
+def _build_region(graph: OpGraph, frames: Frames, index: int, ops: list[Op], keys: list[SlotKey]) -> Region:
     slots: list[Slot] = []
     positions: dict[Hashable, int] = {}
     call = ops[0].call if ops else keys[0][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -38,9 +38,11 @@ class Structure:
     Attributes:
         modes: block -> how it is checkpointed, of those that are.
         agreements, alike: pairs of edges that one key of the plan names: they show the same ports where they come from,
-            and, in inference, where they lead.
+            and where they lead.
         arguments: region class -> slots that show what the model is called with, or hands to the next stage, each
             tensor once.
+        sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of an earlier
+            use: of what many blocks read, the first has nothing to add to.
     """
 
     regions: RegionGraph
@@ -58,6 +60,7 @@ class Structure:
     alike: tuple[tuple[int, int], ...]
     first_class: int | None
     arguments: Mapping[int, tuple[int, ...]]
+    sums: tuple[tuple[Mapping[int, int], ...], ...]
     gathers: tuple[BlockGather, ...]
     timeline: Timeline
 
@@ -109,9 +112,10 @@ def build_structure(
         edges=tuple(edge_index),
         parameters=parameters,
         agreements=_agreements(regions, edge_index),
-        alike=_alike(regions, edge_index) if op_order.is_forward else (),
+        alike=_alike(regions, edge_index),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
         arguments=_arguments(regions),
+        sums=tuple(_sums(regions, profile, members.members) for members in regions.classes),
         gathers=block_gathers(regions, blocks, parameters, timeline),
         timeline=timeline,
         **tallies,
@@ -137,7 +141,7 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
 def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
     """Return all that a structure asks of the profile of each op."""
     return [
-        (name, op.saved, op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0)
+        (name, op.saved, op.summed, op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0)
         for name, op in profile.ops.items()
     ]
 
@@ -156,6 +160,13 @@ def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
     return {region_class: tuple(positions) for region_class, positions in slots.items()}
 
 
+def _sums(regions: RegionGraph, profile: GraphProfile, members: tuple[int, ...]) -> tuple[Mapping[int, int], ...]:
+    ops_of = [regions.regions[member].ops for member in members]
+    return tuple(
+        Counter(i for op in same for i in profile.ops[op.op.name].summed) for same in zip(*ops_of, strict=True)
+    )
+
+
 def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
     """Return (module FQN, input or output, argument path): what a plan's key can tell apart."""
     return regions.graph.calls[crossing.call].fqn, crossing.direction, crossing.path
@@ -163,26 +174,28 @@ def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
 
 def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
     """Return pairs of edges that one key of the plan names, so that they must show the same ports."""
-    pairs = {pair for edges in _named_together(regions, edge_index) for pair in itertools.pairwise(sorted(edges))}
+    pairs = {pair for edges in _named_together(regions, edge_index) for pair in itertools.pairwise(edges)}
     return tuple(sorted(pairs))
 
 
 def _alike(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
     """Return pairs of edges that one key names and that lead to different entries.
 
-    A module that is called twice hands its results to different regions: dropout, which hands on what it got.
+    A module that is called twice hands its results to different regions: an activation, or dropout.
     """
     entries = {edge: (key.consumer, key.consumer_slot) for key, edge in edge_index.items()}
     pairs: set[tuple[int, int]] = set()
     for edges in _named_together(regions, edge_index):
-        first = {entries[edge]: edge for edge in sorted(edges, reverse=True)}
-        pairs.update(itertools.pairwise(sorted(first.values())))
+        first: dict[tuple[int, int], int] = {}
+        for edge in edges:
+            first.setdefault(entries[edge], edge)
+        pairs.update(itertools.pairwise(first.values()))
     return tuple(sorted(pairs))
 
 
-def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> list[set[int]]:
-    """Return the edges that each key of a plan names."""
-    by_key: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> list[list[int]]:
+    """Return the edges that each key of a plan names, last those without a gradient: they agree with any gradient."""
+    by_key: dict[tuple[str, str, str], dict[int, bool]] = defaultdict(dict)
     for link in regions.links:
         slot = regions.regions[link.consumer].slots[link.consumer_slot]
         assert slot.boundary is not None
@@ -192,5 +205,5 @@ def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> 
             consumer=regions.class_of[link.consumer],
             consumer_slot=link.consumer_slot,
         )
-        by_key[hook_key(regions, slot.boundary)].add(edge_index[key])
-    return list(by_key.values())
+        by_key[hook_key(regions, slot.boundary)][edge_index[key]] = not slot.value.requires_grad
+    return [sorted(edges, key=lambda edge: (edges[edge], edge)) for edges in by_key.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,6 +100,36 @@ def test_contexts_end_with_the_run_whether_it_fails_or_not() -> None:
     assert not allows_implicit_replication()
     with torch.no_grad():
         module(x)
+    assert not allows_implicit_replication()
+
+
+def test_models_in_turn_do_not_switch_each_other_off() -> None:
+    old, new, x = sharded(Either(), two_layers()), sharded(Either(), two_layers()), torch.randn(2, 8)
+    old_loss = old(x)
+    loss = new(x)
+    # The old model's graph is freed while that of the new one may still be run backward, and the other way round.
+    del old, old_loss
+    assert allows_implicit_replication()
+    loss.backward()
+    assert layouts_of_gradients(new) == {"left": (R, R), "right": (R, R)}
+    del loss
+    assert not allows_implicit_replication()
+
+
+def test_a_graph_that_another_thread_frees_leaves_both_threads_as_they_should_be() -> None:
+    module, x = sharded(Either(), two_layers()), torch.randn(2, 8)
+    losses = [module(x)]
+
+    def free() -> bool:
+        losses.clear()
+        return allows_implicit_replication()
+
+    with ThreadPoolExecutor(1) as other:
+        assert not other.submit(free).result()
+    loss = module(x)
+    assert allows_implicit_replication()
+    loss.backward()
+    del loss
     assert not allows_implicit_replication()
 
 

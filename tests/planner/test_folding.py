@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from architectures import ARCHITECTURES, SEQ
+from torch import nn
 
 from planner.estimate import itemise
 from planner.problem import Solution, peak_bytes, step_time_s
@@ -40,6 +42,10 @@ def by_kind(price: Any) -> Counter[tuple[Any, ...]]:
 
 def check_prices(name: str, ac: str, micro_batches: int, seeds: int) -> None:
     session, both = both_ways(name, ac, micro_batches)
+    check_decisions(session, both, seeds)
+
+
+def check_decisions(session: PlanningSession, both: folding.Both, seeds: int) -> None:
     steps = set()
     for seed in range(seeds):
         candidate = session._search.random(both.run, seed)
@@ -79,6 +85,46 @@ def check_prices(name: str, ac: str, micro_batches: int, seeds: int) -> None:
 def test_any_decision_costs_the_same(name: str, ac: str, micro_batches: int) -> None:
     """Seconds, collectives, and the peak: moments at the ends of equal blocks are enough to find it."""
     check_prices(name, ac, micro_batches, seeds=2)
+
+
+class Readers(nn.Module):
+    """Blocks that all read one tensor, as those of a decoder do: backward, the gradient of all but one is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+        self.blocks = nn.ModuleList(Reader() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read, x = self.read(x), self.first(x)
+        for block in self.blocks:
+            x = block(x, read)
+        return self.last(x).square().mean()
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        return self.own(x).relu() * self.other(read).relu()
+
+
+def test_what_all_blocks_read_is_added_up_as_often_folded() -> None:
+    module = Readers()
+    session = PlanningSession(
+        module,
+        cluster="1x4xtoy",
+        example_inputs=(torch.randn(BATCH, 4, 16),),
+        micro_batches=1,
+        ac="none",
+        dtype="fp32",
+    )
+    both = folding.both_ways(module, "dp=2,tp=2", session)
+    uneven = [sums for members in both.folded.structure.sums for sums in members if 1 < sum(sums.values()) < 8]
+    assert uneven, "all of a class add up, or none does: nothing is shown"
+    check_decisions(session, both, seeds=2)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from torch import nn
 
 from planner.blocks import find_blocks
 from planner.capture import to_meta
+from planner.frames import OUTSIDE
 from planner.inputs import as_inputs
-from planner.regions import OUTSIDE, RegionGraph, Slot, block_of, build_regions
+from planner.regions import RegionGraph, Slot, block_of, build_regions
 from planner.trace import trace
 
 
