@@ -1,6 +1,7 @@
 """Plans beside what people ran: every published run of a model that ships as a preset, and the plan of its job.
 
     cd benchmarks && python against_published.py --truth ../../shared/truth [--model llama-3.1-8b] [--devices 64]
+    cd benchmarks && python against_published.py --truth ../../shared/truth --pipelines --own-mesh
     cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
 For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
@@ -8,6 +9,10 @@ cluster, batch and sequence, with pipelines if ``--pipelines`` says so. The two 
 (docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as well,
 and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with. Exit
 code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
+
+``--own-mesh`` plans each run's own configuration as well: its mesh, micro-batches and checkpointing are given, the rest
+is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
+own, communication in pieces beside products). No search may do worse than that, but for its gap.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing. How far that is off is what a plan's price is worth. (What differs: the kernels that a
@@ -17,6 +22,7 @@ framework fuses or compiles, and torchtitan's selective checkpointing, which run
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -40,6 +46,7 @@ from cost_model.parallelism import ParallelSpec
 from cost_model.step_memory import step_memory
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
+from planner.job import Job
 
 PRESETS = {
     "Llama3-8B": "llama-3.1-8b",
@@ -55,6 +62,7 @@ PRESETS = {
 
 SAME_COLUMNS = ("row", "model", "device", "devices", "framework", "checkpointing", "measured", "as a plan", "off")
 COLUMNS = ("row", "model", "devices", "batch x seq", "configuration", "measured", "its price", "plan", "its price", "")
+OWN_MESH_COLUMNS = (*COLUMNS, "as a plan", "")
 OTHER_BITS = "its configuration does not fit in bf16"
 
 
@@ -148,6 +156,34 @@ def plan_of(run: PublishedRun, *, pipelines: bool) -> Planned:
     return Planned(plan=found, seconds=time.perf_counter() - started)
 
 
+def own_mesh(parallel: ParallelSpec) -> str:
+    """Return the mesh of a configuration, outermost axis first; what divides nothing is left out."""
+    sizes = {"pp": parallel.pipeline, "dp": parallel.data, "cp": parallel.context, "tp": parallel.tensor}
+    return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
+
+
+def own_mesh_seconds(run: PublishedRun) -> float | str:
+    """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
+    parallel = run.parallel
+    with quiet_libraries():
+        source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        try:
+            session = PlanningSession(
+                source.module,
+                cluster=run.cluster,
+                batch=run.batch,
+                seq=run.seq,
+                micro_batches=parallel.micro_batches,
+                ac="selective" if parallel.checkpointing == "attention" else parallel.checkpointing,
+                executable_only=parallel.pipeline == 1,
+            )
+            estimate = session.plan(mesh=own_mesh(parallel)).estimate
+        except PlannerError as error:
+            return str(error).splitlines()[0][:40]
+    assert estimate is not None
+    return estimate.step_time_s
+
+
 def same_as_a_plan(run: PublishedRun) -> float | None:
     """Return what the run's own configuration is priced at as a plan; None where no plan is the same."""
     parallel = run.parallel
@@ -194,6 +230,7 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
     parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
+    parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
     runs, left_out = runs_of(arguments.truth)
@@ -205,13 +242,14 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
-    return show_planned(wanted, pipelines=arguments.pipelines)
+    return show_planned(wanted, pipelines=arguments.pipelines, own=arguments.own_mesh)
 
 
-def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool) -> int:
+def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, own: bool) -> int:
     """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
-    table, worse = Table(*COLUMNS), 0
+    table, worse, missed = Table(*(OWN_MESH_COLUMNS if own else COLUMNS)), 0, 0
     plans: dict[tuple[str, ClusterSpec, int, int], Planned] = {}
+    meshes: dict[tuple[object, ...], float | str] = {}
     for number_of, run in enumerate(runs, 1):
         if run.job not in plans:
             print(f"{number_of}/{len(runs)}: {run.preset} on {run.cluster.name}", file=sys.stderr, flush=True)
@@ -219,21 +257,36 @@ def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool) -> int:
         plan = plans[run.job].plan
         cells = [run.row_id, run.preset, str(run.cluster.size), f"{run.batch} x {run.seq}", run.configuration]
         cells += ["-" if run.measured_s is None else f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
+        seconds = math.inf
         if isinstance(plan, str) or plan.estimate is None:
             worse += 1
-            table.add_row(*cells, "none", "", str(plan)[:60])
-            continue
-        seconds = plan.estimate.step_time_s
-        slower = seconds > run.priced_s
-        worse += slower
-        what = f"{plan.mesh.spec} x{plan.micro_batches} {plan.job.ac}"
-        table.add_row(*cells, what, f"{seconds:.3f}", f"{run.priced_s / seconds:.2f}" + (" SLOWER" if slower else ""))
-    Console(width=170).print(table)
+            cells += ["none", "", str(plan)[:60]]
+        else:
+            seconds = plan.estimate.step_time_s
+            worse += seconds > run.priced_s
+            what = f"{plan.mesh.spec} x{plan.micro_batches} {plan.job.ac}"
+            cells += [what, f"{seconds:.3f}", _ratio(run.priced_s, seconds)]
+        if own:
+            key = (*run.job, own_mesh(run.parallel), run.parallel.micro_batches, run.parallel.checkpointing)
+            if key not in meshes:
+                meshes[key] = own_mesh_seconds(run)
+            own_s = meshes[key]
+            missed += isinstance(own_s, float) and own_s < seconds * (1.0 - Job().mip_gap)
+            cells += [own_s, ""] if isinstance(own_s, str) else [f"{own_s:.3f}", _ratio(own_s, seconds)]
+        table.add_row(*cells)
+        print("  ".join(cells), file=sys.stderr, flush=True)
+    Console(width=200 if own else 170).print(table)
     print(f"{len(runs)} runs, {len(plans)} plans; a configuration is priced faster, or nothing fits, in {worse}")
+    if own:
+        print(f"a run's own mesh, micro-batches and checkpointing make a faster plan in {missed}")
     if plans:
         taken = [planned.seconds for planned in plans.values()]
         print(f"seconds of planning: median {statistics.median(taken):.1f}, most {max(taken):.1f}")
-    return 1 if worse else 0
+    return 1 if worse or missed else 0
+
+
+def _ratio(other_s: float, seconds: float) -> str:
+    return f"{other_s / seconds:.2f}" + (" SLOWER" if seconds > other_s else "")
 
 
 if __name__ == "__main__":

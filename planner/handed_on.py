@@ -7,13 +7,23 @@ from collections.abc import Mapping
 from planner.op_order import NEVER, OpOrder
 
 
-def first_reads(order: OpOrder) -> dict[str, int]:
-    """Return for every value, by root, the position of the first op that reads it, views left out."""
-    found: dict[str, int] = {}
+def first_reads(order: OpOrder) -> dict[tuple[int, int], int]:
+    """Return for every entry (region, slot) the position of the first op that reads it.
+
+    Where its region hands it on unread, that is the first op anywhere that reads its value, views left out.
+    """
+    by_root: dict[str, int] = {}
     for position in range(len(order.ops)):
         if not order.is_view(position):
             for name in order.reads(position):
-                found.setdefault(name, position)
+                by_root.setdefault(name, position)
+    found = {}
+    for region in order.regions.regions:
+        for slot, seen in enumerate(region.slots):
+            if seen.origin == "entry":
+                readers = [order.position[r.op.name] for r in region.ops if slot in r.inputs]
+                elsewhere = by_root.get(order.root(seen.value.name), NEVER)
+                found[region.index, slot] = min(readers, default=elsewhere)
     return found
 
 

@@ -167,7 +167,7 @@ class LinearProgram:
         return cost
 
 
-Status = Literal["optimal", "cut-short", "infeasible"]
+Status = Literal["optimal", "cut-short", "infeasible", "unwanted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,8 @@ class Answer:
     """What a solver found.
 
     Attributes:
-        status: "cut-short": the best so far, or nothing yet.
+        status: "cut-short": the best so far, or nothing yet; "unwanted": no solution is as good as was asked for, which
+            was seen before the best was found.
         values: of the variables; None where there is no solution.
         objective: of that solution, offset included.
         bound: no solution has a lower objective.

@@ -18,7 +18,7 @@ from planner import solvers
 from planner.errors import SolverError
 from planner.linear_program import Answer, Floats, Indices, LinearProgram
 
-_NARROW = 0.01
+_NARROW = 0.02
 """The first limit: this far above the relaxation's objective, relative to it."""
 
 _WIDER = 8.0
@@ -78,8 +78,8 @@ def solve(
     if program.columns < _FEWEST:
         program = bounded(program, at_most)
         return solvers.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-    relaxed = solvers.solve_relaxation(program, time_limit_s=time_limit_s, solver=solver)
-    if relaxed.values is not None and relaxed.objective >= at_most:
+    relaxed = solvers.solve_relaxation(program, at_most=at_most, time_limit_s=time_limit_s, solver=solver)
+    if relaxed.status == "unwanted" or (relaxed.values is not None and relaxed.objective >= at_most):
         return Answer(status="infeasible")
     if relaxed.values is None or most_fractional(program, relaxed) is None:
         return dataclasses.replace(relaxed, root=relaxed.objective)
@@ -228,11 +228,18 @@ def _branch(
         if fixed:
             try:
                 relaxed = relaxations.at(fixed, at_most=wanted, time_limit_s=_left_s(deadline), afresh=deep)
+                if relaxed.excess > _NONE and most_fractional(program, relaxed) is None:
+                    # This one does not fit; others that cost more may.
+                    relaxed = relaxations.at(
+                        fixed, at_most=wanted, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
+                    )
             except SolverError:
                 break
         if relaxed.status == "cut-short":
             break
         open_.remove(node)
+        if relaxed.status == "unwanted":
+            lowest = min(lowest, relaxed.bound)
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
             if relaxed.objective >= wanted:
@@ -242,7 +249,7 @@ def _branch(
                 below = [(relaxed.objective, latest - int(v), {**fixed, variable: v}) for v in (0.0, 1.0)]
                 # What does not fit by now can only end without a solution: the last that is looked at.
                 open_ = [*open_, *below] if relaxed.excess <= _NONE else [*below, *open_]
-            elif relaxed.excess <= _NONE:
+            else:
                 best = relaxed
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))

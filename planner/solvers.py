@@ -31,18 +31,26 @@ def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None,
         SolverError: the solver broke off without an answer.
     """
     if (solver or solver_name()) == "highs":
-        return _highs(program, mip_gap, time_limit_s, mip=True)
+        return _highs_run(_highs_solver(program, mip_gap, mip=True), time_limit_s, mip=True)
     return _cbc(program, mip_gap, time_limit_s, mip=True)
 
 
-def solve_relaxation(program: LinearProgram, *, time_limit_s: float | None = None, solver: str | None = None) -> Answer:
+def solve_relaxation(
+    program: LinearProgram, *, at_most: float = math.inf, time_limit_s: float | None = None, solver: str | None = None
+) -> Answer:
     """Return the solution of the program in which no variable has to be a whole number.
+
+    Args:
+        program: what to solve.
+        at_most: an objective as large is as good as no solution.
+        time_limit_s: after this there is no answer.
+        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
     if (solver or solver_name()) == "highs":
-        return _highs(program, 0.0, time_limit_s, mip=False)
+        return _highs_run(_highs_solver(program, 0.0, mip=False), time_limit_s, mip=False, at_most=at_most)
     return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
@@ -74,6 +82,7 @@ class Relaxations:
         at_most: float = math.inf,
         time_limit_s: float | None = None,
         afresh: bool = True,
+        elastic: bool = True,
     ) -> Answer:
         """Return the solution of the relaxation with some variables held: what `solve_relaxation` returns of it.
 
@@ -84,6 +93,7 @@ class Relaxations:
             at_most: an objective as large is as good as no solution.
             afresh: whether what is wanted is solved from the beginning, so that of solutions that cost the same it is
                 the same one whatever was asked for before.
+            elastic: whether memory may exceed its cap.
 
         Raises:
             SolverError: the solver broke off without an answer.
@@ -101,19 +111,22 @@ class Relaxations:
         for variable, value in values.items():
             self._highs.changeColBounds(variable, value, value)
         self._held = list(values)
+        if self._excess_cost:
+            self._highs.changeColBounds(program.columns, 0.0, math.inf if elastic else 0.0)
         # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
         # from the beginning: which of those that cost the same would depend on the order in which they are asked for.
         if self._ran:
-            near = self._answer(time_limit_s)
+            near = self._answer(time_limit_s, at_most)
             if near.values is None or near.objective >= at_most or not afresh:
                 return near
         self._highs.clearSolver()
         self._ran = True
         return self._answer(time_limit_s)
 
-    def _answer(self, time_limit_s: float | None) -> Answer:
+    def _answer(self, time_limit_s: float | None, at_most: float = math.inf) -> Answer:
         """Return what HiGHS finds, without the variable of what exceeds the cap."""
-        found, columns = _highs_run(self._highs, time_limit_s, mip=False), self._program.columns
+        found = _highs_run(self._highs, time_limit_s, mip=False, at_most=at_most)
+        columns = self._program.columns
         if found.values is None or not self._excess_cost:
             return found
         assert found.reduced_costs is not None
@@ -147,10 +160,6 @@ def _broke_off(what: object) -> SolverError:
 # --- HiGHS -------------------------------------------------------------------------------------------------------
 
 
-def _highs(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, mip: bool) -> Answer:
-    return _highs_run(_highs_solver(program, mip_gap, mip=mip), time_limit_s, mip=mip)
-
-
 def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     import highspy
 
@@ -168,9 +177,11 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     return solver
 
 
-def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool) -> Answer:
+def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, at_most: float = math.inf) -> Answer:
     import highspy
 
+    # The dual simplex stops there. Beyond it, on its way to a program without a solution, it takes longest.
+    solver.setOptionValue("objective_bound", at_most)
     # It counts the time of all its runs.
     limit_s = math.inf if time_limit_s is None else solver.getRunTime() + time_limit_s
     solver.setOptionValue("time_limit", limit_s)
@@ -224,6 +235,8 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
     states = highspy.HighsModelStatus
     if status in (states.kInfeasible, states.kUnboundedOrInfeasible):
         return Answer(status="infeasible")
+    if status == states.kObjectiveBound:
+        return Answer(status="unwanted", bound=float(solver.getOptionValue("objective_bound")[1]))
     if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
         raise _broke_off(solver.modelStatusToString(status))
     solved: Status = "cut-short" if status == states.kTimeLimit else "optimal"

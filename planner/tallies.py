@@ -219,7 +219,8 @@ def _passed_at(
     there = [moment for moment in timeline.moments if name in timeline.passed[moment.key]]
     boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
     if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
-        return [moment for moment in there if moment.position < timeline.first_reads.get(name, NEVER)]
+        first = min(timeline.first_reads[consumer, position] for _, consumer, position in links)
+        return [moment for moment in there if moment.position < first]
     ops = regions.graph.ops
     outputs = {moment.position: ops[moment.position].outputs for moment in there if moment.position >= 0}
     return [m for m in there if name in {profile.root[output] for output in outputs.get(m.position, ())}]

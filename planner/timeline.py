@@ -61,7 +61,7 @@ class Timeline:
         savers: entry (region, slot) -> position of the first op that keeps its tensor.
         handed_on: (region, slot) -> entry of the region that the slot is, or is a view of that no other block reads.
         starts, ends: block -> position of its first op, and of its last.
-        first_reads: value -> position of the first op that reads it, views left out.
+        first_reads: entry (region, slot) -> position of the first op that reads it.
         passed: moment's key -> values whose gradients are there, in memory that they share with another's.
         chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
     """
@@ -74,7 +74,7 @@ class Timeline:
     handed_on: Mapping[tuple[int, int], int]
     starts: Mapping[str, int]
     ends: Mapping[str, int]
-    first_reads: Mapping[str, int]
+    first_reads: Mapping[tuple[int, int], int]
     passed: Mapping[str, frozenset[str]]
     chunks: tuple[int, ...] = ()
 
