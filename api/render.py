@@ -192,7 +192,7 @@ def _solver(solver: SolverReport) -> str:
         return f"Planner {solver.name}: nothing was optimised"
     text = f"Planner {solver.name}: {solver.status}"
     if solver.gap is not None:
-        text += f", at most {math.ceil(solver.gap * 1e4) / 1e4:.2%} from the best of its search space"
+        text += f", at most {math.ceil(round(solver.gap * 1e4, 6)) / 1e4:.2%} from the best of its search space"
     return f"{text}, solved in {solver.time_s:.2f} s"
 
 
