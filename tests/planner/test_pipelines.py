@@ -273,12 +273,11 @@ def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: Planning
     plain = [(split, 1) for split in itertools.product(range(1, 6), repeat=stages) if sum(split) == 6]
     for split, chunks in (*plain, ((3, 3), 3)):
         pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none", chunks=chunks)
-        search = every.of(pipeline.kinds[0], stages)
         task = SolvePipeline(
             pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
         )
-        for layout in every.layouts(search, pipeline.mesh, 4):
-            planned = task._planned(every, layout, [0.0] * stages, math.inf, None)
+        for look in task._looks(every):
+            planned = task._planned(every, look, [0.0] * stages, math.inf, None)
             assert planned is not None
             times[split, chunks] = min(planned.step_time_s, times.get((split, chunks), math.inf))
     best = min(times, key=lambda way: times[way])
