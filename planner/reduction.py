@@ -211,7 +211,8 @@ def _branch(
     """Return the best solution by branching from ``root``, the best so far after so many ``steps``.
 
     Args:
-        deep: whether a step goes on below the relaxation last solved, or where the relaxation is lowest.
+        deep: whether a step goes on below the relaxation last solved; otherwise, once there is a solution, where the
+            relaxation is lowest.
     """
     open_: list[tuple[float, int, dict[int, float]]] = [(root.objective, 0, {})]
     best, lowest, latest = Answer(status="infeasible"), math.inf, 0
@@ -223,7 +224,7 @@ def _branch(
         open_ = [node for node in open_ if node[0] < wanted]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
-        node = open_[-1] if deep else min(open_)
+        node = open_[-1] if deep or best.values is None else min(open_)
         fixed, relaxed = node[2], root
         if fixed:
             try:
