@@ -21,6 +21,7 @@ class Assumptions:
         packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
         model_experts: ranks over which experts are spread, of models for which a row states none.
         model_batches: micro-batch of models whose own configuration in the framework says another.
+        printed_gigabyte: bytes of what the framework's log calls a gigabyte, for rows that quote it as printed.
         interleaved_chunks: model chunks per pipeline rank where a row says that they are interleaved and not how many.
         layers_per_chunk: of an interleaved pipeline whose chunks are not stated; 0 for a pipeline that is not.
     """
@@ -38,6 +39,7 @@ class Assumptions:
     packed_document: int = 0
     model_experts: Mapping[str, int] = field(default_factory=dict)
     model_batches: Mapping[str, int] = field(default_factory=dict)
+    printed_gigabyte: int = 2**30
     note: str = ""
 
 
@@ -203,7 +205,9 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
         Assumptions(
             implementation=dataclasses.replace(MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
             zero=1,
-            note="as NeMo; CUDA graphs; DeepEP or HybridEP; GPT-OSS as its recipes say; no recomputation where blank",
+            printed_gigabyte=10**9,  # report_memory in src/megatron/bridge/training/utils/train_utils.py @067f987df
+            note="as NeMo; CUDA graphs; DeepEP or HybridEP; GPT-OSS as its recipes say; no recomputation where blank; "
+            "a GB as printed is 10^9 bytes",
         ),
     ),
     (

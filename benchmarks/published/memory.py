@@ -39,7 +39,7 @@ def price_row(row: Mapping[str, str], constants: StepConstants | None = None) ->
         "trust": row.get("trust", ""),
         "checkpointing": row.get("act_ckpt", "") or "not stated",
     }
-    measured = number(row, "value_gib")
+    measured = _measured_gib(row)
     checks = (4,) if row["kind"] == "measured" and row["trust"] == "A" else ()
     try:
         predicted, size, note = _price(row, measured, constants)
@@ -52,6 +52,14 @@ def price_row(row: Mapping[str, str], constants: StepConstants | None = None) ->
         file=FILE, row_id=row["row_id"], quantity="peak_mem_gib", source=row["source"], measured=measured or 0.0,
         predicted=predicted, tags={**tags, "size": size}, checks=checks, assumed=(note,),
     )  # fmt: skip
+
+
+def _measured_gib(row: Mapping[str, str]) -> float | None:
+    """Return what was measured in GiB; a figure quoted as printed is in the framework's own unit."""
+    measured, assumed = number(row, "value_gib"), assumptions_of(row)
+    if measured and assumed is not None and "as printed" in row.get("mem_stat", ""):
+        return measured * assumed.printed_gigabyte / GIB
+    return measured
 
 
 def _price(row: Mapping[str, str], measured: float | None, constants: StepConstants | None) -> tuple[float, str, str]:

@@ -188,6 +188,14 @@ def test_memory_is_left_out_where_nothing_was_measured(tmp_path: Path, change: d
     assert row.left_out
 
 
+def test_gigabytes_as_printed_are_those_of_the_framework(tmp_path: Path) -> None:
+    printed = {**MEMORY, "mem_stat": "GB as printed"}
+    write(tmp_path, "memory.csv", [{**printed, "framework": "Megatron-Bridge"}, printed])
+    decimal, binary = accuracy.price(tmp_path)
+    assert decimal.measured == pytest.approx(50e9 / 2**30)
+    assert binary.measured == 50
+
+
 def test_seconds_come_from_tokens_or_flops_where_no_time_is_stated(tmp_path: Path) -> None:
     blank = {**RUN, "step_time_s": ""}
     tokens = {**blank, "tokens_per_s_per_gpu": "4096"}
