@@ -1,0 +1,146 @@
+"""The search for pipelines: what brute force finds, and bounds that hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from pipeline_sessions import BATCH, session_of
+
+from cost_model import ClusterSpec, reserve_bytes
+from cost_model.layout import MeshSpec
+from planner.bench import Bench, Terms
+from planner.chunks import interleaved as spread
+from planner.clock import Clock
+from planner.ilp import least_memory_bound
+from planner.pipeline_search import PipelineSearch
+from planner.search import Search
+from planner.session import PlanningSession
+from planner.stage_looks import BlockMemory, BoundStage, RelaxStage, SolvePipeline, Work
+from planner.stage_searches import PipelineRun
+from planner.stages import kinds_of, least_step_s
+
+
+def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> PipelineSearch:
+    return PipelineSearch(session._search, counts, modes, lambda mesh: None)
+
+
+@pytest.fixture(scope="module")
+def session() -> PlanningSession:
+    return session_of("1x4xtoy")
+
+
+@pytest.fixture(scope="module")
+def six_blocks() -> PlanningSession:
+    return session_of("1x4xtoy", blocks=6)
+
+
+def test_the_search_finds_the_split_that_brute_force_finds(session: PlanningSession) -> None:
+    counts, stages = [4], 2
+    walk = walk_of(session, counts, ["none"])
+    found = walk.best().plan
+    assert found is not None
+    every = walk_of(session, counts, ["none"])._stages
+    times = []
+    for split in itertools.product(range(1, 5), repeat=stages):
+        if sum(split) != 5:
+            continue
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none")
+        search = every.of(kinds_of(split)[0], stages)
+        task = SolvePipeline(
+            pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
+        )
+        looks = list(task._looks(every))
+        assert [look.layout for look in looks] == every.layouts(search, pipeline.mesh, 4)
+        for look in looks:
+            bounds = [0.0] * stages
+            planned = task._planned(every, look, bounds, math.inf, None)
+            assert planned is not None
+            # Each stage to a gap of its own, and the step within the one that was asked for.
+            assert planned.step_time_s <= least_step_s(bounds, pipeline.micro_batches) * (1 + 1e-3) + 1e-12
+            times.append(planned.step_time_s)
+    assert found.pipeline.counts in ((2, 3), (3, 2))
+    assert found.step_time_s == pytest.approx(min(times), rel=2e-3)
+
+
+@pytest.mark.parametrize("cap", [10**12, 400_000])
+def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, cap: int) -> None:
+    """A floor is no more than the relaxation of any run that it is for; what is counted is no more than what fits."""
+    modes = ["none", "selective", "full"]
+    bench = Bench(Search(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
+    work, memory = Work.of_model(bench.search, 1, modes), BlockMemory.of(bench.stages, BATCH, modes, session.job)
+    looked = 0
+    for count, ac, split in itertools.product((2, 4), modes, ((1, 3, 1), (2, 2, 1))):
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=count, ac=ac)
+        share = (count + 2) / count / pipeline.mesh.size
+        kind = next(kind for kind in kinds_of(split) if kind.indices == (1,))
+        again_s = {mode: again * share for mode, again in work.again_s.items()}
+        fewest = dataclasses.replace(kind, blocks=2)
+        floor = BoundStage(kind=fewest, pipeline=pipeline, again_s=again_s)(bench)
+        bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
+        assert work.bounds(pipeline)[1] <= bound_s
+        assert floor.bounds_s.get(ac, math.inf) <= bound_s * (1 + 1e-9)
+        search = bench.stages.of(kind, 3)
+        run = bench.stages.run(search, kind, pipeline)
+        formulation = search.formulate(run, bench.stages.restriction(search, run, None))[2]
+        assert formulation is not None
+        least = least_memory_bound(formulation.problem)
+        assert least is not None
+        counted = memory.of_stage(kind.blocks, run, BATCH // count) / run.mesh.size + reserve_bytes(run.cluster.device)
+        assert 0 < counted <= least
+        looked += math.isfinite(bound_s)
+    assert looked if cap == 10**12 else looked < 12
+
+
+def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: PlanningSession) -> None:
+    stages, counts = 2, [4]
+    walk = walk_of(six_blocks, counts, ["none"])
+    walk.only = stages, MeshSpec.parse("dp=2")
+    found = walk.best().plan
+    assert found is not None
+    every = walk_of(six_blocks, counts, ["none"])._stages
+    times = {}
+    plain = [(split, 1) for split in itertools.product(range(1, 6), repeat=stages) if sum(split) == 6]
+    for split, chunks in (*plain, ((3, 3), 3)):
+        pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=4, ac="none", chunks=chunks)
+        task = SolvePipeline(
+            pipeline=pipeline, bounds=(0.0,) * stages, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None
+        )
+        for look in task._looks(every):
+            planned = task._planned(every, look, [0.0] * stages, math.inf, None)
+            assert planned is not None
+            times[split, chunks] = min(planned.step_time_s, times.get((split, chunks), math.inf))
+    best = min(times, key=lambda way: times[way])
+    assert (found.pipeline.counts, found.pipeline.chunks) == best == ((3, 3), 3)
+    assert found.step_time_s == pytest.approx(times[best], rel=2e-3)
+
+
+@pytest.mark.parametrize("ac", ["none", "full"])
+def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, ac: str) -> None:
+    """Both its floors do, that of one piece by the share of the passes that are left."""
+    bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("2x2xtoy"), BATCH, Clock()))
+    bench.take(Terms(memory_bytes=10**12, restrict=lambda mesh: None))
+    work = Work.of_model(bench.search, 1, [ac])
+    counts, chunks = spread(6, 2) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac=ac, chunks=chunks)
+    whole = dataclasses.replace(pipeline, chunks=1)
+    for kind, plain in zip(pipeline.kinds, whole.kinds, strict=True):
+        bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
+        for stage, of in ((kind, pipeline), (plain, whole)):
+            share = of.passes / of.micro_batches / of.mesh.size
+            again_s = {mode: again * share for mode, again in work.again_s.items()}
+            floor = BoundStage(kind=stage, pipeline=of, again_s=again_s)(bench)
+            assert 0.0 < floor.bounds_s[ac] * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
+        for index in kind.indices:
+            assert work.bounds(pipeline)[index] <= bound_s
+
+
+def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
+    piped = walk_of(session, [2, 4], ["none", "full"]).best()
+    assert piped.plan is not None
+    assert piped.complete
+    assert piped.bound_s <= piped.plan.step_time_s <= piped.bound_s * (1 + 2e-3)
+    assert walk_of(session, [2, 4], ["none", "full"]).best(piped.plan.step_time_s * 0.9).plan is None
