@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from op_bytes import bytes_seen
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -13,9 +12,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cost_model.layout import local_shape
 from executor.op_experts import experts
 from executor.redistribute import Redistributor, contiguous_stride
-from executor.torch_internals import fake_process_group, local_of, make_dtensor
+from executor.torch_internals import fake_process_group, make_dtensor
 from planner.experts import ExpertsWork
-from planner.live_bytes import _LiveBytes
 from planner.plan import PlanMesh, ShardingPlan
 
 R, S0 = Replicate(), Shard(0)
@@ -30,15 +28,6 @@ SPLITS = {
 }
 
 
-class LiveBytes(_LiveBytes):
-    """Of a meta tensor that has arrived torch makes another; a real one is the same."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0].endswith(("wait_tensor", "_wrap_tensor_autograd")):
-            return args[0]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, int]]:
     """Return the work that is expected of one rank, and the bytes that are seen there."""
     tokens, up, down = SPLITS[split]
@@ -47,7 +36,6 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
     dtypes = [torch.bfloat16, torch.int64, torch.bfloat16, torch.bfloat16, torch.bfloat16]
     mesh = PlanMesh(axes=(("x", RANKS),), device="cpu")
     pieces = [local_shape(shape, layout, (RANKS,)) for shape, layout in zip(shapes, layouts, strict=True)]
-    kept: dict[int, int] = {}
     with fake_process_group(RANKS):
         device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
         redistributor = Redistributor.of_plan(device_mesh, ShardingPlan(mesh=mesh))
@@ -56,31 +44,8 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
             local = torch.empty(piece, dtype=dtype, device="meta")
             tensor = make_dtensor(local, device_mesh, layout, shape, contiguous_stride(shape))
             given.append(tensor.requires_grad_(dtype.is_floating_point))
-        known = {local_of(tensor).untyped_storage()._cdata for tensor in given}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        with LiveBytes() as live:
-            for tensor in given:
-                live.know(local_of(tensor))
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                found = experts(redistributor, *given, "silu")
-            forward_peak = live.peak
-            arriving = torch.empty_like(local_of(found))
-            layout = tuple(R if place.is_partial() else place for place in found.placements)
-            gradient = make_dtensor(arriving, device_mesh, layout, found.shape, found.stride())
-            before = live.now
-            live.peak = before
-            wanted = [tensor for tensor in given if tensor.requires_grad]
-            gradients = torch.autograd.grad([found], wanted, [gradient])
-            backward_peak = live.peak
-    left = sum(local_of(tensor).untyped_storage().nbytes() for tensor in gradients)
+        seen = bytes_seen(lambda: experts(redistributor, *given, "silu"), given)
     work = ExpertsWork.of(pieces, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
-    seen = {"kept": sum(kept.values()), "forward": forward_peak, "backward": backward_peak - before - left}
     return work, seen
 
 
