@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from api.axis_roles import axis_roles, weight_layouts
+from api.axis_roles import AxisRole, axis_roles, weight_layouts
 from cost_model.layout import MeshSpec, parse_layout
 from planner.plan import PlanMesh, Port, ShardingPlan
+
+R, P, S0, S1, S2 = (parse_layout([text]) for text in ("R", "P(sum)", "S(0)", "S(1)", "S(2)"))
+ONE_AXIS = PlanMesh.of(MeshSpec.parse("x=4"))
+
+
+def only_axis(plan: ShardingPlan) -> AxisRole:
+    (only,) = axis_roles(plan)
+    return only
 
 
 def role(*, stored: str, used: str | None = None, inputs: str = "R", activations: str = "R") -> str:
     """Return the role of the only axis of a plan with one weight, the root's inputs and one module's outputs."""
     plan = ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        mesh=ONE_AXIS,
         plan={"layers.*.weight": parse_layout([stored])},
         compute_plan={} if used is None else {"layers.*.weight": parse_layout([used])},
         input_plan={"input": parse_layout([inputs])},  # type: ignore[dict-item]
         output_plan={"layers.*": parse_layout([activations])},  # type: ignore[dict-item]
     )
-    (only,) = axis_roles(plan)
-    return only.role
+    return only_axis(plan).role
 
 
 @pytest.mark.parametrize(
@@ -41,55 +48,50 @@ def test_role_is_the_fields_word(layouts: dict[str, str], expected: str) -> None
 
 
 def test_heads_inside_attention_are_ulysses_and_a_split_vocabulary_alone_is_no_tensor_parallelism() -> None:
-    (shard0, shard1, shard2, whole) = (parse_layout([text]) for text in ("S(0)", "S(1)", "S(2)", "R"))
     plan = ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
-        plan={"layers.*.q.weight": shard0, "lm_head.weight": shard0},
-        compute_plan={"layers.*.q.weight": whole},
-        output_plan={"layers.*.q": Port(source=shard1, layout=shard2)},
+        mesh=ONE_AXIS,
+        plan={"layers.*.q.weight": S0, "lm_head.weight": S0},
+        compute_plan={"layers.*.q.weight": R},
+        output_plan={"layers.*.q": Port(source=S1, layout=S2)},
     )
-    (only,) = axis_roles(plan)
+    only = only_axis(plan)
     assert only.role == "FSDP+SP"
     assert "splits sequences, but heads inside attention (Ulysses)" in only.details
     assert "lm_head used in pieces" in only.details
 
 
 def test_columns_of_a_table_that_become_sequences_are_no_heads() -> None:
-    (shard0, shard1, shard2, whole) = (parse_layout([text]) for text in ("S(0)", "S(1)", "S(2)", "R"))
     plan = ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
-        plan={"embed.weight": shard1, "layers.*.q.weight": shard0},
-        compute_plan={"layers.*.q.weight": whole},
-        input_plan={"layers.0.input": Port(source=shard2, layout=shard1)},
+        mesh=ONE_AXIS,
+        plan={"embed.weight": S1, "layers.*.q.weight": S0},
+        compute_plan={"layers.*.q.weight": R},
+        input_plan={"layers.0.input": Port(source=S2, layout=S1)},
     )
-    (only,) = axis_roles(plan)
+    only = only_axis(plan)
     assert only.role == "FSDP+CP"
     assert "splits sequences" in only.details
 
 
 def test_tied_weight_is_used_as_under_its_other_name() -> None:
-    shard, whole, partial = (parse_layout([text]) for text in ("S(0)", "R", "P(sum)"))
     plan = ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
-        plan={"shared.weight": shard, "lm_head.weight": shard},
-        compute_plan={"lm_head.weight": whole},
-        gradient_plan={"shared.weight": partial, "lm_head.weight": partial},
-        input_plan={"input": Port(layout=shard)},
+        mesh=ONE_AXIS,
+        plan={"shared.weight": S0, "lm_head.weight": S0},
+        compute_plan={"lm_head.weight": R},
+        gradient_plan={"shared.weight": P, "lm_head.weight": P},
+        input_plan={"input": Port(layout=S0)},
     )
-    (only,) = axis_roles(plan)
-    assert only.role == "FSDP"
-    assert {key: used for key, _, used in weight_layouts(plan)} == {"shared.weight": None, "lm_head.weight": whole}
+    assert only_axis(plan).role == "FSDP"
+    assert {key: used for key, _, used in weight_layouts(plan)} == {"shared.weight": None, "lm_head.weight": R}
 
 
 @pytest.mark.parametrize(("layout", "expected"), [("S(0)", "DP+EP"), ("SS(1,2)", "TP+SP")])
 def test_experts_are_spread_over_an_axis_or_each_is_split(layout: str, expected: str) -> None:
     plan = ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("x=4")),
+        mesh=ONE_AXIS,
         plan={
             "layers.*.mlp.experts.gate_up_proj": parse_layout([layout]),
-            "layers.*.mlp.gate.weight": parse_layout(["R"]),
+            "layers.*.mlp.gate.weight": R,
         },
-        input_plan={"input": parse_layout(["S(0)"])},  # type: ignore[dict-item]
+        input_plan={"input": S0},  # type: ignore[dict-item]
     )
-    (only,) = axis_roles(plan)
-    assert only.role == expected
+    assert only_axis(plan).role == expected
