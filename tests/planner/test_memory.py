@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.memory import CASES, TARGET, outcome
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from memory import CASES, TARGET, outcome
 
 COMBINATIONS = [
     ("llama", "DP", "none", "fp32"),
