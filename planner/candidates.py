@@ -29,6 +29,7 @@ class TracedModel:
         fold: whether equal blocks share their decisions; see `build_regions`.
         lists: patterns of the whole model's lists of blocks, where this is one stage of it.
         cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
+        totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
     """
 
     graph: OpGraph
@@ -42,6 +43,7 @@ class TracedModel:
     _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
     _structures: dict[tuple[int, Grouping], Structure] = field(default_factory=dict)
+    totals_s: dict[tuple[OpTimes, bool, int, Grouping], tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, module: TracedModule, *, flash_attention: bool, seq: int | None = None) -> TracedModel:
@@ -190,15 +192,24 @@ def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
 
 def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
-    total = sum(
-        forward_s + again_s + backward_s for _, forward_s, again_s, backward_s in _whole(traced, times, run, batch)
-    )
-    return total / run.mesh.size * run.passes
+    compute_s, again_s = _totals(traced, times, run, batch)
+    return (compute_s + again_s) / run.mesh.size * run.passes
 
 
 def least_recompute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
     """Return what no plan of ``run`` can beat in running blocks again, perfectly split."""
-    return sum(again_s for _, _, again_s, _ in _whole(traced, times, run, batch)) / run.mesh.size * run.passes
+    _, again_s = _totals(traced, times, run, batch)
+    return again_s / run.mesh.size * run.passes
+
+
+def _totals(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> tuple[float, float]:
+    """Return the seconds of one micro-batch, unsplit, and those of running blocks again. They ask for no mesh."""
+    key = times, run.job.training, batch, run.grouping
+    if key not in traced.totals_s:
+        each = list(_whole(traced, times, run, batch))
+        compute_s = sum(forward_s + backward_s for _, forward_s, _, backward_s in each)
+        traced.totals_s[key] = compute_s, sum(again_s for _, _, again_s, _ in each)
+    return traced.totals_s[key]
 
 
 def op_seconds(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> dict[str, float]:

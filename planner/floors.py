@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cost_model.layout import Layout, MeshSpec
-from planner import problem as quantity
 from planner.formulate import Formulation
-from planner.ilp import relax
 from planner.parameter_costs import StoredChoice
-from planner.problem import Problem
+from planner.relaxing import Relaxing
 from planner.strategies.enumerate import Strategy
 
 
@@ -27,18 +25,15 @@ class Floor:
     """What no run on a mesh can beat, in all and with any one choice.
 
     Attributes:
-        resting_bytes: the cap on what rests in any micro-batch.
         strategies: by region class, what a run with a strategy takes at least.
         stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
     """
 
     mesh: MeshSpec
     bound_s: float
-    resting_bytes: float | None
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
-    _problem: Problem | None
-    _with_work: dict[float, float] = field(default_factory=dict)
+    _relaxing: Relaxing | None
 
     def below(self, time_s: float) -> Promising:
         """Return which choices could be part of a run that takes less than ``time_s``."""
@@ -46,18 +41,15 @@ class Floor:
 
     def with_work(self, backward_s: float) -> float:
         """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
-        if backward_s not in self._with_work:
-            assert self._problem is not None
-            constant = dict(self._problem.constant)
-            constant[quantity.COMPUTE_BACKWARD] = constant.get(quantity.COMPUTE_BACKWARD, 0.0) + backward_s
-            problem = dataclasses.replace(self._problem, constant=constant)
-            relaxed = relax(problem, resting_bytes=self.resting_bytes) if backward_s else None
-            self._with_work[backward_s] = self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
-        return self._with_work[backward_s]
+        if not backward_s:
+            return self.bound_s
+        assert self._relaxing is not None
+        bound_s = self._relaxing.with_backward(backward_s)
+        return self.bound_s if bound_s is None else max(bound_s, self.bound_s)
 
     def light(self) -> Floor:
         """Return what is left to say without the problem: all but `with_work`."""
-        return dataclasses.replace(self, _problem=None, _with_work={})
+        return dataclasses.replace(self, _relaxing=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +73,8 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, resting_bytes: float | No
     Args:
         resting_bytes: the cap on memory.
     """
-    relaxed = relax(formulation.problem, resting_bytes=resting_bytes)
+    relaxing = Relaxing(formulation.problem, resting_bytes=resting_bytes)
+    relaxed = relaxing.unlimited()
     if relaxed is None:
         return None
     regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
@@ -99,8 +92,7 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, resting_bytes: float | No
     return Floor(
         mesh=mesh,
         bound_s=relaxed.bound_s,
-        resting_bytes=resting_bytes,
         strategies=tuple(strategies),
         stored=tuple(stored),
-        _problem=formulation.problem,
+        _relaxing=relaxing,
     )

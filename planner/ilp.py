@@ -1,10 +1,9 @@
-"""The integer program (`planner.program`), solved: the best assignment, its relaxation, the least memory."""
+"""The integer program (`planner.program`), solved: the best assignment, and the one with the least memory."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +11,8 @@ from planner import reduction, solvers
 from planner.errors import SolverError
 from planner.linear_program import Answer
 from planner.problem import Problem, Solution, peak_bytes, step_time_s, totals
-from planner.program import Program, cap_resting, state
+from planner.program import Program, state
+from planner.relaxing import least_memory_bound
 
 
 def solve(
@@ -91,69 +91,6 @@ def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], sta
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """What the linear relaxation says.
-
-    Attributes:
-        bound_s: no assignment takes less.
-        is_whole: whether it is an assignment, which then is the best.
-        at_least_s: by node and choice, what no assignment with that choice takes less than: the bound and the choice's
-            reduced cost.
-    """
-
-    bound_s: float
-    is_whole: bool
-    at_least_s: tuple[tuple[float, ...], ...]
-
-
-def relax(
-    problem: Problem,
-    *,
-    memory_bytes: float | None = None,
-    resting_bytes: float | None = None,
-    solver: str | None = None,
-) -> Relaxation | None:
-    """Return the bounds of the linear relaxation, None where it has no solution.
-
-    Args:
-        memory_bytes: cap on the peak; None for no cap.
-        resting_bytes: cap on what is there in every micro-batch alike (`planner.problem.RESTING`); None for no cap.
-
-    Raises:
-        SolverError: the solver broke off without an answer.
-    """
-    if memory_bytes is not None and _cannot_fit(problem, memory_bytes):
-        return None  # asked first, since it is hard to see from a program that has no solution
-    program = state(problem, memory_bytes or resting_bytes, memory=memory_bytes is not None)
-    if resting_bytes is not None:
-        cap_resting(program, resting_bytes)
-    answer = solvers.solve_relaxation(program.linear, solver=solver)
-    if answer.values is None:
-        return None
-    assert answer.reduced_costs is not None
-    # A reduced cost below 0 belongs to a choice at its upper bound, which costs nothing extra.
-    least = (answer.objective + np.maximum(answer.reduced_costs, 0.0)) / program.time_scale
-    at_least_s = tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice)
-    is_whole = reduction.most_fractional(program.linear, answer) is None
-    return Relaxation(bound_s=answer.objective / program.time_scale, is_whole=is_whole, at_least_s=at_least_s)
-
-
-def _for_memory(problem: Problem) -> Program:
-    """Return the program that minimises the peak."""
-    program = state(problem, None)
-    assert program.peak is not None
-    program.linear.objective = program.peak
-    return program
-
-
-def least_memory_bound(problem: Problem) -> float | None:
-    """Return bytes that no assignment's peak can go below; None where no assignment exists."""
-    program = _for_memory(problem)
-    answer = solvers.solve_relaxation(program.linear)
-    return None if answer.values is None else answer.objective / program.memory_scale
-
-
 def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
     least = least_memory_bound(problem)
     return least is None or least > memory_bytes
@@ -161,7 +98,9 @@ def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
 
 def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
     """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists."""
-    program = _for_memory(problem)
+    program = state(problem, None)
+    assert program.peak is not None
+    program.linear.objective = program.peak
     answer = reduction.solve(program.linear, zero_one=program.zero_one(), mip_gap=1e-4)
     if answer.values is None:
         return None

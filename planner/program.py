@@ -14,7 +14,7 @@
     minimise    F + F' + B + B' + exposed
 
 With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
-`_choices`, `_flows`, `_units`, `_time` and `_memory` build one line each.
+`_choices`, `_flows`, `_units`, `_time` and `state_memory` build one line each.
 """
 
 from __future__ import annotations
@@ -93,7 +93,12 @@ class _Quantities:
 
 @dataclass(slots=True)
 class Program:
-    """The program; its scales bring seconds and bytes to about one, which the tolerances are for."""
+    """The program; its scales bring seconds and bytes to about one, which the tolerances are for.
+
+    Attributes:
+        peak: the memory, once that is stated.
+        work_rows: quantity of compute -> the row that says that its phase takes as long.
+    """
 
     problem: Problem
     linear: LinearProgram
@@ -103,6 +108,7 @@ class Program:
     time_scale: float = 1.0
     memory_scale: float = 1.0
     peak: Expression | None = None
+    work_rows: dict[str, int] = field(default_factory=dict)
 
     def zero_one(self) -> npt.NDArray[np.bool_]:
         """Return, by variable, whether it is a choice or a flow: 0 or 1 once every node takes one choice."""
@@ -173,6 +179,7 @@ def _time(program: Program) -> None:
         linear.at_most(
             quantities.sum([compute, slowdown, *(blocking + link for link in links)], scale).less(phase), 0.0
         )
+        program.work_rows[compute] = linear.rows - 1
         for link in links:
             carried = [blocking + link, prefetch + link, *([] if several else [once + link])]
             linear.at_most(quantities.sum(carried, scale).less(phase), 0.0)
@@ -201,7 +208,8 @@ def _exposed_once(program: Program, phase: int, carried: Iterable[tuple[str, str
     return exposed
 
 
-def _memory(program: Program, memory_bytes: float | None) -> None:
+def state_memory(program: Program) -> Expression:
+    """State the peak of a program that was stated without, and return it."""
     quantities, linear, scale = program.quantities, program.linear, program.memory_scale
     largest, moment = linear.variable(), linear.variable()
     for name in quantities.names:
@@ -215,9 +223,14 @@ def _memory(program: Program, memory_bytes: float | None) -> None:
         values=np.append(stays.values, [1.0, 1.0]),
         constant=stays.constant,
     )
-    if memory_bytes is not None:
-        linear.at_most(program.peak, memory_bytes * scale)
-        linear.cap_row = linear.rows - 1
+    return program.peak
+
+
+def cap_peak(program: Program, memory_bytes: float) -> None:
+    """Cap the peak, which is stated already."""
+    assert program.peak is not None
+    program.linear.at_most(program.peak, memory_bytes * program.memory_scale)
+    program.linear.cap_row = program.linear.rows - 1
 
 
 def cap_resting(program: Program, memory_bytes: float) -> None:
@@ -257,5 +270,7 @@ def state(problem: Problem, memory_bytes: float | None, *, memory: bool = True) 
     program.memory_scale = 1.0 / _typical_bytes(program.quantities, memory_bytes)
     _time(program)
     if memory:
-        _memory(program, memory_bytes)
+        state_memory(program)
+        if memory_bytes is not None:
+            cap_peak(program, memory_bytes)
     return program

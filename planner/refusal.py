@@ -14,7 +14,8 @@ from cost_model.layout import MeshSpec, split_factor
 from planner.assemble import Decision, decision_of
 from planner.baselines import Restriction
 from planner.errors import InfeasibleError
-from planner.ilp import least_memory, least_memory_bound
+from planner.ilp import least_memory
+from planner.relaxing import least_memory_bound
 from planner.run import Run
 from planner.search import Search, without
 from planner.structure import Structure

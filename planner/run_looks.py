@@ -12,7 +12,7 @@ from planner.bench import Bench
 from planner.candidates import least_compute_s, least_recompute_s
 from planner.errors import SolverError
 from planner.floors import Floor, floor_of
-from planner.ilp import relax
+from planner.relaxing import relax
 from planner.run import Run
 from planner.search import Look, Priced, Search
 

@@ -20,7 +20,7 @@ from planner.estimate import estimate
 from planner.floors import Floor
 from planner.formulate import Formulation, Formulator
 from planner.grouping import Grouping
-from planner.ilp import relax, solve
+from planner.ilp import solve
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
 from planner.op_times import OpTimes
@@ -29,6 +29,7 @@ from planner.polish import polish
 from planner.problem import Solution
 from planner.random_assignment import random_assignment
 from planner.regions import Region
+from planner.relaxing import Relaxing
 from planner.report import Estimate
 from planner.run import Run
 from planner.strategies.dtensor_rules import quiet
@@ -75,7 +76,7 @@ class Look:
 
     Attributes:
         uncapped_s: no plan takes less on this mesh, in as many micro-batches or more, whatever memory it needs.
-        capped_s: no plan of the run that fits takes less; None where none fits.
+        capped_s: no plan of the run that fits takes less; None where none fits, or none that fits is wanted.
         is_whole: whether the capped relaxation is a plan.
     """
 
@@ -216,11 +217,12 @@ class Search:
         if formulation is None:
             return None
         with self.clock.stage("solve_s"):
-            uncapped = relax(formulation.problem)
+            relaxing = Relaxing(formulation.problem, self.memory_bytes)
+            uncapped = relaxing.unlimited()
             if uncapped is None or uncapped.bound_s >= wanted:
                 return None
             try:
-                capped = relax(formulation.problem, memory_bytes=self.memory_bytes)
+                capped = relaxing.within_cap(wanted)
             except SolverError:  # ended without an answer: what holds without the cap holds within it
                 return Look(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         if capped is None:

@@ -14,10 +14,10 @@ from planner.candidates import least_recompute_s, op_seconds
 from planner.chunks import Role
 from planner.errors import SolverError
 from planner.floors import Floor, floor_of
-from planner.ilp import relax
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
 from planner.regions import block_of
+from planner.relaxing import Relaxing, relax
 from planner.run import Run
 from planner.search import Formulated, Priced, Search
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
@@ -191,7 +191,9 @@ class RelaxStage:
             return math.inf if self.floor is None else self.limit_s, formulated
         with search.clock.stage("solve_s"):
             try:
-                relaxed = relax(formulation.problem, memory_bytes=search.memory_bytes)
+                # Without a floor the answer is to tell what does not fit from what is not wanted.
+                wanted_s = math.inf if self.floor is None else self.limit_s
+                relaxed = Relaxing(formulation.problem, search.memory_bytes).within_cap(wanted_s)
             except SolverError:  # ended without an answer
                 relaxed = relax(formulation.problem)
         least_s = math.inf if relaxed is None else relaxed.bound_s

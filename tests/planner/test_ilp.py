@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import problems
 
-from planner.ilp import least_memory, least_memory_bound, relax, solve
+from planner.ilp import least_memory, solve
 from planner.problem import (
     InfeasibleAssignmentError,
     Problem,
@@ -18,6 +18,7 @@ from planner.problem import (
     step_time_s,
     totals,
 )
+from planner.relaxing import least_memory_bound, relax
 
 
 def feasible_totals(problem: Problem) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from cost_model.layout import MeshSpec
-from planner.ilp import least_memory_bound
+from planner.relaxing import least_memory_bound
 from planner.session import PlanningSession
 
 

@@ -14,8 +14,8 @@ from cost_model.layout import MeshSpec
 from planner.bench import Bench, Terms
 from planner.chunks import interleaved as spread
 from planner.clock import Clock
-from planner.ilp import least_memory_bound
 from planner.pipeline_search import PipelineSearch
+from planner.relaxing import least_memory_bound
 from planner.search import Search
 from planner.session import PlanningSession
 from planner.stage_looks import BlockMemory, BoundStage, RelaxStage, SolvePipeline, Work

@@ -12,9 +12,10 @@ from random_problems import problems
 
 from planner import reduction, solvers
 from planner.errors import SolverError
-from planner.ilp import relax, solve
+from planner.ilp import solve
 from planner.linear_program import Answer, Expression, LinearProgram
 from planner.problem import Node, Problem, brute_force
+from planner.relaxing import relax
 
 SOLVERS = ("cbc", "highs")
 
