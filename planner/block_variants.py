@@ -43,7 +43,9 @@ def vary_blocks(
     Args:
         modes: of checkpointing that the job leaves to choose from.
     """
-    return _Variation(search, found, restrict(found.candidate.run.mesh), progress, deadline).best(len(modes) > 1)
+    assert found.candidate is not None
+    restriction = restrict(found.candidate.run.mesh)
+    return _Variation(search, found, found.candidate, restriction, progress, deadline).best(len(modes) > 1)
 
 
 class _Variation:
@@ -51,13 +53,14 @@ class _Variation:
         self,
         search: Search,
         found: Found,
+        candidate: Candidate,
         restriction: Restriction | None,
         progress: Progress | None,
         deadline: float | None,
     ) -> None:
         self._search, self._restriction = search, restriction
         self._progress, self._deadline = progress, deadline
-        self._best, self._bound_s = found.candidate, found.bound_s
+        self._best, self._bound_s = candidate, found.bound_s
         self._found, self._complete = found, found.complete
         self._length = max((len(blocks) for blocks in search.traced.blocks.lists.values()), default=0)
 

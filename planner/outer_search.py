@@ -44,12 +44,13 @@ class Found:
     """The best plan of a search.
 
     Attributes:
+        candidate: None where none was found that takes less than was wanted of it (`OuterSearch.want_less`).
         bound_s: no plan of the search space is faster.
         complete: whether the search ended by itself; otherwise its time was up.
         meshes: what became of each, where there was more than one.
     """
 
-    candidate: Candidate
+    candidate: Candidate | None
     bound_s: float
     complete: bool
     meshes: tuple[MeshReport, ...] = ()
@@ -109,7 +110,7 @@ class _Mesh:
 
 @dataclass(slots=True)
 class OuterSearch:
-    """One walk over the lanes of a job.
+    """One walk over the lanes of a job, a `planner.walks.Walk`.
 
     Attributes:
         pool: does the tasks; None: this process does.
@@ -123,6 +124,8 @@ class OuterSearch:
     deadline: float | None = None
     pool: Pool | None = None
     _best: Priced | None = None
+    _limit_s: float = math.inf
+    _all: Sequence[MeshSpec] = ()
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _proved_s: float = math.inf
@@ -130,6 +133,11 @@ class OuterSearch:
     _cut_short: bool = False
     _unsolved: SolverError | None = None
     _meshes: dict[MeshSpec, _Mesh] = field(default_factory=dict)
+    _here: Pool = field(init=False)
+
+    def __post_init__(self) -> None:
+        terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
+        self._here = Pool(Bench(self.search)).under(terms)
 
     def best(self, meshes: Sequence[MeshSpec]) -> Found | None:
         """Return the fastest plan over all runs, None where none fits.
@@ -139,18 +147,26 @@ class OuterSearch:
         """
         if len(meshes) == len(self.counts) == len(self.modes) == 1:
             return self._only(meshes[0])
+        self.start(meshes)
+        (self.pool or self._here).run(self.pick, self.done)
+        return self.found()
+
+    def start(self, meshes: Sequence[MeshSpec]) -> None:
+        """Find a first plan, and what is to be walked over.
+
+        Raises:
+            SolverError: a worker died.
+        """
+        self._all, here = meshes, self._here
         # The first tasks are done here: what they leave behind all others need.
-        here = Pool(Bench(self.search)).under(Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict))
         # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.
         first = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_evenly(mesh)]
         others = [mesh for mesh in meshes if mesh not in first]
         self._close(first, of=meshes)
-        here.run(self._pick, self._done)
+        here.run(self.pick, self.done)
         if self._best is None and others:
             self._dive(min(others, key=self._strangeness), here)
         self._close(others, of=meshes)
-        (self.pool or here).run(self._pick, self._done)
-        return self._found(meshes)
 
     def _splits_evenly(self, mesh: MeshSpec) -> bool:
         """Tell whether all devices of a mesh divide the batch in some number of micro-batches."""
@@ -211,14 +227,32 @@ class OuterSearch:
     @property
     def _at_most_s(self) -> float | None:
         """The step time from which on a plan is not worth finding."""
-        return None if self._best is None else self._best.estimate.step_time_s * (1.0 - self.search.job.mip_gap)
+        return None if math.isinf(self.wanted_s) else self.wanted_s
+
+    @property
+    def wanted_s(self) -> float:
+        """The same; infinite where any plan is worth it."""
+        if self._best is None:
+            return self._limit_s
+        return min(self._best.estimate.step_time_s * (1.0 - self.search.job.mip_gap), self._limit_s)
+
+    def want_less(self, time_s: float) -> None:
+        """From now on want no plan that takes ``time_s`` or more."""
+        self._limit_s = min(self._limit_s, time_s)
 
     def _is_wanted(self, bound_s: float) -> bool:
-        return self._at_most_s is None or bound_s < self._at_most_s
+        return bound_s < self.wanted_s
 
-    def _pick(self) -> tuple[_Item, _Task] | None:
-        """Return what goes next; None where nothing that is known could be better, or time is up."""
+    @property
+    def next_s(self) -> float:
+        """The lowest bound of what goes next; infinite where nothing that is known could be better, or time is up."""
         if not self._heap or not self._is_wanted(self._heap[0][0]) or self._cut_short or self._is_over:
+            return math.inf
+        return self._heap[0][0]
+
+    def pick(self) -> tuple[_Item, _Task] | None:
+        """Return what goes next; None where there is nothing."""
+        if self.next_s == math.inf:
             return None
         item = heapq.heappop(self._heap)[2]
         return item, self._task(item)
@@ -244,7 +278,7 @@ class OuterSearch:
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def _done(self, item: _Item, task: _Task, found: Opened | Followed | Priced | SolverError | None) -> None:
+    def done(self, item: _Item, task: _Task, found: Opened | Followed | Priced | SolverError | None) -> None:
         """Note what came of a task."""
         if isinstance(item, _Closed):
             assert isinstance(found, Opened)
@@ -307,20 +341,24 @@ class OuterSearch:
             self._best = found
             self._say(f"best so far {time_s:.6g} s")
 
-    def _found(self, meshes: Sequence[MeshSpec]) -> Found | None:
+    def found(self) -> Found | None:
+        """Return the fastest plan of what was walked over, None where none fits.
+
+        Raises:
+            SolverError: time was up before any plan was found, here or elsewhere.
+        """
         left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
-        if self._best is None:
+        if math.isinf(self.wanted_s):
             if self._unsolved is not None:
                 raise self._unsolved
             if self._heap:
                 raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
             return None
-        assert self._at_most_s is not None
-        complete = left_s >= self._at_most_s and math.isinf(self._given_up_s) and not self._cut_short
+        complete = left_s >= self.wanted_s and math.isinf(self._given_up_s) and not self._cut_short
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
-        bound_s = min(left_s, self._given_up_s, self._proved_s, self._at_most_s)
-        candidate = self.search.candidate(self._best)
-        return Found(candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(meshes))
+        bound_s = min(left_s, self._given_up_s, self._proved_s, self.wanted_s)
+        candidate = None if self._best is None else self.search.candidate(self._best)
+        return Found(candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(self._all))
 
     def _of(self, mesh: MeshSpec) -> _Mesh:
         return self._meshes.setdefault(mesh, _Mesh())
@@ -335,11 +373,9 @@ class OuterSearch:
 
     def _report(self, mesh: MeshSpec) -> MeshReport:
         known = self._of(mesh)
-        assert self._best is not None
-        assert self._at_most_s is not None
         least_s = min(known.least_s, known.best_s)
-        outcome: MeshOutcome = "slower" if least_s >= self._at_most_s else "open"
-        if mesh == self._best.run.mesh:
+        outcome: MeshOutcome = "slower" if least_s >= self.wanted_s else "open"
+        if self._best is not None and mesh == self._best.run.mesh:
             outcome = "chosen"
         elif not known.has_layout:
             outcome = "no-layout"

@@ -1,4 +1,4 @@
-"""Over the pipelines of a job: stages, their meshes, micro-batches, checkpointing, splits of the blocks.
+"""Over the pipelines of a job (`planner.pipeline_space`): stages, their meshes, micro-batches, checkpointing, splits.
 
 Stages are planned one by one (`planner.stages`), each as `Search` plans a model. Of pipelines those with the lowest
 bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not;
@@ -7,12 +7,6 @@ checkpointing and all splits of the blocks, and of interleaved stages one more: 
 more, so that the floor of a stage in one piece holds for them as well, but for the idle time. Then come the relaxations
 of its kinds of stages within the cap, one after the other. What is found of a stage holds in every pipeline that has
 it. Then its stages are solved.
-
-What is searched: a number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second
-one within a node, or three where they are asked for; the batch split evenly over the first axis, or, where that leaves
-too few micro-batches and there is no third axis, the sequence of one sample; three ways to spread the blocks, and
-interleaved stages of as many chunks as can be. What stages hand to each other has one layout on both sides, split so on
-the first axis and on others by anything or nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +21,9 @@ from dataclasses import dataclass, field
 
 from cost_model import reserve_bytes
 from cost_model.layout import MeshSpec
-from planner.balance import balanced
 from planner.bench import Bench, Restrict, Terms
-from planner.candidates import meshes_of
-from planner.chunks import interleaved
 from planner.parallel import Pool
+from planner.pipeline_space import PipelineSpace
 from planner.report import MeshOutcome, MeshReport
 from planner.search import Search
 from planner.stage_looks import (
@@ -44,17 +36,8 @@ from planner.stage_looks import (
     StageFloor,
     Work,
 )
-from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
+from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
 from planner.stages import StageKind, kinds_of, least_step_s, stage_limit_s
-
-_BUSY = 2
-"""Micro-batches for each stage: with fewer, a third of a step and more is spent waiting."""
-
-_LIGHTER = 2.0
-"""By how many blocks the first stage is given less in one of the ways to spread them: it keeps most activations."""
-
-_FIRST_GAP = 0.1
-"""How far from the best of its run the first plan may be: it is only there to tell what is not worth a look."""
 
 _ALIKE = 3
 """From how many blocks on a stage of one more has the same kinds of choices."""
@@ -118,7 +101,7 @@ _Look = tuple[Hashable, ...]
 
 @dataclass(slots=True)
 class PipelineSearch:
-    """One walk over the pipelines of a job whose model has no `planner.cut.obstacle`.
+    """One walk (`planner.walks.Walk`) over the pipelines of a job whose model has no `planner.cut.obstacle`.
 
     Attributes:
         search: of the whole model on the whole cluster.
@@ -146,6 +129,7 @@ class PipelineSearch:
     _work: Work = field(init=False)
     _bench: Bench = field(init=False)
     _here: Pool = field(init=False)
+    _space: PipelineSpace = field(init=False)
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _known: dict[_Look, StageFloor | float] = field(default_factory=dict)
@@ -158,6 +142,7 @@ class PipelineSearch:
         self._bench = Bench(self.search)
         terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
         self._here = Pool(self._bench).under(terms)
+        self._space = PipelineSpace(self.search, self._work, self._stages.clusters, self.only, self.axes)
 
     @property
     def _stages(self) -> StageSearches:
@@ -165,13 +150,28 @@ class PipelineSearch:
 
     def best(self, at_most_s: float = math.inf) -> Piped:
         """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
+        self.start(at_most_s)
+        self._pool.run(self.pick, self.done)
+        return self.found()
+
+    def start(self, at_most_s: float = math.inf) -> None:
+        """Find what is to be walked over, and a first plan where one is likely."""
         self._at_most_s = at_most_s
         items = list(self._items())
-        if self.only is None or len(self.counts) > 1:
-            self._dive(items)
-        for item in items:
+        likely = self._likely(items) if self.only is None or len(self.counts) > 1 else []
+        for item in likely:
             self._push(item)
-        (self.pool or self._here).run(self._pick, self._done)
+        self._pool.run(lambda: self.pick() if self._best is None else None, self.done)
+        for item in items:
+            if item not in likely:
+                self._push(item)
+
+    @property
+    def _pool(self) -> Pool:
+        return self.pool or self._here
+
+    def found(self) -> Piped:
+        """Return the fastest pipeline of what was walked over."""
         for bound_s, _, item in self._heap:
             self._note(item.pipeline, bound_s)
         left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
@@ -186,80 +186,50 @@ class PipelineSearch:
     def _is_over(self) -> bool:
         return self.deadline is not None and time.perf_counter() >= self.deadline
 
-    # --- what is searched ----------------------------------------------------------------------------------------
+    # --- what there is ------------------------------------------------------------------------------------------
 
     def _items(self) -> Iterator[_Item]:
         """Yield every pipeline with its first bound."""
-        for stages, mesh in self._meshes():
-            for (split, chunks), count, ac in itertools.product(self._spreads(stages), self.counts, self.modes):
-                if self._may_split(mesh, stages, count) and (chunks == 1 or count % stages == 0):
-                    pipeline = PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac, chunks=chunks)
-                    yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
+        for pipeline in self._space.pipelines(self.counts, self.modes):
+            yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
 
-    def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
-        """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
+    def _likely(self, items: Sequence[_Item]) -> list[_Item]:
+        """Return the pipelines of which one is solved first, to give the others something to beat.
 
-        It has to where splitting the samples leaves a stage too few micro-batches to be busy with. The first of three
-        axes is for samples alone: the second may split a sequence.
+        They are as wide inside as a node, recompute, since that fits, and split samples evenly.
         """
-        samples, batch = self.search.batch // count, self.search.batch
-        if self.search.batch_axes(mesh):
-            return samples % mesh.shape[0] == 0
-        return samples % mesh.shape[0] == 0 or (samples == 1 and batch < _BUSY * stages * mesh.shape[0])
-
-    def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
-        """Yield numbers of stages with the mesh of each."""
-        if self.only is not None:
-            yield self.only
-            return
-        for stages, cluster in self._stages.clusters.items():
-            for mesh in meshes_of(cluster, self.axes):
-                # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
-                inner = max(mesh.shape[1:], default=1)
-                if inner <= cluster.devices_per_node:
-                    yield stages, mesh
-
-    def _spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
-        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
-        return [*((split, 1) for split in self._splits(stages)), *(() if found is None else (found,))]
-
-    @property
-    def _ends(self) -> tuple[float, float]:
-        """What comes before and after all blocks, in blocks."""
-        return self._work.first_s / self._work.block_s, self._work.last_s / self._work.block_s
-
-    def _splits(self, stages: int) -> list[tuple[int, ...]]:
-        """Return ways to spread the blocks over so many stages, one chunk on each."""
-        first, last = self._ends
-        around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
-        length = len(listed_blocks(self.search))
-        return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
-
-    def _dive(self, items: Sequence[_Item]) -> None:
-        """Find a first plan where that is cheap, to give the others something to beat: most stages, a node wide."""
-        sizes = [(len(item.pipeline.counts), math.prod(item.pipeline.mesh.shape[1:])) for item in items]
-        most = max(sizes, default=(0, 0))
-        deepest = [item for item, size in zip(items, sizes, strict=True) if size == most]
-        tried: set[str] = set()
-        # Recomputing first: it is what fits.
-        for item in sorted(deepest, key=lambda item: (-self.modes.index(item.pipeline.ac), item.bound_s)):
-            pipeline = item.pipeline
-            if self._best is None and pipeline.ac not in tried and item.bound_s < self._at_most_s and not self._is_over:
-                tried.add(pipeline.ac)
-                if self._may_fit(pipeline):
-                    found = self._here.do(dataclasses.replace(self._solve(item), mip_gap=_FIRST_GAP))
-                    if found.best is not None:
-                        self._keep(found.best)
+        even = [item for item in items if self._space.splits_samples(item.pipeline.mesh, item.pipeline.micro_batches)]
+        widest = max((math.prod(item.pipeline.mesh.shape[1:]) for item in even), default=1)
+        return [
+            item
+            for item in even
+            if item.pipeline.ac == self.modes[-1] and math.prod(item.pipeline.mesh.shape[1:]) == widest
+        ]
 
     # --- what comes next -----------------------------------------------------------------------------------------
 
     def _push(self, item: _Item) -> None:
         heapq.heappush(self._heap, (item.bound_s, next(self._numbers), item))
 
-    def _pick(self) -> tuple[_Look | _Item, _Task] | None:
+    @property
+    def next_s(self) -> float:
+        """The lowest bound of what goes next; infinite where nothing that is known could be better, or time is up."""
+        if not self._heap or self._heap[0][0] >= self._at_most_s or self._is_over:
+            return math.inf
+        return self._heap[0][0]
+
+    @property
+    def wanted_s(self) -> float:
+        """The step time from which on a plan is not wanted."""
+        return self._at_most_s
+
+    def want_less(self, time_s: float) -> None:
+        """From now on want no plan that takes ``time_s`` or more."""
+        self._at_most_s = min(self._at_most_s, time_s)
+
+    def pick(self) -> tuple[_Look | _Item, _Task] | None:
         """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
-        while self._heap and self._heap[0][0] < self._at_most_s and not self._is_over:
+        while self.next_s < math.inf:
             item = heapq.heappop(self._heap)[2]
             look = self._look(item)
             if look is None:
@@ -303,7 +273,7 @@ class PipelineSearch:
 
     def _shortest(self, kind: StageKind, stages: int) -> StageKind:
         """Return the kind of stage of the same role that has the fewest blocks in any split."""
-        kinds = [kinds_of(split)[0] for split in self._splits(stages)] if kind.chunks == 1 else []
+        kinds = [kinds_of(split)[0] for split in self._space.splits(stages)] if kind.chunks == 1 else []
         return min([k for k in kinds if k.role == kind.role], key=lambda k: k.blocks, default=kind)
 
     def _floor(self, kind: StageKind, pipeline: PipelineRun) -> StageFloor | None:
@@ -347,7 +317,7 @@ class PipelineSearch:
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def _done(self, look: _Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
+    def done(self, look: _Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
         """Note what came of a task."""
         if isinstance(found, SolvedPipeline):
             assert isinstance(task, SolvePipeline)
@@ -386,7 +356,7 @@ class PipelineSearch:
     def _keep(self, found: SentPipeline) -> None:
         """Take a pipeline as the best so far."""
         self._best = found
-        self._at_most_s = found.step_time_s * (1.0 - self.search.job.mip_gap)
+        self.want_less(found.step_time_s * (1.0 - self.search.job.mip_gap))
         self._say(f"best so far {found.step_time_s:.6g} s")
 
     def _note(self, pipeline: PipelineRun, at_least_s: float, step_time_s: float | None = None) -> None:

@@ -67,8 +67,10 @@ def report_of(found: Found | None, piped: Piped | None, planner: str) -> SolverR
         chosen = str(pipeline.pipeline.whole_mesh)
     else:
         assert found is not None
-        solutions, chosen = [found.candidate.solution], str(found.candidate.run.mesh)
-        objective_s = found.candidate.solution.objective_s if found.candidate.solution is not None else 0.0
+        assert found.candidate is not None
+        solution = found.candidate.solution
+        solutions, chosen = [solution], str(found.candidate.run.mesh)
+        objective_s = 0.0 if solution is None else solution.objective_s
     searches = [each for each in (found, piped) if each is not None]
     bound_s = min(objective_s, *(each.bound_s for each in searches))
     return SolverReport(

@@ -47,6 +47,7 @@ from planner.run import Run
 from planner.search import Candidate, Search
 from planner.stage_searches import PlannedPipeline, stage_clusters_of
 from planner.traced_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
+from planner.walks import walk_together
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
 
@@ -163,12 +164,10 @@ class PlanningSession:
             else:
                 restrict = self._restrict(name, self._pins(meshes))
                 deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
-                found = None if stages is not None else self._best(meshes, modes, name, restrict, deadline)
-                pipelined = stages is not None or (name == "ilp" and mesh is None and self._uncut is None)
-                piped = self._pipelines(found, modes, restrict, deadline, stages) if pipelined else None
+                found, piped = self._found(meshes, modes, name, restrict, deadline, stages, only=mesh is not None)
                 if piped is not None and piped.plan is not None:
                     return self._piped_plan(piped.plan, report_of(found, piped, planner))
-                if found is None:
+                if found is None or found.candidate is None:
                     if piped is not None and not piped.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
@@ -215,20 +214,50 @@ class PlanningSession:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _best(
+    def _found(
         self,
         meshes: Sequence[MeshSpec],
         modes: Sequence[str],
         name: str,
         restrict: Callable[[MeshSpec], Restriction | None],
         deadline: float | None,
-    ) -> Found | None:
+        stages: tuple[int, MeshSpec] | None,
+        *,
+        only: bool,
+    ) -> tuple[Found | None, Piped | None]:
+        """Return what came of the meshes and of pipelines, of which at most the faster one has a plan.
+
+        Args:
+            stages: their number and the mesh of each, where the job says them: nothing else is searched.
+            only: whether the job says its mesh.
+        """
         pool = self._pooled(restrict) if name == "ilp" else None
-        search = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
-        found = search.best(meshes)
-        if found is None or name != "ilp" or not self._vary_blocks:
-            return found
-        return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
+        pipes = PipelineSearch(
+            self._search, self._counts, modes, restrict, self._progress, deadline, pool, stages, axes=self._axes
+        )
+        if stages is not None:
+            return None, pipes.best()
+        outer = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
+        pipelined = name == "ilp" and not only and self._uncut is None
+        if not pipelined or self._vary_blocks:
+            found = outer.best(meshes)
+            if found is not None and name == "ilp" and self._vary_blocks:
+                found = vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
+            return found, pipes.best(self._wanted_s(found)) if pipelined else None
+        assert pool is not None
+        outer.start(meshes)
+        pipes.start(outer.wanted_s)
+        walk_together(pool, (outer, pipes))
+        found, piped = outer.found(), pipes.found()
+        if piped.plan is not None and piped.plan.step_time_s >= self._wanted_s(found):
+            piped = dataclasses.replace(piped, plan=None)
+        return found, piped
+
+    def _wanted_s(self, found: Found | None) -> float:
+        """Return the step time from which on another plan is no better."""
+        if found is None or found.candidate is None:
+            return math.inf
+        return found.candidate.estimate.step_time_s * (1.0 - self.job.mip_gap)
 
     @functools.cached_property
     def _uncut(self) -> str | None:
@@ -242,22 +271,6 @@ class PlanningSession:
         if Checkpointing.parse(self.job.ac or "none").first is not None:
             return "only the first blocks are to be checkpointed"
         return obstacle(self._traced.graph, self._traced.blocks)
-
-    def _pipelines(
-        self,
-        found: Found | None,
-        modes: Sequence[str],
-        restrict: Callable[[MeshSpec], Restriction | None],
-        deadline: float | None,
-        only: tuple[int, MeshSpec] | None,
-    ) -> Piped:
-        """Return what pipelines come to that are faster than what was ``found``, or ``only`` those of such stages."""
-        pool = self._pooled(restrict)
-        walk = PipelineSearch(
-            self._search, self._counts, modes, restrict, self._progress, deadline, pool, only, axes=self._axes
-        )
-        step_s = math.inf if found is None else found.candidate.estimate.step_time_s
-        return walk.best(step_s * (1.0 - self.job.mip_gap))
 
     def _pooled(self, restrict: Callable[[MeshSpec], Restriction | None]) -> Pool:
         return self._pool.under(Terms(memory_bytes=self._search.memory_bytes, restrict=restrict))

@@ -1,0 +1,104 @@
+"""Which pipelines of a job are searched.
+
+A number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second one within a node,
+or three where they are asked for; the batch split evenly over the first axis, or, where that leaves too few
+micro-batches and there is no third axis, the sequence of one sample, in pieces of 128 tokens or more; three ways to
+spread the blocks, and interleaved stages of as many chunks as can be. What stages hand to each other has one layout on
+both sides, split so on the first axis and on others by anything or nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model import ClusterSpec
+from cost_model.layout import MeshSpec
+from planner.balance import balanced
+from planner.candidates import meshes_of
+from planner.chunks import interleaved
+from planner.search import Search
+from planner.stage_looks import Work
+from planner.stage_searches import PipelineRun, listed_blocks
+
+_BUSY = 2
+"""Micro-batches for each stage: with fewer, a third of a step and more is spent waiting."""
+
+_LIGHTER = 2.0
+"""By how many blocks the first stage is given less in one of the ways to spread them: it keeps most activations."""
+
+_LEAST_TOKENS = 128
+"""Of a sequence on a rank, where a single sample is split: fewer do not fill one tile of a matrix product."""
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpace:
+    """The pipelines of a job.
+
+    Attributes:
+        search: of the whole model on the whole cluster.
+        clusters: number of stages -> what one of them has.
+        only: the one number of stages, and their mesh; None: all.
+        axes: that the mesh of a stage has at most.
+    """
+
+    search: Search
+    work: Work
+    clusters: Mapping[int, ClusterSpec]
+    only: tuple[int, MeshSpec] | None
+    axes: int
+
+    def pipelines(self, counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
+        """Yield every pipeline in one of these numbers of micro-batches and modes of checkpointing."""
+        for stages, mesh in self._meshes():
+            for (split, chunks), count, ac in itertools.product(self._spreads(stages), counts, modes):
+                if self._may_split(mesh, stages, count) and (chunks == 1 or count % stages == 0):
+                    yield PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac, chunks=chunks)
+
+    def splits_samples(self, mesh: MeshSpec, count: int) -> bool:
+        """Tell whether a stage's first axis splits the samples of a micro-batch, one of ``count``."""
+        return self.search.batch // count % mesh.shape[0] == 0
+
+    def splits(self, stages: int) -> list[tuple[int, ...]]:
+        """Return ways to spread the blocks over so many stages, one chunk on each."""
+        first, last = self._ends
+        around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
+        length = len(listed_blocks(self.search))
+        return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
+
+    def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
+        """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
+
+        It has to where splitting the samples leaves a stage too few micro-batches to be busy with. The first of three
+        axes is for samples alone: the second may split a sequence.
+        """
+        if self.splits_samples(mesh, count):
+            return True
+        batch, seq = self.search.batch, self.search.job.seq
+        if batch != count or self.search.batch_axes(mesh):
+            return False
+        too_short = self.only is None and seq is not None and seq < _LEAST_TOKENS * mesh.shape[0]
+        return not too_short and batch < _BUSY * stages * mesh.shape[0]
+
+    def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
+        """Yield numbers of stages with the mesh of each."""
+        if self.only is not None:
+            yield self.only
+            return
+        for stages, cluster in self.clusters.items():
+            for mesh in meshes_of(cluster, self.axes):
+                # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
+                inner = max(mesh.shape[1:], default=1)
+                if inner <= cluster.devices_per_node:
+                    yield stages, mesh
+
+    def _spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
+        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
+        return [*((split, 1) for split in self.splits(stages)), *(() if found is None else (found,))]
+
+    @property
+    def _ends(self) -> tuple[float, float]:
+        """What comes before and after all blocks, in blocks."""
+        return self.work.first_s / self.work.block_s, self.work.last_s / self.work.block_s
