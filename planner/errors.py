@@ -209,7 +209,8 @@ class SolverError(PlannerError):
 
 
 class InfeasibleError(PlannerError):
-    """No plan fits: ``budget_bytes`` per device were allowed, ``least_bytes`` per device would do.
+    """No plan fits: ``budget_bytes`` per device were allowed, ``least_bytes`` per device would do, of which
+    at most 1 % could be spared.
 
     ``least_bytes`` is None where even unlimited memory gives no plan. ``largest_tensors`` are (name, bytes per device),
     largest first. ``enough`` is the smallest cluster of the same nodes, their number doubled again and again, on which

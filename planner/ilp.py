@@ -96,12 +96,16 @@ def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
     return least is None or least > memory_bytes
 
 
-def least_memory(problem: Problem) -> tuple[tuple[int, ...], float] | None:
-    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists."""
+def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ...], float] | None:
+    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists.
+
+    Args:
+        mip_gap: by how much of it a smaller one may be missed.
+    """
     program = state(problem, None)
     assert program.peak is not None
     program.linear.objective = program.peak
-    answer = reduction.solve(program.linear, zero_one=program.zero_one(), mip_gap=1e-4)
+    answer = reduction.solve(program.linear, zero_one=program.zero_one(), mip_gap=mip_gap)
     if answer.values is None:
         return None
     assignment = _assignment(program, answer)

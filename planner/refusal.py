@@ -25,8 +25,13 @@ _DOUBLINGS = 6
 
 _MESHES_TRIED = 4
 """Of a larger cluster: all devices in a row, and those whose inner axis is nearest to a node."""
+
 _LITTLE = 0.95
 """Of the least memory on half the devices: where it is more, devices are not what is missing."""
+
+_EXACT = 1e-4
+_NEAR = 0.01
+"""By how much less memory might do than a refusal says: the last percent takes up to twenty times as long."""
 
 Restrict = Callable[[MeshSpec], Restriction | None]
 
@@ -55,7 +60,7 @@ def refuse(
         meshes, counts, modes, restrict: of the search that found nothing.
         larger: the meshes of another cluster, and the numbers of micro-batches that may be tried on it.
     """
-    least = least_of_all(search, meshes, counts, modes, restrict)
+    least = least_of_all(search, meshes, counts, modes, restrict, gap=_NEAR)
     if least is None:
         return InfeasibleError(
             "no layout of this model divides evenly over these meshes and this batch.",
@@ -72,14 +77,26 @@ def refuse(
 
 
 def least_of_all(
-    search: Search, meshes: Sequence[MeshSpec], counts: Sequence[int], modes: Sequence[str], restrict: Restrict
+    search: Search,
+    meshes: Sequence[MeshSpec],
+    counts: Sequence[int],
+    modes: Sequence[str],
+    restrict: Restrict,
+    *,
+    gap: float = _EXACT,
 ) -> Least | None:
-    """Return what needs the least memory of all runs; None where there is no layout at all."""
-    return _least(search, [search.run_of(*each) for each in itertools.product(meshes, counts, modes)], restrict)[0]
+    """Return what needs the least memory of all runs, to within a relative gap; None where there is no layout."""
+    runs = [search.run_of(*each) for each in itertools.product(meshes, counts, modes)]
+    return _least(search, runs, restrict, gap=gap)[0]
 
 
 def _least(
-    search: Search, runs: Sequence[Run], restrict: Restrict, enough_bytes: float | None = None
+    search: Search,
+    runs: Sequence[Run],
+    restrict: Restrict,
+    enough_bytes: float | None = None,
+    *,
+    gap: float = _NEAR,
 ) -> tuple[Least | None, float]:
     """Return what needs the least memory of all ``runs``, and the bytes that none of them goes below.
 
@@ -100,7 +117,7 @@ def _least(
         if found is not None:
             return found, least_bytes
         if run in relaxed:
-            found = _least_of(search, run, restrict)
+            found = _least_of(search, run, restrict, gap)
             if found is not None:
                 if enough_bytes is not None and found.nbytes <= enough_bytes:
                     return found, least_bytes
@@ -114,11 +131,11 @@ def _least(
     return None, math.inf
 
 
-def _least_of(search: Search, run: Run, restrict: Restrict) -> Least | None:
+def _least_of(search: Search, run: Run, restrict: Restrict, gap: float) -> Least | None:
     """Return the decision that needs the least memory of those that DTensor runs; None where there is none."""
     formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
     while formulation is not None:
-        found = least_memory(formulation.problem)
+        found = least_memory(formulation.problem, gap)
         if found is None:
             return None
         decision = decision_of(formulation, found[0])

@@ -232,19 +232,18 @@ class PlanningSession:
             only: whether the job says its mesh.
         """
         pool = self._pooled(restrict) if name == "ilp" else None
+        outer = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
+        if stages is None and (name != "ilp" or only or self._uncut is not None):
+            return self._varied(outer.best(meshes), name, modes, restrict, deadline), None
+        assert pool is not None
         pipes = PipelineSearch(
             self._search, self._counts, modes, restrict, self._progress, deadline, pool, stages, axes=self._axes
         )
         if stages is not None:
             return None, pipes.best()
-        outer = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
-        pipelined = name == "ilp" and not only and self._uncut is None
-        if not pipelined or self._vary_blocks:
-            found = outer.best(meshes)
-            if found is not None and name == "ilp" and self._vary_blocks:
-                found = vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
-            return found, pipes.best(self._wanted_s(found)) if pipelined else None
-        assert pool is not None
+        if self._vary_blocks:
+            found = self._varied(outer.best(meshes), name, modes, restrict, deadline)
+            return found, pipes.best(self._wanted_s(found))
         outer.start(meshes)
         pipes.start(outer.wanted_s)
         walk_together(pool, (outer, pipes))
@@ -252,6 +251,19 @@ class PlanningSession:
         if piped.plan is not None and piped.plan.step_time_s >= self._wanted_s(found):
             piped = dataclasses.replace(piped, plan=None)
         return found, piped
+
+    def _varied(
+        self,
+        found: Found | None,
+        name: str,
+        modes: Sequence[str],
+        restrict: Callable[[MeshSpec], Restriction | None],
+        deadline: float | None,
+    ) -> Found | None:
+        """Return what was ``found``, or what is better of it where blocks differ, if they may."""
+        if found is None or name != "ilp" or not self._vary_blocks:
+            return found
+        return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
 
     def _wanted_s(self, found: Found | None) -> float:
         """Return the step time from which on another plan is no better."""

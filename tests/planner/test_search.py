@@ -75,7 +75,7 @@ def test_the_cap_binds_until_nothing_fits(planner: str) -> None:
     least = plan_with(inputs, module, refusal.least_bytes / 1e9, **options)
     assert peak(least) <= refusal.least_bytes
     with pytest.raises(InfeasibleError):
-        plan_with(inputs, module, refusal.least_bytes * 0.99 / 1e9, **options)
+        plan_with(inputs, module, refusal.least_bytes * 0.989 / 1e9, **options)  # at most 1 % could be spared
 
 
 def test_from_replicated_to_sharded_as_memory_falls() -> None:
