@@ -17,6 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# A fork server is not told where the tests are, so that what they import is named here.
+_FAMILIES = ("bert", "gpt2", "llama", "mixtral", "t5", "vit")
+mp.set_forkserver_preload(
+    [
+        *("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "pytest", "executor.shard", "planner"),
+        *("transformers.generation.utils", "transformers.models.auto.modeling_auto"),
+        *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
+    ]
+)
+
 
 class RankError(AssertionError):
     """What a rank raised: its traceback as text, since an exception itself need not be picklable."""
@@ -27,7 +37,7 @@ def run_on_gloo(
 ) -> list[Any]:
     """Return ``fn(rank, *args, **kwargs)`` of every rank; each rank is a process in one gloo process group.
 
-    Starting costs some seconds of importing torch for each process, so let one call do the work of many.
+    The processes are forked from one that has imported torch and what most of them need, once for all calls.
 
     Args:
         fn: at the top level of its file.
@@ -44,7 +54,8 @@ def run_on_gloo(
         # Test files are no importable modules, so a rank loads fn's file by its path, under the same name.
         source = (fn.__module__, inspect.getfile(fn), fn.__qualname__)
         try:
-            mp.spawn(_rank_main, args=(source, world_size, folder, timeout_s, call), nprocs=world_size)
+            arguments = (source, world_size, folder, timeout_s, call)
+            mp.start_processes(_rank_main, arguments, nprocs=world_size, start_method="forkserver")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             # A failing rank makes the others fail too, with less to say: the first to fail has the cause.
             failed = sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)

@@ -85,7 +85,14 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
             assert found.tied, planner
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mixtral", pytest.param("deepseek", marks=pytest.mark.slow)])
+SLOW = ("bert", "vit", "deepseek")
+"""`test_fidelity` has their plans run as planned on fake processes, and the slow run all of these numbers."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow) if f in SLOW else f for f in (*FAMILIES, *WITH_EXPERTS)],
+)
 def test_losses_and_gradients_equal_the_unsharded_models(family: str) -> None:
     tensor_parallel = ["tensor-parallel"] if family in ("llama", *WITH_EXPERTS) else []
     check_numerics(family, ["ilp", "data-parallel", "fully-sharded", *tensor_parallel, "random:0"])
