@@ -7,8 +7,9 @@ import itertools
 import math
 
 import pytest
-from pipeline_sessions import BATCH, session_of
+from pipeline_sessions import BATCH, CONFIG, session_of
 
+from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layout import MeshSpec
 from planner.bench import Bench, Terms
@@ -144,3 +145,19 @@ def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: Plannin
     assert piped.complete
     assert piped.bound_s <= piped.plan.step_time_s <= piped.bound_s * (1 + 2e-3)
     assert walk_of(session, [2, 4], ["none", "full"]).best(piped.plan.step_time_s * 0.9).plan is None
+
+
+@pytest.mark.parametrize(("seq", "widest"), [(256, 2), (4096, 4)])
+def test_a_single_sample_is_split_into_pieces_that_fill_a_tile(seq: int, widest: int) -> None:
+    """Of 256 tokens four ranks would have 64 each; on a mesh that is given they may."""
+    with quiet_libraries():
+        source = load_model({"hf_config": {**CONFIG["hf_config"], "max_position_embeddings": seq}}, seq=seq)
+    job = {"batch": 2, "seq": seq, "dtype": "fp32", "micro_batches": 2, "executable_only": False}
+    search = PlanningSession(source.module, cluster="1x8xtoy", **job)._search
+
+    def sizes(only: tuple[int, MeshSpec] | None) -> set[int]:
+        walk = PipelineSearch(search, [2], ["none"], lambda mesh: None, only=only)
+        return {item.pipeline.mesh.shape[0] for item in walk._items()}
+
+    assert max(sizes(None)) == widest
+    assert sizes((2, MeshSpec.parse("dp=4"))) == {4}
