@@ -152,11 +152,7 @@ class OuterSearch:
         return self.found()
 
     def start(self, meshes: Sequence[MeshSpec]) -> None:
-        """Find a first plan, and what is to be walked over.
-
-        Raises:
-            SolverError: a worker died.
-        """
+        """Find a first plan, and what is to be walked over."""
         self._all, here = meshes, self._here
         # The first tasks are done here: what they leave behind all others need.
         # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.

@@ -157,14 +157,12 @@ class PipelineSearch:
     def start(self, at_most_s: float = math.inf) -> None:
         """Find what is to be walked over, and a first plan where one is likely."""
         self._at_most_s = at_most_s
-        items = list(self._items())
-        likely = self._likely(items) if self.only is None or len(self.counts) > 1 else []
+        likely, others = self._likely_first(list(self._items()))
         for item in likely:
             self._push(item)
         self._pool.run(lambda: self.pick() if self._best is None else None, self.done)
-        for item in items:
-            if item not in likely:
-                self._push(item)
+        for item in others:
+            self._push(item)
 
     @property
     def _pool(self) -> Pool:
@@ -193,18 +191,21 @@ class PipelineSearch:
         for pipeline in self._space.pipelines(self.counts, self.modes):
             yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
 
-    def _likely(self, items: Sequence[_Item]) -> list[_Item]:
-        """Return the pipelines of which one is solved first, to give the others something to beat.
+    def _likely_first(self, items: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
+        """Return the pipelines of which one is solved first, to give the others something to beat, and the others.
 
         They are as wide inside as a node, recompute, since that fits, and split samples evenly.
         """
-        even = [item for item in items if self._space.splits_samples(item.pipeline.mesh, item.pipeline.micro_batches)]
-        widest = max((math.prod(item.pipeline.mesh.shape[1:]) for item in even), default=1)
-        return [
-            item
-            for item in even
-            if item.pipeline.ac == self.modes[-1] and math.prod(item.pipeline.mesh.shape[1:]) == widest
-        ]
+        sizes = [math.prod(item.pipeline.mesh.shape[1:]) if self._splits_evenly(item) else 0 for item in items]
+        widest = max(sizes, default=0)
+        likely, others = list[_Item](), list[_Item]()
+        for item, size in zip(items, sizes, strict=True):
+            is_likely = 0 < size == widest and item.pipeline.ac == self.modes[-1]
+            (likely if is_likely else others).append(item)
+        return likely, others
+
+    def _splits_evenly(self, item: _Item) -> bool:
+        return self._space.splits_samples(item.pipeline.mesh, item.pipeline.micro_batches)
 
     # --- what comes next -----------------------------------------------------------------------------------------
 
