@@ -39,6 +39,9 @@ from planner.stage_looks import (
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
 from planner.stages import StageKind, kinds_of, least_step_s, stage_limit_s
 
+_WIDE = 8
+"""Ranks of all axes of a stage but the first, at most, in the pipelines that are walked through first."""
+
 _ALIKE = 3
 """From how many blocks on a stage of one more has the same kinds of choices."""
 
@@ -194,10 +197,10 @@ class PipelineSearch:
     def _likely_first(self, items: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
         """Return the pipelines of which one is solved first, to give the others something to beat, and the others.
 
-        They are as wide inside as a node, recompute, since that fits, and split samples evenly.
+        They are as wide inside as people take it, recompute, since that fits, and split samples evenly.
         """
         sizes = [math.prod(item.pipeline.mesh.shape[1:]) if self._splits_evenly(item) else 0 for item in items]
-        widest = max(sizes, default=0)
+        widest = max((size for size in sizes if size <= _WIDE), default=0)
         likely, others = list[_Item](), list[_Item]()
         for item, size in zip(items, sizes, strict=True):
             is_likely = 0 < size == widest and item.pipeline.ac == self.modes[-1]
