@@ -86,7 +86,7 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
 
 
 SLOW = ("bert", "vit", "deepseek")
-"""`test_fidelity` has their plans run as planned on fake processes, and the slow run all of these numbers."""
+"""Of BERT and ViT `test_fidelity` runs plans on fake processes in every run of the tests; their numbers, only a slow one."""
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_more_work_in_the_backward_is_a_constant_of_the_problem(problem: Problem
 
 
 @given(problem=problems())
-def test_what_is_not_wanted_is_not_told_from_what_does_not_fit(problem: Problem) -> None:
+def test_what_is_wanted_is_found_and_what_is_not_is_left_or_bounded(problem: Problem) -> None:
     least = least_memory_bound(problem)
     if least is None:
         return
