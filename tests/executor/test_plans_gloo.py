@@ -86,7 +86,8 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
 
 
 SLOW = ("bert", "vit", "deepseek")
-"""Of BERT and ViT `test_fidelity` runs plans on fake processes in every run of the tests; their numbers, only a slow one."""
+"""Of BERT and ViT `test_fidelity` runs plans on fake processes in every run of the tests; their numbers wait for a slow
+one."""
 
 
 @pytest.mark.parametrize(
