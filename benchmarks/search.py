@@ -34,6 +34,7 @@ GPU, PER_NODE = "h100-sxm-80gb", 8
 LAYERS, DEVICES = (2, 8, 32, 80, 126), (1, 8, 64, 512, 4096, 16384)
 STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s")
 LIMITS_S = (1.0, 5.0, 30.0)
+WITH_EXPERTS = ("mixtral-8x7b", "deepseek-v3")
 TIME_LIMIT_S = 600.0
 
 
@@ -130,11 +131,14 @@ def rows() -> Iterator[Row]:
         ("llama-3.1-8b", (1, 8, 64, 512)),
         ("llama-3.1-70b", (64, 512)),
         ("llama-3.1-405b", (512, 1024, 2048, 4096, 8192, 16384)),
+        ("mixtral-8x7b", (64,)),
+        ("deepseek-v3", (256,)),
     ):
         for devices in sizes:
-            name = f"check-4-{preset.rpartition('-')[2]}-{devices}"
             yield Row(
-                name=name, group="check-4", preset=preset, devices=devices, batch=max(128, devices), asked_s=30.0
+                name=f"check-4-{preset.removeprefix('llama-3.1-')}-{devices}", group="check-4", preset=preset,
+                devices=devices, batch=max(128, devices), seq=4096 if preset in WITH_EXPERTS else 8192,
+                pipelines=True, asked_s=30.0, jobs=2,
             )  # fmt: skip
     for limit_s in (*LIMITS_S, None):
         yield Row(

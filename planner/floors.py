@@ -47,8 +47,17 @@ class Floor:
         bound_s = self._relaxing.with_backward(backward_s)
         return self.bound_s if bound_s is None else max(bound_s, self.bound_s)
 
+    def within_cap(self, at_most_s: float) -> float:
+        """Return what the run that this is the floor of cannot beat within the cap, up to ``at_most_s``.
+
+        To be asked last.
+        """
+        assert self._relaxing is not None
+        relaxed = self._relaxing.within_cap(at_most_s)
+        return at_most_s if relaxed is None else min(relaxed.bound_s, at_most_s)
+
     def light(self) -> Floor:
-        """Return what is left to say without the problem: all but `with_work`."""
+        """Return what is left to say without the problem: all but `with_work` and `within_cap`."""
         return dataclasses.replace(self, _relaxing=None)
 
 
@@ -67,13 +76,13 @@ class Promising:
         return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
-def floor_of(mesh: MeshSpec, formulation: Formulation, resting_bytes: float | None = None) -> Floor | None:
+def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float) -> Floor | None:
     """Return the floor of a mesh from the problem of its largest run; None where that has no solution.
 
     Args:
-        resting_bytes: the cap on memory.
+        memory_bytes: the cap on memory.
     """
-    relaxing = Relaxing(formulation.problem, resting_bytes=resting_bytes)
+    relaxing = Relaxing(formulation.problem, memory_bytes, resting_bytes=memory_bytes)
     relaxed = relaxing.unlimited()
     if relaxed is None:
         return None

@@ -47,6 +47,7 @@ class ParameterPricer:
         self._run = run
         self._communication = communication
         self._overlap = Overlap.of(run.cluster.device)
+        self._stored_itemsize = BYTES_PER_ELEMENT[self.stored_dtype]
 
     @property
     def stored_dtype(self) -> str:
@@ -91,7 +92,7 @@ class ParameterPricer:
         return arriving | {UPDATE.quantity("gradients"): count * (after - nbytes)}
 
     def _is_cast(self, value: Value) -> bool:
-        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
+        return self._stored_itemsize != value.dtype.itemsize
 
     def _cast(self, value: Value, stored: Layout, count: int) -> Price:
         """Price the copies in the compute dtype that all modules see during a forward, and that autograd keeps."""
@@ -212,7 +213,7 @@ class ParameterPricer:
         arrived = self.gradient_nbytes(value, choice.stored)
         nbytes = self.gradient_nbytes(value, layout)
         if choice.gathered_over is None and layout != choice.stored:
-            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
+            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / self._stored_itemsize
         charge = {quantity.MEMORY + "gradients": count * nbytes}
         if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
             at_end = {UPDATE.quantity("gradients"): count}
@@ -224,7 +225,7 @@ class ParameterPricer:
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of a gradient in ``layout``, in the dtype that the parameter rests in."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
-        return numel * BYTES_PER_ELEMENT[self.stored_dtype]
+        return numel * self._stored_itemsize
 
     def _reduction(
         self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool

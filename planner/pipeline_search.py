@@ -37,7 +37,7 @@ from planner.stage_looks import (
     Work,
 )
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
-from planner.stages import StageKind, kinds_of, least_step_s, stage_limit_s
+from planner.stages import StageKind, least_step_s, stage_limit_s
 
 _WIDE = 8
 """Ranks of all axes of a stage but the first, at most, in the pipelines that are walked through first."""
@@ -90,6 +90,16 @@ class _Item:
     def floors_left(self) -> int:
         """How many of them are to come."""
         return max(self.floors - self.looks, 0)
+
+    @property
+    def relaxed(self) -> int:
+        """How many of them were relaxations."""
+        return self.looks - self.floors
+
+    @property
+    def relaxing(self) -> StageKind:
+        """The kind of stage that the next relaxation bounds; the most frequent one has two."""
+        return self.pipeline.kinds[max(self.relaxed - 1, 0)]
 
     def raised(self, kind: StageKind, bound_s: float) -> _Item:
         """Return the item after another look, which found what no stage of ``kind`` can beat."""
@@ -255,30 +265,63 @@ class PipelineSearch:
         stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches)
         if item.floors_left:
             return kinds[0].role, stages, *shape, pipeline.chunks if item.floors_left == 1 else 1
-        number = item.looks - item.floors
-        if number < len(kinds):
-            kind = kinds[number]
+        kind = self._relaxed(item)
+        if kind is not None:
             return kind.role, kind.blocks, kind.indices[0], stages, *shape, pipeline.chunks, pipeline.ac
         return None
 
     def _task(self, item: _Item) -> _Task:
-        pipeline, kinds = item.pipeline, item.pipeline.kinds
         if item.floors_left:
-            self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
-            chunks = pipeline.chunks if item.floors_left == 1 else 1
-            pipeline, kind = dataclasses.replace(pipeline, chunks=chunks), dataclasses.replace(kinds[0], chunks=chunks)
-            share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
-            again_s = {ac: again * share for ac, again in self._work.again_s.items()}
-            return BoundStage(kind=self._shortest(kind, len(pipeline.counts)), pipeline=pipeline, again_s=again_s)
-        kind = kinds[item.looks - item.floors]
-        floor = self._floor(kind, pipeline)
-        limit_s = stage_limit_s(item.bounds, kind, pipeline.micro_batches, self._at_most_s)
+            return self._bound_stage(item)
+        pipeline, kind = item.pipeline, self._relaxed(item)
+        assert kind is not None
+        floor, own = self._floor(kind, pipeline), item.relaxing
+        limit_s = stage_limit_s(item.bounds, own, pipeline.micro_batches, self._at_most_s)
+        if not item.relaxed:
+            limit_s = max(limit_s, self._limit_s(own, pipeline))
         return RelaxStage(kind=kind, pipeline=pipeline, floor=None if floor is None else floor.floor, limit_s=limit_s)
 
-    def _shortest(self, kind: StageKind, stages: int) -> StageKind:
-        """Return the kind of stage of the same role that has the fewest blocks in any split."""
-        kinds = [kinds_of(split)[0] for split in self._space.splits(stages)] if kind.chunks == 1 else []
-        return min([k for k in kinds if k.role == kind.role], key=lambda k: k.blocks, default=kind)
+    def _bound_stage(self, item: _Item) -> BoundStage:
+        self._say(f"bounding a stage on mesh {item.pipeline.whole_mesh}, {item.pipeline.micro_batches} micro-batches")
+        pipeline = dataclasses.replace(item.pipeline, ac=self.modes[0])
+        whole = pipeline if item.floors_left == 1 else dataclasses.replace(pipeline, chunks=1)
+        (kind, *_), (own, *_) = whole.kinds, pipeline.kinds
+        share = whole.passes / pipeline.micro_batches / pipeline.mesh.size
+        waits = whole.passes / pipeline.passes
+        return BoundStage(
+            kind=self._shortest(kind, whole),
+            pipeline=whole,
+            again_s={ac: again * share for ac, again in self._work.again_s.items()},
+            limit_s=max(waits * self._limit_s(own, pipeline), self._limit_s(kind, whole)),
+        )
+
+    def _relaxed(self, item: _Item) -> StageKind | None:
+        """Return the kind of stage that is relaxed next; None where all were.
+
+        Of the most frequent one first the shortest in its place that any split has, which bounds those of all splits.
+        """
+        if item.relaxed > len(item.pipeline.kinds):
+            return None
+        return item.relaxing if item.relaxed else self._shortest(item.relaxing, item.pipeline)
+
+    def _alike(self, kind: StageKind, pipeline: PipelineRun) -> list[tuple[PipelineRun, StageKind]]:
+        """Return the pipelines with other splits that have a stage of a kind's role in its place, and its kind."""
+        place, splits = (kind.role, kind.indices[0]), self._space.splits(len(pipeline.counts))
+        others = [dataclasses.replace(pipeline, counts=split) for split in splits if pipeline.chunks == 1]
+        of_splits = ((other, k) for other in others or [pipeline] for k in other.kinds)
+        return [(other, k) for other, k in of_splits if (k.role, k.indices[0]) == place]
+
+    def _shortest(self, kind: StageKind, pipeline: PipelineRun) -> StageKind:
+        """Return the kind of stage in the same place that has the fewest blocks in any split."""
+        return min((k for _, k in self._alike(kind, pipeline)), key=lambda k: k.blocks, default=kind)
+
+    def _limit_s(self, kind: StageKind, pipeline: PipelineRun) -> float:
+        """Return from which seconds on no pipeline wants a stage in this place, however the blocks are split."""
+        limits = (
+            stage_limit_s(self._work.bounds(other), k, pipeline.micro_batches, self._at_most_s)
+            for other, k in self._alike(kind, pipeline)
+        )
+        return max(limits, default=math.inf)
 
     def _floor(self, kind: StageKind, pipeline: PipelineRun) -> StageFloor | None:
         """Return a floor that holds for a kind of stage, choice by choice."""
@@ -336,12 +379,11 @@ class PipelineSearch:
         """Raise a pipeline's bound by what was found of a stage."""
         pipeline, kinds = item.pipeline, item.pipeline.kinds
         if isinstance(found, StageFloor):
-            kind, bound_s = kinds[0], found.bounds_s.get(pipeline.ac, math.inf)
+            kind, bound_s = kinds[0], found.bound_s(kinds[0], pipeline.ac)
             if item.floors_left > 1:  # of a stage that is not cut, and waits longer
-                share = pipeline.passes / dataclasses.replace(pipeline, chunks=1).passes
-                bound_s = share * bound_s if found.blocks <= kind.blocks else 0.0
+                bound_s *= pipeline.passes / dataclasses.replace(pipeline, chunks=1).passes
         else:
-            kind, bound_s = kinds[item.looks - item.floors], found
+            kind, bound_s = item.relaxing, found
         raised = item.raised(kind, bound_s)
         if raised.bound_s < self._at_most_s:
             self._push(raised)

@@ -123,12 +123,23 @@ class StageFloor:
     """What no stage of its role with ``blocks`` or more can beat, as one of equals.
 
     Attributes:
+        index: of the stage, of those in the pipeline: earlier ones keep more.
         bounds_s: mode of checkpointing -> seconds; empty where the stage has no layout, or does not fit.
+        capped_s: seconds within the cap without checkpointing, as far as they are wanted, of it or an earlier stage.
     """
 
     blocks: int
+    index: int
     floor: Floor | None = None
     bounds_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    capped_s: float = 0.0
+
+    def bound_s(self, kind: StageKind, ac: str) -> float:
+        """Return what no stage of ``kind`` can beat."""
+        if kind.blocks < self.blocks:
+            return 0.0
+        capped_s = self.capped_s if ac == "none" and kind.indices[0] <= self.index else 0.0
+        return max(self.bounds_s.get(ac, math.inf), capped_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,11 +150,13 @@ class BoundStage:
         kind: of the stage.
         pipeline: that it is one of; its mode of checkpointing does not matter.
         again_s: mode of checkpointing -> what running a block again takes at least, in seconds per step.
+        limit_s: seconds from which on it is not wanted.
     """
 
     kind: StageKind
     pipeline: PipelineRun
     again_s: Mapping[str, float]
+    limit_s: float
 
     def __call__(self, bench: Bench) -> StageFloor:
         """Return what bounds it."""
@@ -152,13 +165,17 @@ class BoundStage:
         run = stages.run(search, kind, dataclasses.replace(self.pipeline, ac="none"))
         formulation = search.formulate(run, stages.restriction(search, run, None))[2]
         if formulation is None:
-            return StageFloor(blocks=kind.blocks)
+            return StageFloor(blocks=kind.blocks, index=kind.indices[0])
         with search.clock.stage("solve_s"):
             floor = floor_of(run.mesh, formulation, search.memory_bytes)
             if floor is None:
-                return StageFloor(blocks=kind.blocks)
+                return StageFloor(blocks=kind.blocks, index=kind.indices[0])
             bounds_s = {ac: floor.with_work(kind.blocks * again_s) for ac, again_s in self.again_s.items()}
-        return StageFloor(blocks=kind.blocks, floor=floor.light(), bounds_s=bounds_s)
+            is_wanted = bounds_s.get("none", math.inf) < self.limit_s < math.inf
+            capped_s = floor.within_cap(self.limit_s) if is_wanted else 0.0
+        return StageFloor(
+            blocks=kind.blocks, index=kind.indices[0], floor=floor.light(), bounds_s=bounds_s, capped_s=capped_s
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

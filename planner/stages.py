@@ -45,14 +45,17 @@ class StageKind:
 
 
 def kinds_of(counts: Sequence[int], chunks: int = 1) -> tuple[StageKind, ...]:
-    """Return the kinds of stages that have so many blocks, in so many chunks each, the most frequent first."""
+    """Return the kinds of stages that have so many blocks, in so many chunks each, the most frequent first.
+
+    Of equals those between the first and the last: most pipelines have them, so that what is known of them serves many.
+    """
     found: dict[tuple[Role, int], list[int]] = {}
     for index, count in enumerate(counts):
         found.setdefault((role_of(index, len(counts)), count), []).append(index)
     kinds = [
         StageKind(role=role, blocks=n, indices=tuple(stages), chunks=chunks) for (role, n), stages in found.items()
     ]
-    return tuple(sorted(kinds, key=lambda kind: -len(kind.indices)))
+    return tuple(sorted(kinds, key=lambda kind: (-len(kind.indices), kind.role != "middle")))
 
 
 def pass_s(estimate: Estimate, passes: float) -> float:

@@ -27,6 +27,9 @@ from planner.stages import kinds_of, least_step_s
 def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> PipelineSearch:
     return PipelineSearch(session._search, counts, modes, lambda mesh: None)
 
+_ANY_S = 1e6
+"""A limit that any step keeps."""
+
 
 @pytest.fixture(scope="module")
 def session() -> PlanningSession:
@@ -80,10 +83,14 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
         kind = next(kind for kind in kinds_of(split) if kind.indices == (1,))
         again_s = {mode: again * share for mode, again in work.again_s.items()}
         fewest = dataclasses.replace(kind, blocks=2)
-        floor = BoundStage(kind=fewest, pipeline=pipeline, again_s=again_s)(bench)
+        floor = BoundStage(kind=fewest, pipeline=pipeline, again_s=again_s, limit_s=_ANY_S)(bench)
         bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
         assert work.bounds(pipeline)[1] <= bound_s
-        assert floor.bounds_s.get(ac, math.inf) <= bound_s * (1 + 1e-9)
+        assert floor.bounds_s.get(ac, math.inf) <= floor.bound_s(kind, ac) <= bound_s * (1 + 1e-9)
+        assert floor.bound_s(dataclasses.replace(kind, blocks=1), ac) == 0.0
+        # Of the cap nothing is known of a later stage, which keeps less.
+        later = dataclasses.replace(kind, indices=(2,))
+        assert floor.bound_s(later, ac) == floor.bounds_s.get(ac, math.inf)
         search = bench.stages.of(kind, 3)
         run = bench.stages.run(search, kind, pipeline)
         formulation = search.formulate(run, bench.stages.restriction(search, run, None))[2]
@@ -133,8 +140,8 @@ def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, 
         for stage, of in ((kind, pipeline), (plain, whole)):
             share = of.passes / of.micro_batches / of.mesh.size
             again_s = {mode: again * share for mode, again in work.again_s.items()}
-            floor = BoundStage(kind=stage, pipeline=of, again_s=again_s)(bench)
-            assert 0.0 < floor.bounds_s[ac] * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
+            floor = BoundStage(kind=stage, pipeline=of, again_s=again_s, limit_s=_ANY_S)(bench)
+            assert 0.0 < floor.bound_s(kind, ac) * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
         for index in kind.indices:
             assert work.bounds(pipeline)[index] <= bound_s
 
