@@ -19,6 +19,7 @@ import json
 import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -254,6 +255,9 @@ def checks_of(outcomes: Sequence[Outcome]) -> list[str]:
     """Return what the rows say together: late ones, solving by layers, and plans that more time made worse."""
     late = [item.row.name for item in outcomes if item.row.asked_s is not None and item.seconds > item.row.asked_s]
     found = [f"later than asked for: {', '.join(late) or 'none'}"]
+    searches = [item.seconds for item in outcomes if item.row.group == "check-4"]
+    if searches:
+        found.append(f"median of {len(searches)} searches of check-4: {statistics.median(searches):.1f} s")
     by_layers = [item for item in outcomes if item.row.group == "layers" and item.stages]
     solving = {item.row.layers or 0: item.stages["solve_s"] for item in by_layers}
     if len(solving) > 1:
@@ -278,7 +282,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", action="append", choices=list(dict.fromkeys(row.group for row in known)))
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that search")
+    parser.add_argument("--jobs", type=int, help="processes that search, in place of what each row says")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs have it")
@@ -291,7 +295,7 @@ def chosen(arguments: argparse.Namespace) -> list[Row]:
     """Return the rows that are asked for; all where none is named."""
     groups, names = arguments.group or [], arguments.row or []
     wanted = [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
-    return [dataclasses.replace(row, jobs=arguments.jobs) for row in wanted]
+    return wanted if arguments.jobs is None else [dataclasses.replace(row, jobs=arguments.jobs) for row in wanted]
 
 
 def main() -> int:

@@ -8,9 +8,12 @@ is decided here, one at a time, from what was found by then.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import io
+import multiprocessing
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +25,8 @@ import joblib
 import numpy as np
 import numpy.typing as npt
 import torch
+from joblib.externals.loky import process_executor
+from joblib.externals.loky.backend.process import LokyProcess
 
 from planner import collector
 from planner.clock import Clock
@@ -80,6 +85,11 @@ def _packed(bench: Bench) -> _Sent:
 def _unpacked(sent: _Sent) -> Bench:
     """Return the bench that was sent: made once in a worker, and kept until another one is sent."""
     found: Bench = pickle.loads(sent.data.tobytes())  # noqa: S301  written by `_packed`, in the process that asks
+    if multiprocessing.current_process().name.startswith(LokyProcess.__name__):
+        # joblib takes what a bench remembers for a leak: from 300 MB on it ends the worker and begins with another. Or,
+        # where it cannot measure that, it collects garbage once a second, in all that was imported.
+        process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
+        gc.freeze()
     return found
 
 

@@ -1,12 +1,9 @@
 """Over the pipelines of a job (`planner.pipeline_space`): stages, their meshes, micro-batches, checkpointing, splits.
 
 Stages are planned one by one (`planner.stages`), each as `Search` plans a model. Of pipelines those with the lowest
-bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not;
-the second the floor (`planner.floors`) of its most frequent stage at its number of micro-batches, one for all modes of
-checkpointing and all splits of the blocks, and of interleaved stages one more: in chunks they do no less, and send
-more, so that the floor of a stage in one piece holds for them as well, but for the idle time. Then come the relaxations
-of its kinds of stages within the cap, one after the other. What is found of a stage holds in every pipeline that has
-it. Then its stages are solved.
+bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not.
+Then come looks at its stages (`planner.stage_steps`): what is found of a stage holds in every pipeline that has it.
+Then its stages are solved.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cost_model import reserve_bytes
@@ -37,6 +34,7 @@ from planner.stage_looks import (
     Work,
 )
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
+from planner.stage_steps import Look, Step, shared_limit_s, steps_of
 from planner.stages import StageKind, least_step_s, stage_limit_s
 
 _WIDE = 8
@@ -80,27 +78,6 @@ class _Item:
         """What no step can beat."""
         return least_step_s(self.bounds, self.pipeline.micro_batches, self.pipeline.chunks)
 
-    @property
-    def floors(self) -> int:
-        """How many of its looks are floors of its most frequent stage: as if that were not cut into chunks, and as it
-        is."""
-        return 1 if self.pipeline.chunks == 1 else 2
-
-    @property
-    def floors_left(self) -> int:
-        """How many of them are to come."""
-        return max(self.floors - self.looks, 0)
-
-    @property
-    def relaxed(self) -> int:
-        """How many of them were relaxations."""
-        return self.looks - self.floors
-
-    @property
-    def relaxing(self) -> StageKind:
-        """The kind of stage that the next relaxation bounds; the most frequent one has two."""
-        return self.pipeline.kinds[max(self.relaxed - 1, 0)]
-
     def raised(self, kind: StageKind, bound_s: float) -> _Item:
         """Return the item after another look, which found what no stage of ``kind`` can beat."""
         bounds = (max(b, bound_s) if index in kind.indices else b for index, b in enumerate(self.bounds))
@@ -108,8 +85,6 @@ class _Item:
 
 
 _Task = BoundStage | RelaxStage | SolvePipeline
-_Look = tuple[Hashable, ...]
-"""What names a look at a stage, in whichever pipelines it is."""
 
 
 @dataclass(slots=True)
@@ -145,8 +120,8 @@ class PipelineSearch:
     _space: PipelineSpace = field(init=False)
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _known: dict[_Look, StageFloor | float] = field(default_factory=dict)
-    _waiting: dict[_Look, list[_Item]] = field(default_factory=dict)
+    _known: dict[Look, StageFloor | float] = field(default_factory=dict)
+    _waiting: dict[Look, list[tuple[_Item, Step]]] = field(default_factory=dict)
     _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
     _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
 
@@ -241,92 +216,58 @@ class PipelineSearch:
         """From now on want no plan that takes ``time_s`` or more."""
         self._at_most_s = min(self._at_most_s, time_s)
 
-    def pick(self) -> tuple[_Look | _Item, _Task] | None:
+    def pick(self) -> tuple[Look | _Item, _Task] | None:
         """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
         while self.next_s < math.inf:
             item = heapq.heappop(self._heap)[2]
-            look = self._look(item)
-            if look is None:
+            step = self._step(item)
+            if step is None:
                 return item, self._solve(item)
-            if look in self._known:
-                self._raise(item, self._known[look])
-            elif look in self._waiting:
-                self._waiting[look].append(item)
+            if step.look in self._known:
+                self._raise(item, step, self._known[step.look])
+            elif step.look in self._waiting:
+                self._waiting[step.look].append((item, step))
             elif item.looks or self._may_fit(item.pipeline):
-                self._waiting[look] = [item]
-                return look, self._task(item)
+                self._waiting[step.look] = [(item, step)]
+                return step.look, self._task(step, item)
             else:
                 self._note(item.pipeline, math.inf)
         return None
 
-    def _look(self, item: _Item) -> _Look | None:
+    def _step(self, item: _Item) -> Step | None:
         """Return the next look at a pipeline's stages; None where there is none but to solve it."""
-        pipeline, kinds = item.pipeline, item.pipeline.kinds
-        stages, shape = len(pipeline.counts), (pipeline.mesh, pipeline.micro_batches)
-        if item.floors_left:
-            return kinds[0].role, stages, *shape, pipeline.chunks if item.floors_left == 1 else 1
-        kind = self._relaxed(item)
-        if kind is not None:
-            return kind.role, kind.blocks, kind.indices[0], stages, *shape, pipeline.chunks, pipeline.ac
-        return None
+        return next(itertools.islice(steps_of(self._space, item.pipeline), item.looks, None), None)
 
-    def _task(self, item: _Item) -> _Task:
-        if item.floors_left:
-            return self._bound_stage(item)
-        pipeline, kind = item.pipeline, self._relaxed(item)
-        assert kind is not None
-        floor, own = self._floor(kind, pipeline), item.relaxing
-        limit_s = stage_limit_s(item.bounds, own, pipeline.micro_batches, self._at_most_s)
-        if not item.relaxed:
-            limit_s = max(limit_s, self._limit_s(own, pipeline))
-        return RelaxStage(kind=kind, pipeline=pipeline, floor=None if floor is None else floor.floor, limit_s=limit_s)
-
-    def _bound_stage(self, item: _Item) -> BoundStage:
-        self._say(f"bounding a stage on mesh {item.pipeline.whole_mesh}, {item.pipeline.micro_batches} micro-batches")
-        pipeline = dataclasses.replace(item.pipeline, ac=self.modes[0])
-        whole = pipeline if item.floors_left == 1 else dataclasses.replace(pipeline, chunks=1)
-        (kind, *_), (own, *_) = whole.kinds, pipeline.kinds
-        share = whole.passes / pipeline.micro_batches / pipeline.mesh.size
-        waits = whole.passes / pipeline.passes
-        return BoundStage(
-            kind=self._shortest(kind, whole),
-            pipeline=whole,
-            again_s={ac: again * share for ac, again in self._work.again_s.items()},
-            limit_s=max(waits * self._limit_s(own, pipeline), self._limit_s(kind, whole)),
+    def _task(self, step: Step, item: _Item) -> _Task:
+        pipeline = step.pipeline
+        if step.is_floor:
+            self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
+            share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
+            # It is one for all modes of checkpointing: what it says within the cap, it says of no checkpointing.
+            of_all = dataclasses.replace(step, pipeline=dataclasses.replace(pipeline, ac=self.modes[0]))
+            return BoundStage(
+                kind=step.kind,
+                pipeline=of_all.pipeline,
+                again_s={ac: again * share for ac, again in self._work.again_s.items()},
+                limit_s=self._limit_s(of_all, self._work.bounds(of_all.pipeline)),
+            )
+        floor = self._floor(step)
+        return RelaxStage(
+            kind=step.kind,
+            pipeline=pipeline,
+            floor=None if floor is None else floor.floor,
+            limit_s=self._limit_s(step, item.bounds),
         )
 
-    def _relaxed(self, item: _Item) -> StageKind | None:
-        """Return the kind of stage that is relaxed next; None where all were.
+    def _limit_s(self, step: Step, bounds: Sequence[float]) -> float:
+        """Return from which seconds on a stage is not wanted, given what bounds each of its pipeline's."""
+        if step.is_shared:
+            return shared_limit_s(self._space, self._work, step, self._at_most_s)
+        return stage_limit_s(bounds, step.kind, step.pipeline.micro_batches, self._at_most_s)
 
-        Of the most frequent one first the shortest in its place that any split has, which bounds those of all splits.
-        """
-        if item.relaxed > len(item.pipeline.kinds):
-            return None
-        return item.relaxing if item.relaxed else self._shortest(item.relaxing, item.pipeline)
-
-    def _alike(self, kind: StageKind, pipeline: PipelineRun) -> list[tuple[PipelineRun, StageKind]]:
-        """Return the pipelines with other splits that have a stage of a kind's role in its place, and its kind."""
-        place, splits = (kind.role, kind.indices[0]), self._space.splits(len(pipeline.counts))
-        others = [dataclasses.replace(pipeline, counts=split) for split in splits if pipeline.chunks == 1]
-        of_splits = ((other, k) for other in others or [pipeline] for k in other.kinds)
-        return [(other, k) for other, k in of_splits if (k.role, k.indices[0]) == place]
-
-    def _shortest(self, kind: StageKind, pipeline: PipelineRun) -> StageKind:
-        """Return the kind of stage in the same place that has the fewest blocks in any split."""
-        return min((k for _, k in self._alike(kind, pipeline)), key=lambda k: k.blocks, default=kind)
-
-    def _limit_s(self, kind: StageKind, pipeline: PipelineRun) -> float:
-        """Return from which seconds on no pipeline wants a stage in this place, however the blocks are split."""
-        limits = (
-            stage_limit_s(self._work.bounds(other), k, pipeline.micro_batches, self._at_most_s)
-            for other, k in self._alike(kind, pipeline)
-        )
-        return max(limits, default=math.inf)
-
-    def _floor(self, kind: StageKind, pipeline: PipelineRun) -> StageFloor | None:
-        """Return a floor that holds for a kind of stage, choice by choice."""
-        shape = pipeline.mesh, pipeline.micro_batches, pipeline.chunks
-        found = self._known.get((kind.role, len(pipeline.counts), *shape))
+    def _floor(self, step: Step) -> StageFloor | None:
+        """Return a floor that holds for the stage that is looked at, choice by choice."""
+        kind, found = step.kind, self._known.get(dataclasses.replace(step, is_floor=True).look)
         if not isinstance(found, StageFloor):
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.
@@ -352,11 +293,11 @@ class PipelineSearch:
         self._say(
             f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, checkpointing {pipeline.ac}"
         )
-        kinds = pipeline.kinds
+        steps = [step for step in steps_of(self._space, pipeline) if not step.is_floor and not step.is_shared]
         return SolvePipeline(
             pipeline=pipeline,
             bounds=item.bounds,
-            floors={k: f.floor for k in kinds if (f := self._floor(k, pipeline)) is not None and f.floor is not None},
+            floors={s.kind: f.floor for s in steps if (f := self._floor(s)) is not None and f.floor is not None},
             at_most_s=self._at_most_s,
             mip_gap=self.search.job.mip_gap,
             left_s=None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0),
@@ -364,7 +305,7 @@ class PipelineSearch:
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def done(self, look: _Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
+    def done(self, look: Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
         """Note what came of a task."""
         if isinstance(found, SolvedPipeline):
             assert isinstance(task, SolvePipeline)
@@ -372,18 +313,14 @@ class PipelineSearch:
             return
         assert not isinstance(look, _Item)
         self._known[look] = found
-        for item in self._waiting.pop(look):
-            self._raise(item, found)
+        for item, step in self._waiting.pop(look):
+            self._raise(item, step, found)
 
-    def _raise(self, item: _Item, found: StageFloor | float) -> None:
+    def _raise(self, item: _Item, step: Step, found: StageFloor | float) -> None:
         """Raise a pipeline's bound by what was found of a stage."""
-        pipeline, kinds = item.pipeline, item.pipeline.kinds
-        if isinstance(found, StageFloor):
-            kind, bound_s = kinds[0], found.bound_s(kinds[0], pipeline.ac)
-            if item.floors_left > 1:  # of a stage that is not cut, and waits longer
-                bound_s *= pipeline.passes / dataclasses.replace(pipeline, chunks=1).passes
-        else:
-            kind, bound_s = item.relaxing, found
+        pipeline, kind = item.pipeline, step.bounded
+        bound_s = found.bound_s(kind, pipeline.ac) if isinstance(found, StageFloor) else found
+        bound_s *= pipeline.passes / step.pipeline.passes  # a stage that is not cut waits longer
         raised = item.raised(kind, bound_s)
         if raised.bound_s < self._at_most_s:
             self._push(raised)

@@ -52,7 +52,7 @@ class PipelineSpace:
     def pipelines(self, counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
         """Yield every pipeline in one of these numbers of micro-batches and modes of checkpointing."""
         for stages, mesh in self._meshes():
-            for (split, chunks), count, ac in itertools.product(self._spreads(stages), counts, modes):
+            for (split, chunks), count, ac in itertools.product(self.spreads(stages), counts, modes):
                 if self._may_split(mesh, stages, count) and (chunks == 1 or count % stages == 0):
                     yield PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac, chunks=chunks)
 
@@ -66,6 +66,11 @@ class PipelineSpace:
         around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
         length = len(listed_blocks(self.search))
         return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
+
+    def spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
+        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
+        return [*((split, 1) for split in self.splits(stages)), *(() if found is None else (found,))]
 
     def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:
         """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
@@ -92,11 +97,6 @@ class PipelineSpace:
                 inner = max(mesh.shape[1:], default=1)
                 if inner <= cluster.devices_per_node:
                     yield stages, mesh
-
-    def _spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
-        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
-        return [*((split, 1) for split in self.splits(stages)), *(() if found is None else (found,))]
 
     @property
     def _ends(self) -> tuple[float, float]:

@@ -27,6 +27,7 @@ from planner.stages import kinds_of, least_step_s
 def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> PipelineSearch:
     return PipelineSearch(session._search, counts, modes, lambda mesh: None)
 
+
 _ANY_S = 1e6
 """A limit that any step keeps."""
 
@@ -126,11 +127,12 @@ def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: Planning
     assert found.step_time_s == pytest.approx(times[best], rel=2e-3)
 
 
+@pytest.mark.parametrize("cap", [10**12, 1_800_000, 1_500_000])
 @pytest.mark.parametrize("ac", ["none", "full"])
-def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, ac: str) -> None:
-    """Both its floors do, that of one piece by the share of the passes that are left."""
+def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, ac: str, cap: int) -> None:
+    """Its floors and its relaxation do, those of one piece by the share of the passes that are left."""
     bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("2x2xtoy"), BATCH, Clock()))
-    bench.take(Terms(memory_bytes=10**12, restrict=lambda mesh: None))
+    bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
     work = Work.of_model(bench.search, 1, [ac])
     counts, chunks = spread(6, 2) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac=ac, chunks=chunks)
@@ -142,6 +144,8 @@ def test_a_stage_in_one_piece_bounds_one_in_chunks(six_blocks: PlanningSession, 
             again_s = {mode: again * share for mode, again in work.again_s.items()}
             floor = BoundStage(kind=stage, pipeline=of, again_s=again_s, limit_s=_ANY_S)(bench)
             assert 0.0 < floor.bound_s(kind, ac) * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
+            capped_s = RelaxStage(kind=stage, pipeline=of, floor=floor.floor, limit_s=_ANY_S)(bench)
+            assert min(capped_s, _ANY_S) * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
         for index in kind.indices:
             assert work.bounds(pipeline)[index] <= bound_s
 
