@@ -34,14 +34,11 @@ from planner.stage_looks import (
     Work,
 )
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
-from planner.stage_steps import Look, Step, shared_limit_s, steps_of
+from planner.stage_steps import ALIKE, Look, Step, shared_limit_s, steps_of
 from planner.stages import StageKind, least_step_s, stage_limit_s
 
 _WIDE = 8
 """Ranks of all axes of a stage but the first, at most, in the pipelines that are walked through first."""
-
-_ALIKE = 3
-"""From how many blocks on a stage of one more has the same kinds of choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +268,7 @@ class PipelineSearch:
         if not isinstance(found, StageFloor):
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.
-        is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and _ALIKE <= found.blocks <= kind.blocks)
+        is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and ALIKE <= found.blocks <= kind.blocks)
         return found if is_alike else None
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:

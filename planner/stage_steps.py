@@ -19,6 +19,10 @@ from planner.stage_looks import Work
 from planner.stage_searches import PipelineRun
 from planner.stages import StageKind, stage_limit_s
 
+ALIKE = 3
+"""From how many blocks on a stage of one more has the same kinds of choices: it has another block between the first and
+the last."""
+
 Look = tuple[Hashable, ...]
 """What names a look at a stage, in whichever pipelines it is."""
 
@@ -62,9 +66,9 @@ def steps_of(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Step]:
 
 
 def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) -> StageKind:
-    """Return the kind of stage that has the fewest blocks in the place of ``kind``, in any split."""
+    """Return the kind of stage that has the fewest blocks, `ALIKE` at least, in the place of ``kind`` in any split."""
     splits = (dataclasses.replace(whole, counts=split) for split in space.splits(len(whole.counts)))
-    alike = (k for other in splits for k in other.kinds if _place(k) == _place(kind))
+    alike = (k for other in splits for k in other.kinds if _place(k) == _place(kind) and k.blocks >= ALIKE)
     return min((kind, *alike), key=lambda k: k.blocks)
 
 
