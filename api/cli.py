@@ -139,6 +139,9 @@ def estimate_command(
     memory_gb: MemoryGb = None,
     optimizer: Annotated[str | None, typer.Option(help="Such as adamw (the default) or sgd.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bf16 (the default), fp16 or fp32.")] = None,
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
+    ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -155,9 +158,9 @@ def estimate_command(
         from planner.errors import JobError
 
         if what is None and plan is None and planner is None and (micro_batch is not None or names_degrees(mesh)):
-            if micro_batches is not None or memory_gb is not None or phase is not None:
+            if any(value is not None for value in (micro_batches, memory_gb, phase, reduce_dtype)):
                 raise JobError(
-                    "--micro-batches, --memory-gb and --phase are for plans.",
+                    "--micro-batches, --memory-gb, --phase and --reduce-dtype are for plans.",
                     what_to_do="Give --batch and --micro-batch.",
                 )
             configuration: dict[str, Any] = {
@@ -190,6 +193,7 @@ def estimate_command(
             "memory_gb": memory_gb,
             "optimizer": optimizer,
             "dtype": dtype,
+            "reduce_dtype": reduce_dtype,
         }
         given = {key: value for key, value in options.items() if value is not None}
         if file is not None:

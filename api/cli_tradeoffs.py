@@ -10,6 +10,7 @@ import typer
 
 from api.cli_options import (
     Ac,
+    Axes,
     Batch,
     Cluster,
     DataAxes,
@@ -22,6 +23,7 @@ from api.cli_options import (
     Optimizer,
     Phase,
     Pins,
+    ReduceDtype,
     Seq,
     TimeLimit,
 )
@@ -57,8 +59,10 @@ def runner_ups_command(
     memory_gb: MemoryGb = None,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
     pin: Pins = None,
     data_axis: DataAxes = None,
+    axes: Axes = 2,
     time_limit: TimeLimit = None,
     output: Folder = None,
     as_json: Json = False,
@@ -69,8 +73,10 @@ def runner_ups_command(
         "phase": phase,
         "optimizer": optimizer,
         "dtype": dtype,
+        "reduce_dtype": reduce_dtype,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
+        "axes": axes,
     }
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
@@ -91,8 +97,10 @@ def pareto_command(
     memory_gb: MemoryGb = None,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
     pin: Pins = None,
     data_axis: DataAxes = None,
+    axes: Axes = 2,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
@@ -110,8 +118,10 @@ def pareto_command(
         "phase": phase,
         "optimizer": optimizer,
         "dtype": dtype,
+        "reduce_dtype": reduce_dtype,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
+        "axes": axes,
     }
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
@@ -137,13 +147,14 @@ def sizes_command(
     memory_gb: MemoryGb = None,
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype}
+    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows

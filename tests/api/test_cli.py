@@ -149,6 +149,7 @@ def test_plan_has_every_option_by_name() -> None:
         (["estimate", "gpt2", "--cluster", "8xh100-sxm-80gb", "--mesh", "fsdp=8,xp=2"], "unknown axis 'xp'"),
         (["estimate", "t5-large", "--cluster", "8xtoy", "--mesh", "fsdp=8"], "Plan it instead"),
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batches", "2"], "are for plans"),
+        (["estimate", "gpt2", "--mesh", "fsdp=8", "--reduce-dtype", "bf16"], "are for plans"),
         (["calibrate", "-o", "cluster.yaml"], "torchrun"),
         (["estimate", "gpt2", "plan.json", "--batch", "8"], "--batch cannot be given with a plan file"),
         (["verify", "gpt2", "absent.json"], "absent.json"),

@@ -49,6 +49,14 @@ def test_runner_ups(tmp_path: Path) -> None:
         assert plan.estimate.peak_memory_bytes == row["peak_memory_bytes"]
 
 
+@pytest.mark.parametrize("command", ["runner-ups", "pareto", "sizes"])
+def test_gradients_may_be_reduced_in_16_bits(tmp_path: Path, command: str) -> None:
+    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16"]
+    rows = rows_of(run(tmp_path, command, *options, "-o", str(tmp_path / "plans"), "--json"))
+    plans = [ShardingPlan.load(tmp_path / "plans" / f"{number}.json") for number in range(1, len(rows) + 1)]
+    assert {plan.job.reduce_dtype for plan in plans} == {"bf16"}
+
+
 def test_pareto_as_a_table(tmp_path: Path) -> None:
     options = ["--cluster", "1x2xtoy", "--mesh", "dp=2"]
     rows = rows_of(run(tmp_path, "pareto", *options, "--json"))
