@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -23,15 +23,9 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec:
-    """The devices as an n-dimensional grid: axis names and sizes, outermost (slowest varying rank) first.
-
-    Attributes:
-        names, shape: the names of the axes, and their sizes; both are asked for all the time.
-    """
+    """The devices as an n-dimensional grid: axis names and sizes, outermost (slowest varying rank) first."""
 
     axes: tuple[tuple[str, int], ...]
-    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -44,8 +38,6 @@ class MeshSpec:
                 raise LayoutError(f"axis {name} has size {size}; sizes start at 1")
         if len(set(names)) != len(names):
             raise LayoutError(f"axis names repeat in {','.join(names)}; give each axis its own name")
-        object.__setattr__(self, "names", tuple(names))
-        object.__setattr__(self, "shape", tuple(size for _, size in self.axes))
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
@@ -63,6 +55,14 @@ class MeshSpec:
                 )
             axes.append((name, int(size)))
         return cls(axes=tuple(axes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:
@@ -168,8 +168,6 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
 
 def split_factor(layout: Layout, mesh_shape: Sequence[int]) -> int:
     """Return into how many pieces a tensor is split in all."""
-    pieces = 1
-    for placement, size in zip(layout, mesh_shape, strict=True):
-        if sharded_dim(placement) is not None:
-            pieces *= size
-    return pieces
+    return math.prod(
+        size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None
+    )

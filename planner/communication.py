@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cost_model import AxisGroup, ClusterSpec, axis_group, moving_time_s
@@ -33,13 +33,11 @@ class Collective:
     time_s: float
 
 
-_NOTHING: Mapping[str, float] = {}
-
-
-class Price(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
     """What a decision adds to a step, and the collectives in it."""
 
-    charge: Mapping[str, float] = _NOTHING
+    charge: Mapping[str, float] = field(default_factory=dict)
     collectives: tuple[Collective, ...] = ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from cost_model import reserve_bytes
 from cost_model.layout import Layout
 from planner import problem as quantity
 from planner.block_gather_costs import BlockGatherPricer
-from planner.charges import Charges, Pair, meeting
+from planner.charges import Charges, meeting
 from planner.communication import Port, Price
 from planner.costs import Pricer
 from planner.gathers import Gathers
@@ -265,12 +265,12 @@ class Formulator:
         ports, copy, moments = self._ports, self.pricer.copy, self._structure.timeline.moments
         for tally in self._structure.kept:
             value = self._value(tally)
-            by_port: dict[int, list[Pair]] = defaultdict(list)
+            by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
             for p, q, members in meeting(edges, tally.edges):
                 source, target = ports.port(p)[0], ports.port(q)[0]
                 if source is not None and (tally.always or source == target):
-                    by_port[p] += members
-            for layout, found in _by_layout(by_port, lambda p: ports.port(p)[0]).items():
+                    by_layout[source] += members
+            for layout, found in by_layout.items():
                 charges.add(tuple(found), copy(value, layout, tally, moments).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
@@ -283,12 +283,12 @@ class Formulator:
                     charges.add(members, copies[q])
         for tally in self._structure.passed:
             value = self._value(tally)
-            by_port = defaultdict(list)
+            by_layout = defaultdict(list)
             for p, q, members in meeting(edges, tally.edges):
                 gradient = ports.port(p)[1]
                 if gradient is not None and gradient != ports.port(q)[1]:
-                    by_port[p] += members
-            for layout, found in _by_layout(by_port, lambda p: ports.port(p)[1]).items():
+                    by_layout[gradient] += members
+            for layout, found in by_layout.items():
                 charges.add(tuple(found), copy(value, layout, tally, moments).charge)
 
     def _value(self, tally: Tally) -> Value:
@@ -343,15 +343,3 @@ class Formulator:
                     consumer_ports=tuple(shown),
                     pairs=pairs,
                 )
-
-
-def _by_layout(
-    by_port: Mapping[int, Sequence[Pair]], layout_of: Callable[[int], Layout | None]
-) -> dict[Layout, list[Pair]]:
-    """Return what ports have, by a layout of theirs."""
-    found: dict[Layout, list[Pair]] = defaultdict(list)
-    for port, members in by_port.items():
-        layout = layout_of(port)
-        assert layout is not None
-        found[layout] += members
-    return found

@@ -25,8 +25,6 @@ import joblib
 import numpy as np
 import numpy.typing as npt
 import torch
-from joblib.externals.loky import process_executor
-from joblib.externals.loky.backend.process import LokyProcess
 
 from planner import collector
 from planner.clock import Clock
@@ -85,12 +83,22 @@ def _packed(bench: Bench) -> _Sent:
 def _unpacked(sent: _Sent) -> Bench:
     """Return the bench that was sent: made once in a worker, and kept until another one is sent."""
     found: Bench = pickle.loads(sent.data.tobytes())  # noqa: S301  written by `_packed`, in the process that asks
-    if multiprocessing.current_process().name.startswith(LokyProcess.__name__):
-        # joblib takes what a bench remembers for a leak: from 300 MB on it ends the worker and begins with another. Or,
-        # where it cannot measure that, it collects garbage once a second, in all that was imported.
-        process_executor._MAX_MEMORY_LEAK_SIZE = sys.maxsize
-        gc.freeze()
+    _settle()
     return found
+
+
+_LOKY = "joblib.externals.loky.process_executor"
+
+
+def _settle() -> None:
+    """Have joblib's own worker processes keep what a bench remembers.
+
+    From 300 MB on joblib takes it for a leak, ends the worker and begins with another. Or, where it cannot measure
+    that, it collects garbage once a second, in all that was imported.
+    """
+    if multiprocessing.current_process().name.startswith("LokyProcess") and _LOKY in sys.modules:
+        sys.modules[_LOKY].__dict__["_MAX_MEMORY_LEAK_SIZE"] = sys.maxsize
+        gc.freeze()
 
 
 _one_at_a_time = threading.Lock()

@@ -47,7 +47,6 @@ class ParameterPricer:
         self._run = run
         self._communication = communication
         self._overlap = Overlap.of(run.cluster.device)
-        self._stored_itemsize = BYTES_PER_ELEMENT[self.stored_dtype]
 
     @property
     def stored_dtype(self) -> str:
@@ -92,7 +91,7 @@ class ParameterPricer:
         return arriving | {UPDATE.quantity("gradients"): count * (after - nbytes)}
 
     def _is_cast(self, value: Value) -> bool:
-        return self._stored_itemsize != value.dtype.itemsize
+        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
 
     def _cast(self, value: Value, stored: Layout, count: int) -> Price:
         """Price the copies in the compute dtype that all modules see during a forward, and that autograd keeps."""
@@ -213,7 +212,7 @@ class ParameterPricer:
         arrived = self.gradient_nbytes(value, choice.stored)
         nbytes = self.gradient_nbytes(value, layout)
         if choice.gathered_over is None and layout != choice.stored:
-            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / self._stored_itemsize
+            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
         charge = {quantity.MEMORY + "gradients": count * nbytes}
         if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
             at_end = {UPDATE.quantity("gradients"): count}
@@ -225,7 +224,7 @@ class ParameterPricer:
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
         """Return the bytes of a gradient in ``layout``, in the dtype that the parameter rests in."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
-        return numel * self._stored_itemsize
+        return numel * BYTES_PER_ELEMENT[self.stored_dtype]
 
     def _reduction(
         self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool

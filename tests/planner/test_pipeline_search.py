@@ -88,6 +88,7 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
         bound_s = RelaxStage(kind=kind, pipeline=pipeline, floor=None, limit_s=math.inf)(bench)
         assert work.bounds(pipeline)[1] <= bound_s
         assert floor.bounds_s.get(ac, math.inf) <= floor.bound_s(kind, ac) <= bound_s * (1 + 1e-9)
+        assert RelaxStage(kind=fewest, pipeline=pipeline, floor=None, limit_s=math.inf)(bench) <= bound_s * (1 + 1e-9)
         assert floor.bound_s(dataclasses.replace(kind, blocks=1), ac) == 0.0
         # Of the cap nothing is known of a later stage, which keeps less.
         later = dataclasses.replace(kind, indices=(2,))
