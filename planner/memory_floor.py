@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
 import numpy as np
 
 from cost_model.memory import parameter_state_bytes
-from planner.job import Job
+from planner.job import BYTES_PER_ELEMENT, Job
+from planner.parameter_classes import ParameterClass
 from planner.profile import GraphProfile
-from planner.regions import Region, RegionOp, find_op_inputs
+from planner.regions import Region, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
 from planner.strategies.context_parallel import ContextWork
 from planner.structure import Structure
+from planner.tallies import Tally
 
 
 def least_alive_bytes(structure: Structure) -> float:
     """Return the most activations alive at any moment of the backward, of all devices together.
 
-    The tensors of each region are counted once, as if no device held what another has.
+    The tensors of each region are counted once, as if no device held what another has, and so is what regions keep of
+    each other's: as it was made or, where it was redistributed on the way, as it came.
     """
     profile, most = structure.profile, np.zeros(len(structure.timeline.moments))
     for index, alive in enumerate(structure.timeline.classes):
@@ -27,21 +33,73 @@ def least_alive_bytes(structure: Structure) -> float:
         most += made @ (alive.saved + alive.recomputed + alive.gradients)
         most += np.array([saved for saved, _ in extras]) @ (alive.saved_extra + alive.recomputed_extra)
         most += np.array([cached for _, cached in extras]) @ alive.cached_extra
+    at = {
+        moment.quantity(role): index
+        for index, moment in enumerate(structure.timeline.moments)
+        for role in ("activations", "recomputed_block")
+    }
+    for _, nbytes, counts, _ in _kept_of_others(structure):
+        for name, count in counts.items():
+            most[at[name]] += count * nbytes
     return float(most.max(initial=0.0))
 
 
-def least_held_bytes(structure: Structure) -> float:
-    """Return the activations that a forward leaves for its backward, of all devices together, counted likewise."""
+def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None) -> float:
+    """Return the activations that a forward leaves for its backward, of all devices together, counted likewise.
+
+    Args:
+        blocks: only what is made in these counts; None: all.
+    """
     profile, total = structure.profile, 0.0
+
+    def counts(region: Region) -> bool:
+        return blocks is None or block_of(region.fqn) in blocks
+
     for index, alive in enumerate(structure.timeline.classes):
         region = structure.representative(index)
+        if not counts(region):
+            continue
         for slot, count in zip(region.slots, alive.held, strict=True):
             value = slot.value
             total += count * min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes))
         for region_op, extra, cached in zip(region.ops, alive.held_extra, alive.held_cached, strict=True):
             least_saved, least_cached = _least_extras(region, region_op, profile)
             total += extra * least_saved + cached * least_cached
+    total += sum(held * nbytes for maker, nbytes, _, held in _kept_of_others(structure) if counts(maker))
     return float(total)
+
+
+def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[str, int], int]]:
+    """Yield what regions keep of a tensor that another made: which, its bytes, moment's quantity -> how many, and how
+    many at the end of the forward.
+
+    Each is there as its maker has it, or for every edge on which it is redistributed as it comes out there.
+    """
+    copies: dict[int, list[Tally]] = defaultdict(list)
+    for tally in structure.copied:
+        for edge in tally.edges:
+            copies[edge].append(tally)
+    counted = set[int]()
+    for tally in structure.kept:
+        key = structure.edges[tally.edges[0]]
+        value = structure.representative(key.consumer).slots[key.consumer_slot].value
+        if value.kind != "activation":
+            continue
+        alive, held = tally.alive, tally.held
+        if not tally.always:
+            # Of the tallies that an edge may count in place of this one, one, and none of them twice.
+            others = [c for edge in tally.edges for c in copies[edge] if id(c) not in counted]
+            if not others:
+                continue
+            other = max(others, key=lambda copied: sum(_less(tally.alive, copied.alive).values()))
+            counted.add(id(other))
+            alive, held = _less(alive, other.alive), min(held, other.held)
+        yield structure.representative(key.producer), float(value.nbytes), alive, held
+
+
+def _less(some: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    """Return the smaller count of each name that both have."""
+    return {name: min(count, others[name]) for name, count in some.items() if name in others}
 
 
 def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) -> tuple[float, float]:
@@ -77,3 +135,26 @@ def least_state_bytes(structure: Structure, job: Job) -> float:
         )
         total += state["parameters"] + state["optimizer_state"]
     return float(total)
+
+
+def least_sums_bytes(structure: Structure, job: Job) -> float:
+    """Return the bytes of gradients that add up over more than one micro-batch, of all devices together."""
+    itemsize = min(BYTES_PER_ELEMENT[job.master_dtype or job.dtype], BYTES_PER_ELEMENT[job.reduce_dtype])
+    total = 0
+    for parameter in structure.parameters:
+        value = structure.regions.graph.values[parameter.values[0]]
+        if job.training and value.requires_grad and _has_gradient(structure, parameter):
+            total += len(parameter.values) * (value.nbytes // value.dtype.itemsize) * itemsize
+    return float(total)
+
+
+def _has_gradient(structure: Structure, parameter: ParameterClass) -> bool:
+    """Tell whether any op that uses the parameters passes gradients back."""
+    values = structure.regions.graph.values
+    return any(
+        values[output].requires_grad
+        for index, slot in parameter.uses
+        for region_op in structure.representative(index).ops
+        if slot in region_op.inputs
+        for output in region_op.op.outputs
+    )

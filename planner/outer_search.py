@@ -256,7 +256,7 @@ class OuterSearch:
     def _task(self, item: _Item) -> _Task:
         if isinstance(item, _Closed):
             self._say(f"bounding mesh {item.mesh} ({item.place})")
-            return OpenMesh(mesh=item.mesh, micro_batches=self.counts[0], modes=self.modes)
+            return OpenMesh(mesh=item.mesh, counts=tuple(self.counts), modes=self.modes)
         if isinstance(item, _Lane):
             return FollowLane(
                 floor=item.floor, ac=item.ac, counts=item.counts, bound_s=item.bound_s, at_most_s=self._at_most_s

@@ -217,6 +217,9 @@ class PipelineSearch:
         """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
         while self.next_s < math.inf:
             item = heapq.heappop(self._heap)[2]
+            if not item.looks and not self._may_fit(item.pipeline):
+                self._note(item.pipeline, math.inf)
+                continue
             step = self._step(item)
             if step is None:
                 return item, self._solve(item)
@@ -224,11 +227,9 @@ class PipelineSearch:
                 self._raise(item, step, self._known[step.look])
             elif step.look in self._waiting:
                 self._waiting[step.look].append((item, step))
-            elif item.looks or self._may_fit(item.pipeline):
+            else:
                 self._waiting[step.look] = [(item, step)]
                 return step.look, self._task(step, item)
-            else:
-                self._note(item.pipeline, math.inf)
         return None
 
     def _step(self, item: _Item) -> Step | None:
@@ -242,10 +243,12 @@ class PipelineSearch:
             share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
             # It is one for all modes of checkpointing: what it says within the cap, it says of no checkpointing.
             of_all = dataclasses.replace(step, pipeline=dataclasses.replace(pipeline, ac=self.modes[0]))
+            again_s = self._work.again_s
+            fitting = (ac for ac in again_s if self._stage_may_fit(step.kind, dataclasses.replace(pipeline, ac=ac)))
             return BoundStage(
                 kind=step.kind,
                 pipeline=of_all.pipeline,
-                again_s={ac: again * share for ac, again in self._work.again_s.items()},
+                again_s={ac: again_s[ac] * share for ac in fitting},
                 limit_s=self._limit_s(of_all, self._work.bounds(of_all.pipeline)),
             )
         floor = self._floor(step)
@@ -273,17 +276,16 @@ class PipelineSearch:
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:
         """Tell whether no stage needs too much memory by count of its blocks' tensors alone, however they are split."""
+        return all(self._stage_may_fit(kind, pipeline) for kind in pipeline.kinds)
+
+    def _stage_may_fit(self, kind: StageKind, pipeline: PipelineRun) -> bool:
         batch = self.search.batch // pipeline.micro_batches
         if (batch == 1) not in self._blocks:  # of a single sample autograd may keep other tensors
             counted = 1 if batch == 1 else self.search.batch // self.counts[0]
             self._blocks[batch == 1] = BlockMemory.of(self._stages, counted, self.modes, self.search.job)
-        memory = self._blocks[batch == 1]
-        for kind in pipeline.kinds:
-            run = self._stages.run(self._stages.of(kind, len(pipeline.counts)), kind, pipeline)
-            least = memory.of_stage(kind.blocks, run, batch) / run.mesh.size + reserve_bytes(run.cluster.device)
-            if least > self.search.memory_bytes:
-                return False
-        return True
+        run = self._stages.run(self.search, kind, pipeline)
+        split = self._blocks[batch == 1].of_stage(kind.blocks, run, batch) / run.mesh.size
+        return split + reserve_bytes(run.cluster.device) <= self.search.memory_bytes
 
     def _solve(self, item: _Item) -> SolvePipeline:
         pipeline = item.pipeline

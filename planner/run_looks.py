@@ -29,7 +29,7 @@ class Opened:
     Attributes:
         has_layout: whether the model runs on it at all.
         floor: None where nothing fits, or none of its runs is wanted.
-        bounds_s: mode of checkpointing -> what no run with it can beat.
+        bounds_s: mode of checkpointing, of those that may fit -> what no run with it can beat.
     """
 
     has_layout: bool
@@ -39,16 +39,16 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenMesh:
-    """Find the floor of a mesh, by its run in ``micro_batches``, the fewest."""
+    """Find the floor of a mesh, by its run in the fewest micro-batches, the first of ``counts``."""
 
     mesh: MeshSpec
-    micro_batches: int
+    counts: Sequence[int]
     modes: Sequence[str]
 
     def __call__(self, bench: Bench) -> Opened:
         """Return what bounds the mesh."""
         search, restriction = bench.search, bench.restrict(self.mesh)
-        formulation = search.formulate(search.run_of(self.mesh, self.micro_batches, "none"), restriction)[2]
+        formulation = search.formulate(search.run_of(self.mesh, self.counts[0], "none"), restriction)[2]
         if formulation is None:
             return Opened(has_layout=False)
         with search.clock.stage("solve_s"):
@@ -57,7 +57,10 @@ class OpenMesh:
                 return Opened(has_layout=relax(formulation.problem) is not None)
         bounds_s = {}
         for ac in self.modes:
-            run = search.run_of(self.mesh, self.micro_batches, ac)
+            runs = [search.run_of(self.mesh, count, ac) for count in self.counts]
+            if all(search.least_memory_bytes(run) > search.memory_bytes for run in runs):
+                continue
+            run = runs[0]
             more_s = least_recompute_s(search.traced, search.op_times, run, search.micro_batch(run))
             with search.clock.stage("solve_s"):
                 bounds_s[ac] = floor.with_work(more_s)

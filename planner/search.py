@@ -22,7 +22,7 @@ from planner.formulate import Formulation, Formulator
 from planner.grouping import Grouping
 from planner.ilp import solve
 from planner.job import Job
-from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
+from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
 from planner.op_times import OpTimes
 from planner.pins import Pin
 from planner.polish import polish
@@ -117,7 +117,7 @@ class Search:
         shared = beside is not None and beside.cluster == cluster
         self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
         self.op_times: OpTimes = OpTimes(cluster.device, traced.flash_attention) if beside is None else beside.op_times
-        self._state_bytes = 0.0
+        self._state_bytes = self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
 
@@ -176,10 +176,13 @@ class Search:
             known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_held_bytes(structure)
             self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
+            self._sums_bytes = least_sums_bytes(structure, self.job)
         # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
         # single sample autograd may keep other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes
         split = self._state_bytes + (alive_bytes * batch / known if self.job.training else 0.0)
+        if run.micro_batches > 1:
+            split += self._sums_bytes
         return split / run.mesh.size + reserve_bytes(run.cluster.device)
 
     def formulator(self, run: Run) -> tuple[Formulator, Structure]:

@@ -15,7 +15,7 @@ from planner.chunks import Role
 from planner.errors import SolverError
 from planner.floors import Floor, floor_of
 from planner.job import Job
-from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes
+from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
 from planner.regions import block_of
 from planner.relaxing import Relaxing, relax
 from planner.run import Run
@@ -86,12 +86,13 @@ class BlockMemory:
 
     Attributes:
         batch: samples of the micro-batch that is counted.
-        state_bytes: parameters and the optimizer's states.
+        state_bytes: parameters and the optimizer's states; ``sums_bytes`` are gradients that add up over micro-batches.
         held_bytes: what a forward leaves for its backward; ``alive_bytes`` is all there is of it during one.
     """
 
     batch: int
     state_bytes: float
+    sums_bytes: float
     held_bytes: Mapping[str, float]
     alive_bytes: Mapping[str, float]
 
@@ -101,12 +102,15 @@ class BlockMemory:
         role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
         kind = StageKind(role=role, blocks=1, indices=(0,))
         traced = stages.model(kind)
-        held, alive, state_bytes = {}, {}, 0.0
+        listed = set(listed_blocks(stages.whole))
+        held, alive, state_bytes, sums_bytes = {}, {}, 0.0, 0.0
         for ac in modes:
             structure = traced.structure(batch, traced.grouping(ac))
-            held[ac], alive[ac] = least_held_bytes(structure), least_alive_bytes(structure)
-            state_bytes = least_state_bytes(structure, job)
-        return cls(batch=batch, state_bytes=state_bytes, held_bytes=held, alive_bytes=alive)
+            held[ac], alive[ac] = least_held_bytes(structure, listed), least_alive_bytes(structure)
+            state_bytes, sums_bytes = least_state_bytes(structure, job), least_sums_bytes(structure, job)
+        return cls(
+            batch=batch, state_bytes=state_bytes, sums_bytes=sums_bytes, held_bytes=held, alive_bytes=alive
+        )
 
     def of_stage(self, blocks: int, run: Run, batch: int) -> float:
         """Return the bytes of a stage with so many ``blocks`` in micro-batches of ``batch`` samples, of all devices.
@@ -115,7 +119,8 @@ class BlockMemory:
         """
         held, alive = self.held_bytes[run.ac], self.alive_bytes[run.ac]
         activations = run.in_flight * blocks * held + max(alive - held, 0.0)
-        return blocks * self.state_bytes + (activations * batch / self.batch if run.job.training else 0.0)
+        resting = self.state_bytes + (self.sums_bytes if run.micro_batches > 1 else 0.0)
+        return blocks * resting + (activations * batch / self.batch if run.job.training else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,7 @@ class StageFloor:
 
     Attributes:
         index: of the stage, of those in the pipeline: earlier ones keep more.
-        bounds_s: mode of checkpointing -> seconds; empty where the stage has no layout, or does not fit.
+        bounds_s: mode of checkpointing -> seconds, of those that may fit; empty where the stage has no layout.
         capped_s: seconds within the cap without checkpointing, as far as they are wanted, of it or an earlier stage.
     """
 
@@ -149,7 +154,8 @@ class BoundStage:
     Attributes:
         kind: of the stage.
         pipeline: that it is one of; its mode of checkpointing does not matter.
-        again_s: mode of checkpointing -> what running a block again takes at least, in seconds per step.
+        again_s: mode of checkpointing, of those that may fit -> what running a block again takes at least, in seconds
+            per step.
         limit_s: seconds from which on it is not wanted.
     """
 

@@ -16,10 +16,16 @@ from planner.session import PlanningSession
 
 
 @pytest.mark.parametrize(
-    ("family", "optimizer", "dtype"),
-    [("mlp", "adamw", "fp32"), ("gpt2", "sgd", "bf16"), ("llama", "adamw", "bf16"), ("t5", "adamw", "fp32")],
+    ("family", "optimizer", "dtype", "share"),
+    [
+        ("mlp", "adamw", "fp32", 0.87),
+        ("gpt2", "sgd", "bf16", 0.68),
+        ("llama", "adamw", "bf16", 0.79),
+        ("t5", "adamw", "fp32", 0.84),
+        ("mixtral", "sgd", "bf16", 0.6),
+    ],
 )
-def test_no_plan_goes_below(family: str, optimizer: str, dtype: str) -> None:
+def test_no_plan_goes_below(family: str, optimizer: str, dtype: str, share: float) -> None:
     module, inputs = families.make(family, 8)
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "cluster": "1x4xtoy"}
     search = PlanningSession(module, example_inputs=inputs, **options)._search
@@ -33,7 +39,7 @@ def test_no_plan_goes_below(family: str, optimizer: str, dtype: str) -> None:
         assert least is not None
         shares.append(search.least_memory_bytes(run) / least)
     assert max(shares) <= 1 + 1e-9
-    assert max(shares) > 0.5
+    assert min(shares) > share
 
 
 class Unused(nn.Module):
