@@ -108,9 +108,7 @@ class BlockMemory:
             structure = traced.structure(batch, traced.grouping(ac))
             held[ac], alive[ac] = least_held_bytes(structure, listed), least_alive_bytes(structure)
             state_bytes, sums_bytes = least_state_bytes(structure, job), least_sums_bytes(structure, job)
-        return cls(
-            batch=batch, state_bytes=state_bytes, sums_bytes=sums_bytes, held_bytes=held, alive_bytes=alive
-        )
+        return cls(batch=batch, state_bytes=state_bytes, sums_bytes=sums_bytes, held_bytes=held, alive_bytes=alive)
 
     def of_stage(self, blocks: int, run: Run, batch: int) -> float:
         """Return the bytes of a stage with so many ``blocks`` in micro-batches of ``batch`` samples, of all devices.
