@@ -168,7 +168,7 @@ class Pricer:
 
         Args:
             mode: how the block that the region is in is checkpointed, None where it is in none that is.
-            moments: at which memory is added up.
+            moments: at which memory is added up; none where nobody asks for the peak.
             alive: what of the regions is alive at them.
             arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
                 flight. Of a stage also what it hands on, which waits for its gradient.
@@ -195,7 +195,8 @@ class Pricer:
                 charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, summed)
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.counts_moments:
-            charge.update(self._alive(region, strategy, moments, alive))
+            if moments:
+                charge.update(self._alive(region, strategy, moments, alive))
         else:
             charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
         return add_prices([Price(charge=charge), *prices])

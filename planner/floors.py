@@ -25,11 +25,13 @@ class Floor:
     """What no run on a mesh can beat, in all and with any one choice.
 
     Attributes:
+        backward_s: that the backward of every run computes at least beside the model's own, as checkpointing makes it.
         strategies: by region class, what a run with a strategy takes at least.
         stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
     """
 
     mesh: MeshSpec
+    backward_s: float
     bound_s: float
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
@@ -41,11 +43,11 @@ class Floor:
 
     def with_work(self, backward_s: float) -> float:
         """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
-        if not backward_s:
+        if backward_s <= self.backward_s:
             return self.bound_s
         assert self._relaxing is not None
-        bound_s = self._relaxing.with_backward(backward_s)
-        return self.bound_s if bound_s is None else max(bound_s, self.bound_s)
+        relaxed = self._relaxing.unlimited(backward_s)
+        return self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
 
     def within_cap(self, at_most_s: float) -> float:
         """Return what the run that this is the floor of cannot beat within the cap, up to ``at_most_s``.
@@ -76,14 +78,15 @@ class Promising:
         return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
-def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float) -> Floor | None:
+def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float, backward_s: float = 0.0) -> Floor | None:
     """Return the floor of a mesh from the problem of its largest run; None where that has no solution.
 
     Args:
         memory_bytes: the cap on memory.
+        backward_s: that the backward of every run computes at least beside the model's own.
     """
     relaxing = Relaxing(formulation.problem, memory_bytes, resting_bytes=memory_bytes)
-    relaxed = relaxing.unlimited()
+    relaxed = relaxing.unlimited(backward_s)
     if relaxed is None:
         return None
     regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
@@ -100,6 +103,7 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float) -> F
         stored.append(least)
     return Floor(
         mesh=mesh,
+        backward_s=backward_s,
         bound_s=relaxed.bound_s,
         strategies=tuple(strategies),
         stored=tuple(stored),

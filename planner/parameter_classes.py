@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,11 @@ class ParameterClass:
     working: Mapping[tuple[int, int], Mapping[str, int]]
     pending: Mapping[tuple[int, int], Mapping[str, int]]
     unreduced: Mapping[str, int]
+
+    def without_moments(self) -> ParameterClass:
+        """Return it with nothing to add up at any moment."""
+        nothing: Mapping[tuple[int, int], Mapping[str, int]] = {use: {} for use in self.uses}
+        return dataclasses.replace(self, gradients={}, working=nothing, pending=nothing, unreduced={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,10 @@ class BlockGather:
     def count(self) -> int:
         """How many blocks are of the kind."""
         return len(self.blocks)
+
+    def without_moments(self) -> BlockGather:
+        """Return it with nothing to add up at any moment."""
+        return dataclasses.replace(self, moments={}, gathered={}, unreduced={})
 
 
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:

@@ -268,7 +268,7 @@ class PipelineSearch:
     def _floor(self, step: Step) -> StageFloor | None:
         """Return a floor that holds for the stage that is looked at, choice by choice."""
         kind, found = step.kind, self._known.get(dataclasses.replace(step, is_floor=True).look)
-        if not isinstance(found, StageFloor):
+        if not isinstance(found, StageFloor) or step.pipeline.ac not in found.bounds_s:
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.
         is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and ALIKE <= found.blocks <= kind.blocks)

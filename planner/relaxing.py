@@ -58,18 +58,11 @@ class Relaxing:
         if resting_bytes is not None:
             cap_resting(self._program, resting_bytes)
 
-    def unlimited(self) -> Relaxation | None:
+    def unlimited(self, backward_s: float = 0.0) -> Relaxation | None:
         """Return the relaxation whatever the peak is; None where there is no solution.
 
-        Raises:
-            SolverError: the solver broke off without an answer.
-        """
-        return self._relaxation(solvers.solve_relaxation(self._program.linear, solver=self._solver))
-
-    def with_backward(self, backward_s: float) -> float | None:
-        """Return what no assignment beats whose backward computes ``backward_s`` seconds more, whatever is chosen.
-
-        None where there is no solution.
+        Args:
+            backward_s: that the backward computes more, whatever is chosen.
 
         Raises:
             SolverError: the solver broke off without an answer.
@@ -81,7 +74,7 @@ class Relaxing:
             answer = solvers.solve_relaxation(linear, solver=self._solver)
         finally:
             linear.row_upper[row] = limit
-        return None if answer.values is None else answer.objective / self._program.time_scale
+        return self._relaxation(answer)
 
     def least_bytes(self) -> float | None:
         """Return bytes that no assignment's peak can go below; None where no assignment exists.

@@ -48,22 +48,19 @@ class OpenMesh:
     def __call__(self, bench: Bench) -> Opened:
         """Return what bounds the mesh."""
         search, restriction = bench.search, bench.restrict(self.mesh)
-        formulation = search.formulate(search.run_of(self.mesh, self.counts[0], "none"), restriction)[2]
+        formulation = search.formulate(search.run_of(self.mesh, self.counts[0], "none"), restriction, peak=False)[2]
         if formulation is None:
             return Opened(has_layout=False)
-        with search.clock.stage("solve_s"):
-            floor = floor_of(self.mesh, formulation, search.memory_bytes)
-            if floor is None:
-                return Opened(has_layout=relax(formulation.problem) is not None)
-        bounds_s = {}
+        more_s = {}
         for ac in self.modes:
             runs = [search.run_of(self.mesh, count, ac) for count in self.counts]
-            if all(search.least_memory_bytes(run) > search.memory_bytes for run in runs):
-                continue
-            run = runs[0]
-            more_s = least_recompute_s(search.traced, search.op_times, run, search.micro_batch(run))
-            with search.clock.stage("solve_s"):
-                bounds_s[ac] = floor.with_work(more_s)
+            if any(search.least_memory_bytes(run) <= search.memory_bytes for run in runs):
+                more_s[ac] = least_recompute_s(search.traced, search.op_times, runs[0], search.micro_batch(runs[0]))
+        with search.clock.stage("solve_s"):
+            floor = floor_of(self.mesh, formulation, search.memory_bytes, min(more_s.values(), default=0.0))
+            if floor is None:
+                return Opened(has_layout=relax(formulation.problem) is not None)
+            bounds_s = {ac: floor.with_work(backward_s) for ac, backward_s in more_s.items()}
         return Opened(has_layout=True, floor=floor.light(), bounds_s=bounds_s)
 
 

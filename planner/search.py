@@ -185,25 +185,34 @@ class Search:
             split += self._sums_bytes
         return split / run.mesh.size + reserve_bytes(run.cluster.device)
 
-    def formulator(self, run: Run) -> tuple[Formulator, Structure]:
-        """Return what builds the problem of ``run``."""
+    def formulator(self, run: Run, *, peak: bool = True) -> tuple[Formulator, Structure]:
+        """Return what builds the problem of ``run``, with its peak or without."""
         micro_batch = self.micro_batch(run)
         structure = self.traced.structure(micro_batch, run.grouping)
+        if not peak:
+            structure = structure.without_moments()
         if run.mesh not in self._communication:
             self._communication[run.mesh] = Communication(run.mesh, run.cluster)
         pricer = Pricer(run, self.traced.profile(micro_batch), self._communication[run.mesh], self.op_times)
         return Formulator(structure, pricer, self._table, self.traced.base), structure
 
     def formulate(
-        self, run: Run, restriction: Restriction | None, floor: Floor | None = None, at_most_s: float | None = None
+        self,
+        run: Run,
+        restriction: Restriction | None,
+        floor: Floor | None = None,
+        at_most_s: float | None = None,
+        *,
+        peak: bool = True,
     ) -> Formulated:
         """Return the problem of ``run``, or None in its place where nothing is left to choose.
 
         Args:
             floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
+            peak: whether its memory is asked about, beyond what rests.
         """
         with self.clock.stage("costs_s"), quiet():
-            formulator, structure = self.formulator(run)
+            formulator, structure = self.formulator(run, peak=peak)
             built = formulator.build(
                 None if restriction is None else restriction.accepts,
                 None if restriction is None else restriction.accepts_stored,

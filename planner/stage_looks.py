@@ -127,7 +127,8 @@ class StageFloor:
 
     Attributes:
         index: of the stage, of those in the pipeline: earlier ones keep more.
-        bounds_s: mode of checkpointing -> seconds, of those that may fit; empty where the stage has no layout.
+        floor: None where the stage has no layout, or its parameters do not fit.
+        bounds_s: mode of checkpointing -> seconds, of those that may fit in the place of ``index``.
         capped_s: seconds within the cap without checkpointing, as far as they are wanted, of it or an earlier stage.
     """
 
@@ -141,8 +142,11 @@ class StageFloor:
         """Return what no stage of ``kind`` can beat."""
         if kind.blocks < self.blocks:
             return 0.0
-        capped_s = self.capped_s if ac == "none" and kind.indices[0] <= self.index else 0.0
-        return max(self.bounds_s.get(ac, math.inf), capped_s)
+        if self.floor is None:
+            return math.inf
+        if kind.indices[0] > self.index:  # it keeps less
+            return self.bounds_s.get(ac, 0.0)
+        return max(self.bounds_s.get(ac, math.inf), self.capped_s if ac == "none" else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +171,12 @@ class BoundStage:
         stages, kind = bench.stages, self.kind
         search = stages.of(kind, len(self.pipeline.counts))
         run = stages.run(search, kind, dataclasses.replace(self.pipeline, ac="none"))
-        formulation = search.formulate(run, stages.restriction(search, run, None))[2]
+        formulation = search.formulate(run, stages.restriction(search, run, None), peak="none" in self.again_s)[2]
         if formulation is None:
             return StageFloor(blocks=kind.blocks, index=kind.indices[0])
         with search.clock.stage("solve_s"):
-            floor = floor_of(run.mesh, formulation, search.memory_bytes)
+            least_s = min(self.again_s.values(), default=0.0)
+            floor = floor_of(run.mesh, formulation, search.memory_bytes, kind.blocks * least_s)
             if floor is None:
                 return StageFloor(blocks=kind.blocks, index=kind.indices[0])
             bounds_s = {ac: floor.with_work(kind.blocks * again_s) for ac, again_s in self.again_s.items()}

@@ -64,6 +64,18 @@ class Structure:
     gathers: tuple[BlockGather, ...]
     timeline: Timeline
 
+    def without_moments(self) -> Structure:
+        """Return it for a problem whose peak is not asked for: with no moment at which memory would be added up."""
+        return dataclasses.replace(
+            self,
+            parameters=tuple(parameter.without_moments() for parameter in self.parameters),
+            gathers=tuple(block.without_moments() for block in self.gathers),
+            timeline=dataclasses.replace(self.timeline, moments=()),
+            kept=(),
+            copied=(),
+            passed=(),
+        )
+
     def representative(self, region_class: int) -> Region:
         """Return a region of the class."""
         return self.regions.regions[self.regions.classes[region_class].members[0]]

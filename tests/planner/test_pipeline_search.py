@@ -90,6 +90,13 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
         assert floor.bounds_s.get(ac, math.inf) <= floor.bound_s(kind, ac) <= bound_s * (1 + 1e-9)
         assert RelaxStage(kind=fewest, pipeline=pipeline, floor=None, limit_s=math.inf)(bench) <= bound_s * (1 + 1e-9)
         assert floor.bound_s(dataclasses.replace(kind, blocks=1), ac) == 0.0
+        # Of one mode alone: the same bound, and choices that it shows to be slow are none that a better plan has.
+        alone = BoundStage(kind=fewest, pipeline=pipeline, again_s={ac: again_s[ac]}, limit_s=_ANY_S)(bench)
+        assert alone.bounds_s.get(ac, math.inf) == pytest.approx(floor.bounds_s.get(ac, math.inf))
+        if math.isfinite(bound_s):
+            limit_s = 1.01 * bound_s
+            within_s = RelaxStage(kind=kind, pipeline=pipeline, floor=alone.floor, limit_s=limit_s)(bench)
+            assert within_s == pytest.approx(bound_s)
         # Of the cap nothing is known of a later stage, which keeps less.
         later = dataclasses.replace(kind, indices=(2,))
         assert floor.bound_s(later, ac) == floor.bounds_s.get(ac, math.inf)
