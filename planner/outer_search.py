@@ -35,6 +35,10 @@ Progress = Callable[[str], None]
 _FIRST_GAP = 0.1
 """How far from the best in its run the first plan may be: it is only there to tell what is not worth a look."""
 
+_TRIED_STEPS = 30
+"""Relaxations to branch through when a run is first solved: a plan that others are to beat is often there by then, and
+to prove that it is the best of its run can take many times as long."""
+
 _FIRST_S = 3.0
 """So long at least the first plan may be solved for: formulating it was most of the work, whatever the time limit."""
 
@@ -81,11 +85,16 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """A run of a lane that is still to be solved, and what no plan of it that fits can beat."""
+    """A run of a lane that is still to be solved, and what no plan of it that fits can beat.
+
+    Attributes:
+        is_tried: whether a few steps of solving it were not enough.
+    """
 
     lane: _Lane
     micro_batches: int
     bound_s: float
+    is_tried: bool = False
 
     @property
     def mesh(self) -> MeshSpec:
@@ -268,6 +277,7 @@ class OuterSearch:
             floor=item.lane.floor,
             at_most_s=self._at_most_s,
             left_s=self._left_s,
+            steps=None if item.is_tried else _TRIED_STEPS,
         )
         self._say_solving(task)
         return task
@@ -302,9 +312,9 @@ class OuterSearch:
             known.bounded(found.bound_s)
             return
         if look.capped_s is not None and self._is_wanted(look.capped_s):
-            # A relaxation that is a plan is solved at no cost, and tells all others what to beat.
+            # What comes of a few steps of solving it tells all others what to beat.
             item = _Open(lane=lane, micro_batches=found.micro_batches, bound_s=look.capped_s)
-            self._push(item, at_once=look.is_whole)
+            self._push(item, at_once=True)
         elif self._at_most_s is not None:
             known.bounded(self._at_most_s)  # what is not wanted was left out, and may fit and take no more than that
         if found.counts:
@@ -320,6 +330,11 @@ class OuterSearch:
             # It broke off, and the others may do without: what this run could reach is left in the gap.
             self._unsolved, self._given_up_s = found, min(self._given_up_s, item.bound_s)
             known.bounded(item.bound_s)
+        elif task.steps is not None and (found is None or found.solution.cut_short):
+            if found is not None:
+                item = dataclasses.replace(item, bound_s=max(item.bound_s, found.solution.bound_s))
+                self._keep(found)
+            self._push(dataclasses.replace(item, is_tried=True))
         elif found is None:
             # Nothing that is wanted; what is not wanted may fit or not.
             known.bounded(math.inf if task.at_most_s is None else max(item.bound_s, task.at_most_s))

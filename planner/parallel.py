@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import importlib
 import io
 import multiprocessing
 import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -117,6 +118,35 @@ def _work(
         return number, result, dict(bench.clock.spent)
 
 
+def _ready() -> None:
+    """Import what tasks work on. Runs in the worker."""
+    importlib.import_module("planner.bench")
+
+
+def starting(jobs: int) -> Iterable[None]:
+    """Have ``jobs`` workers begin to import what they need; what is returned comes to its end when they have."""
+    if _is_local(jobs):
+        return ()
+    workers = joblib.effective_n_jobs(jobs)
+    begun: Iterable[None] = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
+    return begun
+
+
+def _parallel(jobs: int) -> joblib.Parallel:
+    """Return what hands out one task after the other; with other options joblib would begin with new workers."""
+    return joblib.Parallel(
+        n_jobs=jobs,
+        return_as="generator_unordered",
+        pre_dispatch="n_jobs",
+        batch_size=1,
+        max_nbytes=_MAPPED,
+    )
+
+
+def _is_local(jobs: int) -> bool:
+    return jobs == 1 or joblib.effective_n_jobs(jobs) == 1
+
+
 def checked_jobs(jobs: int) -> int:
     """Return ``jobs``.
 
@@ -131,8 +161,13 @@ def checked_jobs(jobs: int) -> int:
 class Pool:
     """Does tasks on a bench, and on copies of it in ``jobs`` workers (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1) -> None:
-        self._bench, self._jobs = bench, jobs
+    def __init__(self, bench: Bench, jobs: int = 1, begun: Iterable[None] = ()) -> None:
+        """Take the bench.
+
+        Args:
+            begun: of workers that were told to begin already (`starting`).
+        """
+        self._bench, self._jobs, self._begun = bench, jobs, begun
         self._terms: Any = None
         self._sent: _Sent | None = None
 
@@ -141,10 +176,6 @@ class Pool:
         self._terms = terms
         self._bench.take(terms)
         return self
-
-    @property
-    def _is_local(self) -> bool:
-        return self._jobs == 1 or joblib.effective_n_jobs(self._jobs) == 1
 
     def do(self, task: Callable[[Any], Result]) -> Result:
         """Do a task in this process, and return what came of it."""
@@ -160,12 +191,14 @@ class Pool:
         Raises:
             SolverError: a worker died.
         """
-        if self._is_local:
+        if _is_local(self._jobs):
             while (picked := pick()) is not None:
                 done(*picked, picked[1](self._bench))
             return
         self._sent = self._sent or _packed(self._bench)
         try:
+            for _ in self._begun:
+                pass
             while self._round(self._sent, pick, done):
                 pass
         except BrokenExecutor as error:
@@ -195,14 +228,7 @@ class Pool:
                     waiting[number] = picked
                 yield joblib.delayed(_work)(sent, self._terms, number, picked[1])
 
-        parallel = joblib.Parallel(
-            n_jobs=self._jobs,
-            return_as="generator_unordered",
-            pre_dispatch="n_jobs",
-            batch_size=1,
-            max_nbytes=_MAPPED,
-        )
-        results = parallel(tasks())
+        results = _parallel(self._jobs)(tasks())
         try:
             for number, result, spent in results:
                 with lock:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner import problem as quantity
-from planner import reduction, solvers
+from planner import solvers
 from planner.linear_program import Answer
 from planner.problem import Problem
 from planner.program import Program, cap_peak, cap_resting, state, state_memory
@@ -20,13 +20,11 @@ class Relaxation:
 
     Attributes:
         bound_s: no assignment takes less.
-        is_whole: whether it is an assignment, which then is the best.
         at_least_s: by node and choice, what no assignment with that choice takes less than: the bound and the choice's
             reduced cost.
     """
 
     bound_s: float
-    is_whole: bool
     at_least_s: tuple[tuple[float, ...], ...]
 
 
@@ -114,7 +112,6 @@ class Relaxing:
         least = (answer.objective + np.maximum(answer.reduced_costs, 0.0)) / program.time_scale
         return Relaxation(
             bound_s=answer.objective / program.time_scale,
-            is_whole=reduction.most_fractional(program.linear, answer) is None,
             at_least_s=tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice),
         )
 

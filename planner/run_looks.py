@@ -120,6 +120,7 @@ class SolveRun:
         mip_gap: relative gap at which the solver may stop; None takes the job's.
         left_s: after so many seconds the best so far is the answer; None: it takes its time.
         solving_s: at least as long is left for solving, whatever formulating it took.
+        steps: relaxations to branch through, after which the best so far is the answer; None: all it takes.
     """
 
     mesh: MeshSpec
@@ -130,6 +131,7 @@ class SolveRun:
     mip_gap: float | None = None
     left_s: float | None = None
     solving_s: float = 0.0
+    steps: int | None = None
 
     def __call__(self, bench: Bench) -> Priced | SolverError | None:
         """Return the best plan, None where none is wanted and fits, or why there was no answer."""
@@ -143,6 +145,7 @@ class SolveRun:
                 mip_gap=self.mip_gap,
                 deadline=None if self.left_s is None else time.perf_counter() + self.left_s,
                 solving_s=self.solving_s,
+                steps=self.steps,
             )
         except SolverError as error:
             return error

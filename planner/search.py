@@ -77,12 +77,10 @@ class Look:
     Attributes:
         uncapped_s: no plan takes less on this mesh, in as many micro-batches or more, whatever memory it needs.
         capped_s: no plan of the run that fits takes less; None where none fits, or none that fits is wanted.
-        is_whole: whether the capped relaxation is a plan.
     """
 
     uncapped_s: float
     capped_s: float | None = None
-    is_whole: bool = False
 
 
 Formulated = tuple[Formulator, Structure, Formulation | None]
@@ -239,7 +237,7 @@ class Search:
                 return Look(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         if capped is None:
             return Look(uncapped_s=uncapped.bound_s)
-        return Look(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s, is_whole=capped.is_whole)
+        return Look(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s)
 
     def solve(
         self,
