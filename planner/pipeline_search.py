@@ -37,6 +37,9 @@ from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
 from planner.stage_steps import ALIKE, Look, Step, shared_limit_s, steps_of
 from planner.stages import StageKind, least_step_s, stage_limit_s
 
+_FIRST_GAP = 0.1
+"""How far from the best of its pipeline the first plan may be: it is only there to tell what is not worth a look."""
+
 _WIDE = 8
 """Ranks of all axes of a stage but the first, at most, in the pipelines that are walked through first."""
 
@@ -64,11 +67,13 @@ class _Item:
 
     Attributes:
         bounds: what each stage cannot beat, as one of equals; ``looks`` so far have raised them.
+        is_tried: whether it was solved for a first plan, and may have a better one.
     """
 
     pipeline: PipelineRun
     bounds: tuple[float, ...]
     looks: int = 0
+    is_tried: bool = False
 
     @property
     def bound_s(self) -> float:
@@ -298,7 +303,7 @@ class PipelineSearch:
             bounds=item.bounds,
             floors={s.kind: f.floor for s in steps if (f := self._floor(s)) is not None and f.floor is not None},
             at_most_s=self._at_most_s,
-            mip_gap=self.search.job.mip_gap,
+            mip_gap=self.search.job.mip_gap if item.is_tried or self._best is not None else _FIRST_GAP,
             left_s=None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0),
         )
 
@@ -306,11 +311,12 @@ class PipelineSearch:
 
     def done(self, look: Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
         """Note what came of a task."""
-        if isinstance(found, SolvedPipeline):
+        if isinstance(look, _Item):
             assert isinstance(task, SolvePipeline)
-            self._solved(task, found)
+            assert isinstance(found, SolvedPipeline)
+            self._solved(look, task, found)
             return
-        assert not isinstance(look, _Item)
+        assert not isinstance(found, SolvedPipeline)
         self._known[look] = found
         for item, step in self._waiting.pop(look):
             self._raise(item, step, found)
@@ -326,14 +332,17 @@ class PipelineSearch:
         else:
             self._note(pipeline, raised.bound_s)
 
-    def _solved(self, task: SolvePipeline, found: SolvedPipeline) -> None:
+    def _solved(self, item: _Item, task: SolvePipeline, found: SolvedPipeline) -> None:
         """Note what came of solving a pipeline, and keep it where it is the best."""
-        self._unsolved |= found.broke_off
-        self._proved_s = min(self._proved_s, found.bound_s)
         step_s = None if found.best is None else found.best.step_time_s
         self._note(task.pipeline, min(found.bound_s, task.at_most_s), step_s)
         if found.best is not None and found.best.step_time_s < self._at_most_s:
             self._keep(found.best)
+        if task.mip_gap > self.search.job.mip_gap and found.bound_s < self._at_most_s and not self._is_over:
+            self._push(dataclasses.replace(item, is_tried=True))
+        else:
+            self._unsolved |= found.broke_off
+            self._proved_s = min(self._proved_s, found.bound_s)
 
     def _keep(self, found: SentPipeline) -> None:
         """Take a pipeline as the best so far."""
