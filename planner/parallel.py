@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import io
 import multiprocessing
+import os
 import pickle
 import sys
 import threading
@@ -118,17 +119,18 @@ def _work(
         return number, result, dict(bench.clock.spent)
 
 
-def _ready() -> None:
-    """Import what tasks work on. Runs in the worker."""
+def _ready() -> int:
+    """Import what tasks work on, and return the process. Runs in the worker."""
     importlib.import_module("planner.bench")
+    return os.getpid()
 
 
-def starting(jobs: int) -> Iterable[None]:
+def starting(jobs: int) -> Iterable[int]:
     """Have ``jobs`` workers begin to import what they need; what is returned comes to its end when they have."""
     if _is_local(jobs):
         return ()
     workers = joblib.effective_n_jobs(jobs)
-    begun: Iterable[None] = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
+    begun: Iterable[int] = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
     return begun
 
 
@@ -161,7 +163,7 @@ def checked_jobs(jobs: int) -> int:
 class Pool:
     """Does tasks on a bench, and on copies of it in ``jobs`` workers (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1, begun: Iterable[None] = ()) -> None:
+    def __init__(self, bench: Bench, jobs: int = 1, begun: Iterable[int] = ()) -> None:
         """Take the bench.
 
         Args:

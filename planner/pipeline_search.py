@@ -123,7 +123,7 @@ class PipelineSearch:
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _known: dict[Look, StageFloor | float] = field(default_factory=dict)
-    _waiting: dict[Look, list[tuple[_Item, Step]]] = field(default_factory=dict)
+    _waiting: dict[Look, list[tuple[_Item, Step | None]]] = field(default_factory=dict)
     _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
     _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
 
@@ -230,12 +230,52 @@ class PipelineSearch:
                 return item, self._solve(item)
             if step.look in self._known:
                 self._raise(item, step, self._known[step.look])
-            elif step.look in self._waiting:
-                self._waiting[step.look].append((item, step))
-            else:
-                self._waiting[step.look] = [(item, step)]
-                return step.look, self._task(step, item)
+                continue
+            fewer: Step | None = None
+            if step.is_floor and step.is_shared:
+                item, fewer = self._after_fewer(item, step)
+                if item.bound_s >= self._at_most_s:
+                    self._note(item.pipeline, item.bound_s)
+                    continue
+            look = (fewer or step).look
+            is_begun = look in self._waiting
+            self._waiting.setdefault(look, []).append((item, None if fewer else step))
+            if not is_begun:
+                return look, self._task(fewer or step, item)
         return None
+
+    def _after_fewer(self, item: _Item, step: Step) -> tuple[_Item, Step | None]:
+        """Return a pipeline after what is known of its stage in fewer micro-batches, and that look at one in fewer
+        which comes first: it is wanted itself. None where there is none.
+
+        More micro-batches do the same work in smaller pieces, so that a stage does no less in all (`planner.floors`).
+        """
+        pipeline, kind, stages = item.pipeline, step.bounded, len(item.pipeline.counts)
+        if self.search.batch == pipeline.micro_batches:  # a single sample is split otherwise
+            return item, None
+        for count in (c for c in self.counts if c < pipeline.micro_batches):
+            other = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, micro_batches=count))
+            alike = dataclasses.replace(
+                pipeline, micro_batches=count, chunks=pipeline.chunks if count % stages == 0 else 1
+            )
+            found = self._known.get(other.look)
+            if isinstance(found, StageFloor):
+                bound_s = found.bounds_s.get(pipeline.ac, 0.0) if kind.blocks >= found.blocks else 0.0
+                more = (pipeline.passes / pipeline.micro_batches) / (other.pipeline.passes / count)
+                item = dataclasses.replace(item.raised(kind, bound_s * more), looks=item.looks)
+            elif self._may_be_wanted(item, alike):
+                return item, other
+        return item, None
+
+    def _may_be_wanted(self, item: _Item, fewer: PipelineRun) -> bool:
+        """Tell whether a pipeline that differs from ``item`` in having fewer micro-batches may be wanted and fit."""
+        share = (fewer.passes / fewer.micro_batches) / (item.pipeline.passes / item.pipeline.micro_batches)
+        bounds = [bound * share for bound in item.bounds]
+        return (
+            self._space.splits_samples(fewer.mesh, fewer.micro_batches)
+            and least_step_s(bounds, fewer.micro_batches, fewer.chunks) < self._at_most_s
+            and self._may_fit(fewer)
+        )
 
     def _step(self, item: _Item) -> Step | None:
         """Return the next look at a pipeline's stages; None where there is none but to solve it."""
@@ -319,7 +359,10 @@ class PipelineSearch:
         assert not isinstance(found, SolvedPipeline)
         self._known[look] = found
         for item, step in self._waiting.pop(look):
-            self._raise(item, step, found)
+            if step is None:  # it was looked at for what it says of others
+                self._push(item)
+            else:
+                self._raise(item, step, found)
 
     def _raise(self, item: _Item, step: Step, found: StageFloor | float) -> None:
         """Raise a pipeline's bound by what was found of a stage."""

@@ -17,7 +17,7 @@ import pytest
 from planner.clock import Clock
 from planner.errors import JobError, SolverError
 from planner.outer_search import OuterSearch
-from planner.parallel import Pool, checked_jobs
+from planner.parallel import Pool, checked_jobs, starting
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
 
@@ -107,6 +107,15 @@ def test_workers_that_remember_much_are_kept() -> None:
     done = [found for _, found in walk.found]
     assert sum(max(n for p, n in done if p == process) for process in {p for p, _ in done}) == 6
     assert len({p for p, _ in done}) <= 2
+
+
+def test_workers_that_began_early_are_those_that_work() -> None:
+    begun = list(starting(2))
+    walk = Walk([functools.partial(add, number) for number in range(4)])
+    Pool(Adder(), jobs=2, begun=begun).under(0).run(walk.pick, walk.done)
+    assert {process for _, (_, process, _) in walk.found} <= set(begun)
+    assert os.getpid() not in begun
+    assert not list(starting(1))
 
 
 def test_the_caller_says_where_tasks_run() -> None:

@@ -78,6 +78,7 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
     bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
     work, memory = Work.of_model(bench.search, 1, modes), BlockMemory.of(bench.stages, BATCH, modes, session.job)
     looked = 0
+    in_fewer: dict[str, float] = {}
     for count, ac, split in itertools.product((2, 4), modes, ((1, 3, 1), (2, 2, 1))):
         pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=split, micro_batches=count, ac=ac)
         share = (count + 2) / count / pipeline.mesh.size
@@ -90,6 +91,9 @@ def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, c
         assert floor.bounds_s.get(ac, math.inf) <= floor.bound_s(kind, ac) <= bound_s * (1 + 1e-9)
         assert RelaxStage(kind=fewest, pipeline=pipeline, floor=None, limit_s=math.inf)(bench) <= bound_s * (1 + 1e-9)
         assert floor.bound_s(dataclasses.replace(kind, blocks=1), ac) == 0.0
+        # More micro-batches do no less, but for the idle time.
+        least_s = in_fewer.setdefault(ac, floor.bounds_s.get(ac, 0.0))
+        assert least_s * (1.0 if count == 2 else (6 / 4) / (4 / 2)) <= floor.bounds_s.get(ac, math.inf) * (1 + 1e-9)
         # Of one mode alone: the same bound, and choices that it shows to be slow are none that a better plan has.
         alone = BoundStage(kind=fewest, pipeline=pipeline, again_s={ac: again_s[ac]}, limit_s=_ANY_S)(bench)
         assert alone.bounds_s.get(ac, math.inf) == pytest.approx(floor.bounds_s.get(ac, math.inf))
