@@ -18,6 +18,7 @@ import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
@@ -125,13 +126,27 @@ def _ready() -> int:
     return os.getpid()
 
 
-def starting(jobs: int) -> Iterable[int]:
-    """Have ``jobs`` workers begin to import what they need; what is returned comes to its end when they have."""
-    if _is_local(jobs):
-        return ()
-    workers = joblib.effective_n_jobs(jobs)
-    begun: Iterable[int] = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
-    return begun
+class Starting:
+    """Workers that import what they need, while this process does other things. Iterating waits until they have."""
+
+    def __init__(self, jobs: int) -> None:
+        """Have ``jobs`` workers begin, where these are not this process."""
+        workers = 0 if _is_local(jobs) else joblib.effective_n_jobs(jobs)
+        self._processes: Iterable[int] = ()
+        if workers:
+            self._processes = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
+            weakref.finalize(self, _closed, self._processes)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield their processes."""
+        yield from self._processes
+
+
+def _closed(results: Any) -> None:
+    """End a round of tasks; joblib warns where some are given up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        results.close()
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
@@ -163,11 +178,11 @@ def checked_jobs(jobs: int) -> int:
 class Pool:
     """Does tasks on a bench, and on copies of it in ``jobs`` workers (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1, begun: Iterable[int] = ()) -> None:
+    def __init__(self, bench: Bench, jobs: int = 1, begun: Starting | None = None) -> None:
         """Take the bench.
 
         Args:
-            begun: of workers that were told to begin already (`starting`).
+            begun: workers that were told to begin already.
         """
         self._bench, self._jobs, self._begun = bench, jobs, begun
         self._terms: Any = None
@@ -199,7 +214,7 @@ class Pool:
             return
         self._sent = self._sent or _packed(self._bench)
         try:
-            for _ in self._begun:
+            for _ in self._begun or ():
                 pass
             while self._round(self._sent, pick, done):
                 pass
@@ -237,9 +252,7 @@ class Pool:
                     self._bench.clock.add(spent)
                     done(*waiting.pop(number), result)
         finally:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # where it was interrupted: that tasks are given up
-                results.close()
+            _closed(results)
         if failed:
             raise failed[0]
         return begun > 0

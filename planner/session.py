@@ -35,7 +35,7 @@ from planner.job import (
 )
 from planner.notes import notes_on
 from planner.outer_search import Found, OuterSearch, Progress
-from planner.parallel import Pool, checked_jobs, starting
+from planner.parallel import Pool, Starting, checked_jobs
 from planner.pins import Pins
 from planner.pipeline_mesh import given_stages, no_pipeline, refuse_stages
 from planner.pipeline_search import Piped, PipelineSearch
@@ -87,7 +87,7 @@ class PlanningSession:
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
-        begun = starting(checked_jobs(jobs))
+        begun = Starting(checked_jobs(jobs))
         self._progress = progress
         self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
         self._executable_only = executable_only
