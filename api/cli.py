@@ -19,6 +19,7 @@ from api.cli_options import (
     DataAxes,
     Dtype,
     ExecutableOnly,
+    Fused,
     Jobs,
     Json,
     MemoryGb,
@@ -72,6 +73,7 @@ def plan_command(
     vary_blocks: VaryBlocks = False,
     executable_only: ExecutableOnly = True,
     tensor_overlap: TensorOverlap = False,
+    fused: Fused = False,
     time_limit: TimeLimit = None,
     jobs: Jobs = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
@@ -102,6 +104,7 @@ def plan_command(
             vary_blocks=vary_blocks,
             executable_only=executable_only,
             tensor_overlap=tensor_overlap,
+            fused=fused,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
         if output is not None:

@@ -77,6 +77,13 @@ TensorOverlap = Annotated[
         "needs --no-executable-only.",
     ),
 ]
+Fused = Annotated[
+    bool,
+    typer.Option(
+        "--fused",
+        help="Run norms, gated activations, rotary embeddings and the loss as one op each: less memory, less time.",
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
 ]

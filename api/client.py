@@ -39,7 +39,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         progress: told of each stage.
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
-            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap.
+            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, fused.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             seq=options.get("seq"),
             micro_batches=micro_batches,
             dtype=str(options.get("dtype", "bf16")),
+            fused=bool(options.get("fused", False)),
         )
         if self._tp_plan is not None:
             traced = dataclasses.replace(traced, tp_plan=self._tp_plan)

@@ -19,17 +19,19 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
 
     Raises:
         GraphFormatError: it is none.
-        JobError: it was traced for another dtype, phase or batch.
+        JobError: it was traced for another dtype, phase or batch, or with other ops.
     """
     from planner.baselines import micro_batches_for
     from planner.graph_json import read_graph
+    from planner.job import Job
     from planner.traced_module import check_traced, micro_batch_counts
 
     with _ONE_AT_A_TIME:
         module = read_graph(graph, run=False)
     batch = request.batch or module.samples
     counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
-    check_traced(module, batch, counts, request.dtype, request.phase)
+    job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused=request.fused)
+    check_traced(module, batch, counts, job)
 
 
 def load_graph(graph: dict[str, Any]) -> TracedModule:

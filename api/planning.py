@@ -116,6 +116,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "vary_blocks": request.vary_blocks,
         "executable_only": request.executable_only,
         "tensor_overlap": request.tensor_overlap,
+        "fused": request.fused,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)

@@ -14,6 +14,8 @@ code 1 where a configuration is priced faster than the plan, or nothing fits for
 is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
 own, communication in pieces beside products). No search may do worse than that, but for its gap.
 
+``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them.
+
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing. How far that is off is what a plan's price is worth. (What differs: the kernels that a
 framework fuses or compiles, and torchtitan's selective checkpointing, which runs every other product again.)
@@ -140,15 +142,20 @@ def _degrees(row: Mapping[str, str]) -> str:
     return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
 
 
-def plan_of(run: PublishedRun, *, pipelines: bool) -> Planned:
-    """Return what comes of a run's job, with pipelines or without."""
+def plan_of(run: PublishedRun, *, pipelines: bool, fused: bool) -> Planned:
+    """Return what comes of a run's job, with pipelines or without, and with fused ops or without."""
     found: ShardingPlan | str
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
             session = PlanningSession(
-                source.module, cluster=run.cluster, batch=run.batch, seq=run.seq, executable_only=not pipelines
+                source.module,
+                cluster=run.cluster,
+                batch=run.batch,
+                seq=run.seq,
+                executable_only=not pipelines,
+                fused=fused,
             )
             found = session.plan()
         except PlannerError as error:
@@ -162,7 +169,7 @@ def own_mesh(parallel: ParallelSpec) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
 
-def own_mesh_seconds(run: PublishedRun) -> float | str:
+def own_mesh_seconds(run: PublishedRun, *, fused: bool) -> float | str:
     """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
     parallel = run.parallel
     with quiet_libraries():
@@ -176,6 +183,7 @@ def own_mesh_seconds(run: PublishedRun) -> float | str:
                 micro_batches=parallel.micro_batches,
                 ac="selective" if parallel.checkpointing == "attention" else parallel.checkpointing,
                 executable_only=parallel.pipeline == 1,
+                fused=fused,
             )
             estimate = session.plan(mesh=own_mesh(parallel)).estimate
         except PlannerError as error:
@@ -230,6 +238,7 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
     parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
+    parser.add_argument("--fused", action="store_true", help="plan with fused ops, as most of the runs had them")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
@@ -242,10 +251,10 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
-    return show_planned(wanted, pipelines=arguments.pipelines, own=arguments.own_mesh)
+    return show_planned(wanted, pipelines=arguments.pipelines, fused=arguments.fused, own=arguments.own_mesh)
 
 
-def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, own: bool) -> int:
+def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, fused: bool, own: bool) -> int:
     """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
     table, worse, missed = Table(*(OWN_MESH_COLUMNS if own else COLUMNS)), 0, 0
     plans: dict[tuple[str, ClusterSpec, int, int], Planned] = {}
@@ -253,7 +262,7 @@ def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, own: bool) ->
     for number_of, run in enumerate(runs, 1):
         if run.job not in plans:
             print(f"{number_of}/{len(runs)}: {run.preset} on {run.cluster.name}", file=sys.stderr, flush=True)
-            plans[run.job] = plan_of(run, pipelines=pipelines)
+            plans[run.job] = plan_of(run, pipelines=pipelines, fused=fused)
         plan = plans[run.job].plan
         cells = [run.row_id, run.preset, str(run.cluster.size), f"{run.batch} x {run.seq}", run.configuration]
         cells += ["-" if run.measured_s is None else f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
@@ -269,7 +278,7 @@ def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, own: bool) ->
         if own:
             key = (*run.job, own_mesh(run.parallel), run.parallel.micro_batches, run.parallel.checkpointing)
             if key not in meshes:
-                meshes[key] = own_mesh_seconds(run)
+                meshes[key] = own_mesh_seconds(run, fused=fused)
             own_s = meshes[key]
             missed += isinstance(own_s, float) and own_s < seconds * (1.0 - Job().mip_gap)
             cells += [own_s, ""] if isinstance(own_s, str) else [f"{own_s:.3f}", _ratio(own_s, seconds)]

@@ -149,6 +149,11 @@ class DeviceSpec:
             raise ClusterError(f"{self.name}: launch and host times, nvls_min_ranks and processors cannot be negative")
 
     @property
+    def compiles(self) -> bool:
+        """Whether chains of element-wise ops are compiled to one kernel here, where a job asks for fused ops."""
+        return self.kind != "cpu"
+
+    @property
     def peak_flops(self) -> dict[str, float]:
         """Dense FLOP/s by dtype name (``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp8``)."""
         return dict(self.flop_rates)

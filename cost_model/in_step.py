@@ -24,13 +24,15 @@ class InStep:
     Attributes:
         gemm_share: share of a matrix product's rate alone.
         expert_share: the same of products of experts.
-        stream_share: share of the streaming rate that element-wise kernels reach, one by one.
+        stream_share, fused_stream_share: share of the streaming rate that element-wise kernels reach, one by one and
+            fused.
         taken_share: share of compute that is lost while a collective runs beside it.
     """
 
     gemm_share: float = 1.0
     expert_share: float = 1.0
     stream_share: float = 1.0
+    fused_stream_share: float = 1.0
     taken_share: float = 0.0
 
 
@@ -53,6 +55,7 @@ def in_step(device: DeviceSpec) -> InStep:
         gemm_share=share,
         expert_share=share * constants.expert_share,
         stream_share=constants.stream_share,
+        fused_stream_share=constants.fused_stream_share,
         taken_share=taken_share(device),
     )
 

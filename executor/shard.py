@@ -17,6 +17,7 @@ from executor.gather_groups import gather_groups, members_of, unfinished_gradien
 from executor.gradients import GradientReduction
 from executor.local_outputs import apply_local_outputs
 from executor.op_experts import replace_experts
+from executor.op_fused import replace_chains
 from executor.ops import OwnOps
 from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.parameters import PresentedParameters, materialize_parameters
@@ -92,6 +93,8 @@ def _shard(
         device_type=device_mesh.device_type,
     )
     replace_experts(module, redistributor)
+    if plan.job.fused:
+        replace_chains(module, redistributor)
     concatenate_keys(module)
     attach_boundaries(module, plan, shared, opaque=opaque)
     apply_local_outputs(module, plan, opaque=opaque)

@@ -8,6 +8,7 @@ engine, what ``fully_shard`` keeps between passes, and the names of the operator
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -99,6 +100,20 @@ def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return ``function.apply(*args)``, which torch leaves without types."""
     apply: Callable[..., Any] = function.apply
     return apply(*args)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` compiled; calls run as those of one op, of which no mode around them sees the inside."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    found: Callable[..., Any] = torch.compile(function)
+
+    def call(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            return found(*args)
+
+    return call
 
 
 def current_saved_tensor_hooks() -> SavedTensorHooks | None:

@@ -39,6 +39,7 @@ def build_plan(
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
     tensor_overlap: bool = False,
+    fused: bool = False,
     axes: int = 2,
     vary_blocks: bool = False,
     executable_only: bool = True,
@@ -73,6 +74,8 @@ def build_plan(
         tensor_overlap: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
             products next to it, as userbuffers and async tensor parallelism do; `executor.shard_module` cannot, so it
             needs ``executable_only=False``.
+        fused: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own
+            code does the same: `executor.shard_module` puts them in its place, compiled on a GPU.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
@@ -109,6 +112,7 @@ def build_plan(
         pins=pins,
         data_axes=data_axes,
         tensor_overlap=tensor_overlap,
+        fused=fused,
         axes=axes,
         vary_blocks=vary_blocks,
         executable_only=executable_only,

@@ -29,6 +29,7 @@ class TracedModel:
         fold: whether equal blocks share their decisions; see `build_regions`.
         lists: patterns of the whole model's lists of blocks, where this is one stage of it.
         cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
+        compiles: whether fused ops are one kernel each way on the device.
         totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
     """
 
@@ -39,6 +40,7 @@ class TracedModel:
     fold: bool = True
     lists: frozenset[str] = frozenset()
     cached_before: int | None = None
+    compiles: bool = True
     _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
     _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
@@ -46,7 +48,9 @@ class TracedModel:
     totals_s: dict[tuple[OpTimes, bool, int, Grouping], tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, module: TracedModule, *, flash_attention: bool, seq: int | None = None) -> TracedModel:
+    def of(
+        cls, module: TracedModule, *, flash_attention: bool, seq: int | None = None, compiles: bool = True
+    ) -> TracedModel:
         """Return the model of which ``module`` is the graph.
 
         Args:
@@ -59,6 +63,7 @@ class TracedModel:
             is_open=module.is_open,
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
+            compiles=compiles,
         )
 
     def bare(self) -> TracedModel:
@@ -70,6 +75,7 @@ class TracedModel:
             flash_attention=self.flash_attention,
             fold=self.fold,
             lists=self.lists,
+            compiles=self.compiles,
         )
 
     @property
@@ -119,7 +125,10 @@ class TracedModel:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
         if batch not in self._profiles:
             self._profiles[batch] = profile(
-                self.graph_at(batch), flash_attention=self.flash_attention, cached_before=self.cached_before
+                self.graph_at(batch),
+                flash_attention=self.flash_attention,
+                cached_before=self.cached_before,
+                compiles=self.compiles,
             )
         return self._profiles[batch]
 

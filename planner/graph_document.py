@@ -89,6 +89,8 @@ class TraceDocument(_Document):
     """First dim that the graph has."""
     any_batch: bool
     """Whether it stands for any batch: `batch` is then 99991, and what is a multiple of it goes with the batch."""
+    fused: bool = False
+    """Whether fused ops (`shardplan.rms_norm` and others) are in the place of the module's own code."""
 
 
 class ValueDocument(_Document):

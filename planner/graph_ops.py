@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from planner import experts
+from planner import experts, fused_ops
 from planner.graph_schemas import computes_tensors
 
 _POINTWISE: Final = """
@@ -82,7 +82,10 @@ ALLOWED: Final = frozenset(
     f"aten.{name}"
     for family in (_POINTWISE, _REDUCTIONS, _SHAPES, _PRODUCTS, _LAYERS, _LOSSES, _FACTORIES, _FOURIER)
     for name in family.split()
-) | {*(f"prims.{name}" for name in _PRIMS.split()), experts.OP_NAME.removesuffix(".default")}
+) | {
+    *(f"prims.{name}" for name in _PRIMS.split()),
+    *(name.removesuffix(".default") for name in (experts.OP_NAME, *fused_ops.NAMES)),
+}
 """Names without their overloads; the in-place variant of each (``add_``) is allowed as well."""
 
 

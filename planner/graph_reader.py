@@ -62,6 +62,7 @@ def read_document(document: GraphDocument) -> TracedModule:
         samples=at.samples,
         traced_batch=at.batch,
         is_open=at.any_batch,
+        fused=at.fused,
     )
 
 

@@ -68,6 +68,7 @@ class _Writer:
                 samples=module.samples,
                 batch=module.traced_batch,
                 any_batch=module.is_open,
+                fused=module.fused,
             ),
             values=self._values(),
             calls=[(positions[call.fqn], call.parent) for call in graph.calls],

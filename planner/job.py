@@ -76,6 +76,8 @@ class Job:
         data_axes: mesh axes that split the batch alone.
         tensor_overlap: whether communication of activations is taken to run in pieces beside the matrix products next
             to it (`planner.tensor_overlap`); such a plan cannot be run here.
+        fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
+            model's own code, where that does the same (`planner.fused_modules`).
     """
 
     batch: int | None = None
@@ -96,6 +98,7 @@ class Job:
     pins: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     tensor_overlap: bool = False
+    fused: bool = False
 
     def __post_init__(self) -> None:
         if self.phase != "training":

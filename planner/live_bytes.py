@@ -11,7 +11,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from planner.fused_ops import run_backward, run_forward
 from planner.graph import Op
+from planner.regions import fill
 from planner.strategies.dtensor_rules import run_op
 
 
@@ -36,6 +38,7 @@ class OpRun(NamedTuple):
 
 
 NOTHING = Dispatched(0, 0)
+NOTHING_RUN = OpRun(0, NOTHING, NOTHING)
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -116,6 +119,21 @@ def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
         given = {a.untyped_storage()._cdata for a in arriving}
         remaining = sum(int(nbytes) for key, nbytes in left.items() if key not in given)
         return OpRun(int(live.peak - before) - remaining, forward, live.dispatched(forward_and_more))
+
+
+def run_fused(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
+    """Return what is seen of the formulas of one of `planner.fused_ops`, run step by step; ``inputs`` are on meta."""
+    given = [tensor.detach() for tensor in inputs]
+    args, _ = fill((op.args, dict(op.kwargs)), list(given))
+    with torch.no_grad(), _LiveBytes() as live:
+        for tensor in given:
+            live.know(tensor)
+        result, *made = run_forward(op.target_name, args)
+        forward = live.dispatched()
+        live.peak = before = live.now
+        gradients = run_backward(op.target_name, torch.empty_like(result), args, made)
+        remaining = sum(tensor.untyped_storage().nbytes() for tensor in gradients)
+        return OpRun(int(live.peak - before) - remaining, forward, live.dispatched(forward))
 
 
 def _moved(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:

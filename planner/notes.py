@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
+from planner import fused_ops
 from planner.candidates import TracedModel
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.run import Run
@@ -23,6 +25,8 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
         yield "no key-value cache is counted: the model has none, or one of latents."
     if run.job.tensor_overlap:
         yield NOT_OVERLAPPED
+    if run.job.fused:
+        yield _fused_in(module)
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):
@@ -33,3 +37,12 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
             f"of the mesh {run.mesh}, {names} was tried for the batch alone, with parameters computed whole on it: the "
             "gap is over such plans."
         )
+
+
+def _fused_in(module: TracedModule) -> str:
+    """Say how many ops of a model are fused, by kind."""
+    counts = Counter(op.target_name for op in module.graph.ops if op.target_name in fused_ops.NAMES)
+    if not counts:
+        return "nothing of the model is fused: it has no part whose code does what a fused op does."
+    parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
+    return f"run as fused ops: {parts}."

@@ -15,7 +15,7 @@ from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
 from cost_model.in_step import in_step
-from planner import experts
+from planner import experts, fused_ops
 from planner.graph import Op, Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.profile import ATTENTION, OpProfile
@@ -135,7 +135,7 @@ class OpTimes:
             else:
                 by_shape = (op, inputs, output, shapes, local_output, profile, dtype, share)
                 found = self._by_shape(*by_shape) if matmul else None
-            self._known[key] = self._with_host(found or self._by_roofline(profile, share, split, dtype), profile)
+            self._known[key] = self._with_host(found or self._by_roofline(op, profile, share, split, dtype), profile)
         return self._known[key]
 
     def least_share(self, op: Op, inputs: Sequence[Value]) -> float:
@@ -301,7 +301,7 @@ class OpTimes:
         backward_s += gradient_s(*down) if inputs[4].requires_grad else 0.0
         return OpTime(forward_s, backward_s)
 
-    def _by_roofline(self, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
+    def _by_roofline(self, op: Op, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
         matmul, device = profile.flops > 0, self._device
         nbytes, backward_nbytes = profile.nbytes, profile.backward_nbytes
         if self._host_op_s and not matmul:
@@ -316,7 +316,8 @@ class OpTimes:
             dtype=dtype,
             matmul=matmul,
         )
-        share_of_rate = self._in_step.gemm_share if matmul else self._in_step.stream_share
+        stream_share = self._in_step.fused_stream_share if op.target_name in fused_ops.NAMES else self._in_step.stream_share
+        share_of_rate = self._in_step.gemm_share if matmul else stream_share
         return OpTime(forward_s / share_of_rate, backward_s / share_of_rate)
 
 

@@ -159,8 +159,11 @@ def open_plan(
     clock = Clock()
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
     with clock.stage("trace_s"):
-        module = traced(model, inputs, batch // plan.micro_batches, plan.job.dtype, plan.job.phase)
-    model_traced = TracedModel.of(module, flash_attention=flash, seq=plan.job.seq)
+        micro_batch = batch // plan.micro_batches
+        module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+    model_traced = TracedModel.of(
+        module, flash_attention=flash, seq=plan.job.seq, compiles=cluster.device.compiles
+    )
     search = Search(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

@@ -33,6 +33,7 @@ class _LocalPlanner(ShardingPlanner):
     reduce_dtype: str = "fp32"
     pins: Sequence[str] = ()
     data_axes: Sequence[str] = ()
+    fused: bool = False
     axes: int = 2
 
     kind: ClassVar[str]
@@ -72,6 +73,7 @@ class _LocalPlanner(ShardingPlanner):
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
+            fused=self.fused,
             axes=self.axes,
             executable_only=self._executable_only(),
             tensor_overlap=self._tensor_overlap(),

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from planner import experts
+from planner import experts, fused_ops
 from planner.flop_count import FlopCount
 from planner.graph import Op, OpGraph, Value, later_uses
-from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways
+from planner.live_bytes import NOTHING, NOTHING_RUN, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
 from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
@@ -139,9 +139,10 @@ class _Walk:
     The tensors that the others would make are made where an op that does run reads them.
     """
 
-    def __init__(self, graph: OpGraph, flash_attention: bool, cached_before: int | None) -> None:
+    def __init__(self, graph: OpGraph, flash_attention: bool, cached_before: int | None, compiles: bool) -> None:
         self._graph = graph
         self._flash = flash_attention
+        self._compiles = compiles
         self._cached_before = cached_before
         self._made: dict[str, torch.Tensor] = {}
         self._like: dict[str, torch.Tensor] = {}
@@ -237,6 +238,8 @@ class _Walk:
         outputs = [self._graph.values[name] for name in op.outputs]
         if op.target_name == experts.OP_NAME:
             return self._experts(op, inputs, outputs[0])
+        if op.target_name in fused_ops.NAMES:
+            return self._fused(op, inputs, outputs[0])
         saved: list[str] = []
         extra: dict[int, int] = {}
 
@@ -350,12 +353,39 @@ class _Walk:
             found, flops=found.flops / new * tokens, nbytes=found.nbytes + earlier, cached_tokens=tokens
         )
 
+    def _keep_new(self, name: str, output: Value) -> None:
+        """Note the result of an op that is not run."""
+        result = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        self._keep(name, _Computed.apply(self._seed, [result]) if output.requires_grad else result)  # type: ignore[no-untyped-call]
+
+    def _fused(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
+        """Return the profile of one of `planner.fused_ops`: one kernel each way, or its formulas step by step."""
+        # An expanded tensor is read as often as it is stored.
+        given = [(value.shape, min(value.nbytes, self._storage_nbytes[value.name])) for value in inputs]
+        work = fused_ops.fused_work(op.target_name, given, output.nbytes)
+        run = NOTHING_RUN if self._compiles else run_fused(op, [self._tensor(name) for name in op.inputs])
+        self._keep_new(op.outputs[0], output)
+        backward = output.requires_grad
+        crossing = len(inputs) + 1
+        return OpProfile(
+            flops=0.0,
+            backward_flops=0.0,
+            nbytes=work.forward_nbytes,
+            backward_nbytes=work.backward_nbytes if backward else 0,
+            saved=tuple(dict.fromkeys(self._root_of[op.inputs[i]] for i in work.saved)) if backward else (),
+            saved_extra_nbytes=work.saved_extra_nbytes if backward else 0,
+            cached_extra_nbytes=0,
+            forward_peak_nbytes=0,
+            backward_extra_nbytes=run.rise if backward else 0,
+            forward_dispatched=run.forward._replace(ops=crossing),
+            backward_dispatched=run.backward._replace(ops=crossing) if backward else NOTHING,
+        )
+
     def _experts(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
         """Return the profile of `planner.experts`' op, with its experts equally busy."""
         work = experts.ExpertsWork.of([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
-        result = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        self._keep_new(op.outputs[0], output)
         backward = output.requires_grad
-        self._keep(op.outputs[0], _Computed.apply(self._seed, [result]) if backward else result)  # type: ignore[no-untyped-call]
         needed = [inputs[position].requires_grad for position in (0, 3, 4)]
         saved = tuple(dict.fromkeys(self._root_of[op.inputs[position]] for position in (0, 2, 3, 4)))
         crossing = len(inputs) + 1
@@ -381,13 +411,16 @@ def _own_cross_entropy(logits: Value) -> OpRun:
     return OpRun(CROSS_ENTROPY_COPIES[logits.dtype == torch.float32] * nbytes, forward, backward)
 
 
-def profile(graph: OpGraph, *, flash_attention: bool, cached_before: int | None = None) -> GraphProfile:
+def profile(
+    graph: OpGraph, *, flash_attention: bool, cached_before: int | None = None, compiles: bool = True
+) -> GraphProfile:
     """Return what every op of ``graph`` costs on one device, unsplit.
 
     Args:
         graph: the traced model.
         flash_attention: whether attention runs in a fused kernel; otherwise its scores are kept.
         cached_before: tokens of each sequence that are in a key-value cache before the step; None: there is no cache.
+        compiles: whether fused ops are one kernel each way; otherwise they run step by step.
     """
     with torch.enable_grad():
-        return _Walk(graph, flash_attention, cached_before).run()
+        return _Walk(graph, flash_attention, cached_before, compiles).run()

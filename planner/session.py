@@ -79,6 +79,7 @@ class PlanningSession:
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
         tensor_overlap: bool = False,
+        fused: bool = False,
         axes: int = 2,
         vary_blocks: bool = False,
         executable_only: bool = True,
@@ -112,22 +113,25 @@ class PlanningSession:
             pins=tuple(pins),
             data_axes=tuple(data_axes),
             tensor_overlap=checked_tensor_overlap(tensor_overlap, executable_only),
+            fused=fused,
         )
         self._batch = batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
         self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
-            check_traced(model, self._batch, self._counts, dtype, phase)
+            check_traced(model, self._batch, self._counts, self.job)
             self._module = model
         else:
             if progress is not None:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with collector.put_off(), self._clock.stage("trace_s"):
-                self._module = traced(model, inputs, alone, dtype, phase)
+                self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._traced = TracedModel.of(self._module, flash_attention=flash, seq=seq)
+        self._traced = TracedModel.of(
+            self._module, flash_attention=flash, seq=seq, compiles=self.cluster.device.compiles
+        )
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
         self._pool = Pool(Bench(self._search), jobs, begun)
 

@@ -151,6 +151,7 @@ class StageSearches:
                 flash_attention=traced.flash_attention,
                 fold=traced.fold,
                 lists=frozenset(traced.blocks.lists),
+                compiles=traced.compiles,
             )
         return self._models[key]
 

@@ -69,7 +69,7 @@ def batches(
         advice = "Choose prefill or decode; for training, sizes compares clusters."
         raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
     if not isinstance(model, TracedModule):
-        job = {name: options[name] for name in ("seq", "dtype") if name in options}
+        job = {name: options[name] for name in ("seq", "dtype", "fused") if name in options}
         model = trace_module(model, batch=1, phase=phase, **job)
     found: list[BatchSize] = []
     batch = 1

@@ -12,9 +12,10 @@ from torch import nn
 from planner.capture import ExampleInputs, quiet, to_meta
 from planner.errors import JobError
 from planner.fingerprint import model_fingerprint
+from planner.fused_modules import TRACED, fuse
 from planner.graph import OpGraph
 from planner.inputs import GivenInputs, as_inputs, batch_of, decodes, inputs_for, with_batch, with_dtype
-from planner.job import JobPhase
+from planner.job import Job, JobPhase
 from planner.trace import trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -62,6 +63,7 @@ class TracedModule:
         is_open: whether the graph stands for any batch (`planner.graph.at_batch`), or for ``traced_batch`` alone.
         phase: what it was traced for: outside training nothing needs a gradient.
         decodes: whether it has a key-value cache of its own tokens.
+        fused: whether fused ops are in the place of the module's own code, where they do the same.
     """
 
     name: str
@@ -75,6 +77,7 @@ class TracedModule:
     is_open: bool
     phase: JobPhase = "training"
     decodes: bool = False
+    fused: bool = False
 
 
 def trace_module(
@@ -86,6 +89,7 @@ def trace_module(
     micro_batches: int | None = None,
     dtype: str = "bf16",
     phase: JobPhase = "training",
+    fused: bool = False,
 ) -> TracedModule:
     """Return ``module`` as planning knows it; it stays as it is, and may be on the meta device.
 
@@ -99,6 +103,7 @@ def trace_module(
         dtype: of parameters and activations.
         phase: of the jobs that it is traced for. Only training is cut into micro-batches; the graphs of the others are
             good for any batch.
+        fused: of the jobs that it is traced for, as in `planner.job.Job`.
 
     Raises:
         PlannerError: it cannot be traced, or no inputs can be made for it.
@@ -107,7 +112,7 @@ def trace_module(
     samples = batch_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
     alone = phase == "training" and len(counts) == 1
-    return traced(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase)
+    return traced(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused=fused)
 
 
 def given_or_made(
@@ -132,7 +137,13 @@ def given_or_made(
 
 
 def traced(
-    module: nn.Module, inputs: ExampleInputs, micro_batch: int | None, dtype: str, phase: JobPhase = "training"
+    module: nn.Module,
+    inputs: ExampleInputs,
+    micro_batch: int | None,
+    dtype: str,
+    phase: JobPhase = "training",
+    *,
+    fused: bool = False,
 ) -> TracedModule:
     """Return ``module`` traced at ``micro_batch`` alone, or at any batch where that is None.
 
@@ -140,6 +151,8 @@ def traced(
         ModelError: it cannot be traced.
     """
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
+    if fused:
+        fuse(copy, TRACED)
     samples = batch_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
     with quiet():
@@ -159,6 +172,7 @@ def traced(
         is_open=micro_batch is None,
         phase=phase,
         decodes=decodes(module),
+        fused=fused,
     )
 
 
@@ -191,19 +205,29 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
     return [micro_batches]
 
 
-def check_traced(module: TracedModule, batch: int, counts: list[int], dtype: str, phase: JobPhase = "training") -> None:
+def check_traced(module: TracedModule, batch: int, counts: list[int], job: Job) -> None:
     """Refuse a job that ``module`` was not traced for.
 
+    Args:
+        batch: samples per step in all.
+        counts: numbers of micro-batches that are tried.
+        job: says the rest.
+
     Raises:
-        JobError: it was traced in another dtype, for another phase, or at the batch of another job.
+        JobError: it was traced in another dtype, for another phase, with other ops, or at the batch of another job.
     """
-    advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=...)."
-    if module.phase != phase:
-        detail = f"the graph of {module.name} was traced for {module.phase}, and the job is {phase}."
+    advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=..., "
+    advice += "fused=...)."
+    if module.phase != job.phase:
+        detail = f"the graph of {module.name} was traced for {module.phase}, and the job is {job.phase}."
         raise JobError(detail, what_to_do=advice, field="phase")
-    if module.dtype != dtype:
-        detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {dtype}."
+    if module.dtype != job.dtype:
+        detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {job.dtype}."
         raise JobError(detail, what_to_do=advice, field="dtype")
+    if module.fused != job.fused:
+        has, wants = ("with" if fused else "without" for fused in (module.fused, job.fused))
+        detail = f"the graph of {module.name} was traced {has} fused ops, and the job is {wants} them."
+        raise JobError(detail, what_to_do=advice, field="fused")
     wanted = batch // counts[0]
     if not module.is_open and (len(counts) > 1 or wanted != module.traced_batch):
         sizes = f"{wanted} samples" if len(counts) == 1 else "micro-batches of any size"

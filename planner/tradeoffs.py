@@ -143,7 +143,7 @@ def sizes(
     """
     largest = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
     if not isinstance(model, TracedModule):
-        job = {name: options[name] for name in ("batch", "seq", "micro_batches", "dtype") if name in options}
+        job = {name: options[name] for name in ("batch", "seq", "micro_batches", "dtype", "fused") if name in options}
         model = trace_module(model, example_inputs=example_inputs, **job)
     found = []
     for part in parts_of(largest):

@@ -11,6 +11,9 @@ keys (context parallelism: `planner.strategies.context_parallel`) are split.
 `shardplan.experts`  Our own op. Tokens, experts, both (`planner.strategies.expert_parallel`), or the inner dim of each
 expert are split.
 
+`shardplan.rms_norm`, `shardplan.gated`, `shardplan.rotary`, `shardplan.cross_entropy`  Ops of ours as well
+(`planner.fused_ops`). Any dim is split but what a norm averages over and what a rotation turns; the loss is as above.
+
 Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
 """
 
@@ -23,7 +26,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, shard_counts, split_factor
-from planner import experts
+from planner import experts, fused_ops
 from planner.graph import Op, Value
 from planner.strategies import context_parallel, expert_parallel
 from planner.strategies.inner_collectives import InnerCollective
@@ -185,6 +188,48 @@ def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     ]
 
 
+def _rms_norm(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    splits = [Shard(dim) for dim in range(len(inputs[0].shape) - 1)]
+    rules = [(R, R, R), (R, P, P), *((split, split, P) for split in splits)]
+    return [_fused_rule(inputs, (given, R), gradient, (gradient, of_weight)) for given, gradient, of_weight in rules]
+
+
+def _gated(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    splits = [Shard(dim) for dim in range(len(inputs[0].shape))]
+    rules = [(R, R), (R, P), *((split, split) for split in splits)]
+    return [_fused_rule(inputs, (given, given), gradient, (gradient, gradient)) for given, gradient in rules]
+
+
+def _rotary(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    whole, angles = inputs[0].shape, inputs[1].shape
+    each_sample = Shard(0) if angles[0] == whole[0] > 1 else R
+    rules = [(R, R, R), (R, R, P), (Shard(0), each_sample, Shard(0)), (Shard(1), R, Shard(1)), (Shard(2), Shard(1), Shard(2))]
+    return [
+        _fused_rule(inputs, (given, turned, turned), gradient, (gradient, None, None))
+        for given, turned, gradient in rules
+    ]
+
+
+def _fused_rule(
+    inputs: Sequence[Value],
+    given: tuple[Placement, ...],
+    gradient: Placement,
+    input_gradients: tuple[Placement | None, ...],
+) -> AxisRule:
+    """Return the rule of an op whose result is split as its first input is."""
+    return AxisRule(
+        inputs=tuple(
+            None if value.kind == "plain" else placement for value, placement in zip(inputs, given, strict=True)
+        ),
+        output=given[0],
+        output_gradient=gradient,
+        input_gradients=tuple(
+            placement if value.requires_grad else None
+            for value, placement in zip(inputs, input_gradients, strict=True)
+        ),
+    )
+
+
 def uncommon_placements(op: Op, position: int) -> tuple[Placement, ...]:
     """Return in which placements, beside whole and evenly split dims, a rule of ours takes an input of ``op``."""
     return (PACKED,) if op.target_name == experts.OP_NAME and position == 3 else ()
@@ -192,6 +237,8 @@ def uncommon_placements(op: Op, position: int) -> tuple[Placement, ...]:
 
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether the loss is one that ours computes: class indices, two-dim logits, a mean or a sum, no smoothing."""
+    if op.target_name == fused_ops.CROSS_ENTROPY:
+        return True
     if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
         return False
     reduction = op.args[3] if len(op.args) > 3 else op.kwargs.get("reduction", 1)
@@ -206,6 +253,10 @@ _OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
     experts.OP_NAME: _experts,
+    fused_ops.RMS_NORM: _rms_norm,
+    fused_ops.GATED: _gated,
+    fused_ops.ROTARY: _rotary,
+    fused_ops.CROSS_ENTROPY: _cross_entropy,
 }
 
 
@@ -241,7 +292,8 @@ def inner_collectives(
         return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
     if op.target_name == experts.OP_NAME:
         return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
-    if op.target_name == "aten.cross_entropy_loss.default" and is_shardable_cross_entropy(op, inputs):
+    losses = ("aten.cross_entropy_loss.default", fused_ops.CROSS_ENTROPY)
+    if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
         return _of_cross_entropy(inputs, layouts, mesh_shape)
     return ()
 

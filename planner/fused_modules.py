@@ -1,0 +1,287 @@
+"""Modules whose own code is a chain of small ops, and the fused ops in its place.
+
+Which modules are meant is not guessed from their names alone: the code of a class is run on small random tensors, and
+only where it gives what the op gives (in float32, to rounding) does the op take its place. Known are RMSNorm, gated
+MLPs, rotary embeddings of attention, and the loss of causal language models, as transformers writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner import fused_ops
+
+_ROTARY_FUNCTION = "apply_rotary_pos_emb"
+_LOSS_TYPE = "ForCausalLM"
+_IGNORED = -100
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedOps:
+    """What modules call: the arguments of each are those of the op in `planner.fused_ops`."""
+
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    cross_entropy: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
+
+
+TRACED = FusedOps(
+    rms_norm=fused_ops.rms_norm_op,
+    gated=fused_ops.gated_op,
+    rotary=fused_ops.rotary_op,
+    cross_entropy=fused_ops.cross_entropy_op,
+)
+"""The ops themselves, which a trace sees and nobody runs."""
+
+
+def fuse(module: nn.Module, ops: FusedOps) -> nn.Module:
+    """Return ``module``, in which from now on whatever can be fused calls ``ops``."""
+    rotated: dict[Forward, Forward | None] = {}
+    for part in module.modules():
+        own = type(part).forward
+        if _is_norm(part):
+            _replace(part, functools.partial(_norm, part, _eps_of(part), ops))
+        elif (activation := _gate_of(part)) is not None:
+            _replace(part, functools.partial(_gated_mlp, part, activation, ops))
+        elif _rotates(own):
+            if own not in rotated:
+                rotated[own] = _with_rotation(own, ops)
+            if (found := rotated[own]) is not None:
+                _replace(part, types.MethodType(found, part))
+        if _has_causal_loss(part):
+            part.loss_function = functools.partial(_causal_loss, ops)
+    return module
+
+
+def _replace(module: nn.Module, forward: Forward) -> None:
+    """Put ``forward`` in the place of the module's own, whose signature it keeps."""
+    module.__dict__["forward"] = _Forward(forward, module.forward)
+
+
+class _Forward:
+    """A forward in the place of a module's own."""
+
+    def __init__(self, function: Forward, own: Forward) -> None:
+        self._function = function
+        self.__signature__ = inspect.signature(own)
+        functools.update_wrapper(self, own, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return the one argument of a call, whatever it is called."""
+    (found,) = (*args, *kwargs.values())
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+# --- norms -------------------------------------------------------------------------------------------------------------
+
+
+def _eps_of(module: nn.Module) -> Any:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Tell whether a module is an RMSNorm that is a chain of ops (torch's own is one op already)."""
+    weights, eps = module._parameters, _eps_of(module)
+    weight = weights.get("weight")
+    if isinstance(module, nn.RMSNorm) or module._modules or len(weights) != 1 or weight is None or weight.dim() != 1:
+        return False
+    return isinstance(eps, float) and _norm_agrees(type(module), eps)
+
+
+@functools.lru_cache(maxsize=256)
+def _norm_agrees(kind: type[nn.Module], eps: float) -> bool:
+    x, weight = _random(0, 2, 3, 8), _random(1, 8)
+    stand_in = types.SimpleNamespace(weight=weight, variance_epsilon=eps, eps=eps)
+    return _agrees(lambda: kind.forward(stand_in, x), lambda: fused_ops.rms_norm_forward(x, weight, eps)[0])
+
+
+def _norm(module: nn.Module, eps: float, ops: FusedOps, *args: Any, **kwargs: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return ops.rms_norm(_only(args, kwargs), weight, eps)
+
+
+# --- gated MLPs --------------------------------------------------------------------------------------------------------
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _gate_of(module: nn.Module) -> str | None:
+    """Return the activation of a gated MLP; None of any other module."""
+    parts = module._modules
+    if any(not isinstance(parts.get(name), nn.Module) for name in _PROJECTIONS) or not hasattr(module, "act_fn"):
+        return None
+    return _gate_that_agrees(type(module), _Activation(module.act_fn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Activation:
+    """An activation, equal to others of its class and settings."""
+
+    function: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Activation) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[type, str]:
+        # A module's repr shows what it is set to; a function's is its own.
+        return type(self.function), repr(self.function)
+
+
+@functools.lru_cache(maxsize=256)
+def _gate_that_agrees(kind: type[nn.Module], activation: _Activation) -> str | None:
+    x, gate, up, down = _random(0, 2, 3, 8), _random(1, 12, 8), _random(2, 12, 8), _random(3, 8, 12)
+    stand_in = types.SimpleNamespace(
+        gate_proj=functools.partial(nn.functional.linear, weight=gate),
+        up_proj=functools.partial(nn.functional.linear, weight=up),
+        down_proj=functools.partial(nn.functional.linear, weight=down),
+        act_fn=activation.function,
+    )
+    for name in fused_ops.ACTIVATIONS:
+        if _agrees(
+            lambda: kind.forward(stand_in, x),
+            lambda name=name: fused_ops.gated_forward(x @ gate.t(), x @ up.t(), name) @ down.t(),  # type: ignore[misc]
+        ):
+            return name
+    return None
+
+
+def _gated_mlp(module: Any, activation: str, ops: FusedOps, *args: Any, **kwargs: Any) -> torch.Tensor:
+    x = _only(args, kwargs)
+    found: torch.Tensor = module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), activation))
+    return found
+
+
+# --- rotary embeddings -------------------------------------------------------------------------------------------------
+
+
+def _rotates(forward: Forward) -> bool:
+    """Tell whether a forward calls a function of its module that turns queries and keys."""
+    return (
+        isinstance(forward, types.FunctionType)
+        and not hasattr(forward, "__wrapped__")
+        and _ROTARY_FUNCTION in forward.__code__.co_names
+        and _rotation_agrees(forward.__globals__.get(_ROTARY_FUNCTION))
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _rotation_agrees(function: Forward | None) -> bool:
+    if function is None:
+        return False
+    q, k, cos, sin = _random(0, 2, 4, 3, 8), _random(1, 2, 2, 3, 8), _random(2, 1, 3, 8), _random(3, 1, 3, 8)
+    return _agrees(
+        lambda: function(q, k, cos, sin),
+        lambda: (fused_ops.rotary_forward(q, cos, sin), fused_ops.rotary_forward(k, cos, sin)),
+    )
+
+
+def _with_rotation(forward: Forward, ops: FusedOps) -> Forward | None:
+    """Return ``forward`` as it is, but that it calls ``ops`` to turn queries and keys; other code is not affected."""
+    assert isinstance(forward, types.FunctionType)
+    own = forward.__globals__[_ROTARY_FUNCTION]
+
+    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        usual = not rest and named.get("unsqueeze_dim", 1) == 1 and set(named) <= {"unsqueeze_dim"}
+        if usual and all(_is_turned_by(tensor, cos) for tensor in (q, k)):
+            return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
+        return own(q, k, cos, sin, *rest, **named)
+
+    found = types.FunctionType(
+        forward.__code__,
+        {**forward.__globals__, _ROTARY_FUNCTION: rotate},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
+
+
+def _is_turned_by(x: torch.Tensor, cos: torch.Tensor) -> bool:
+    """Tell whether all of ``x`` is turned, and in the dtype that it has."""
+    whole = x.dim() == 4 and cos.dim() == 3 and x.shape[3] == cos.shape[2] and x.shape[2] == cos.shape[1]
+    return whole and x.dtype == cos.dtype and x.shape[3] % 2 == 0 and cos.shape[0] in (1, x.shape[0])
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def _has_causal_loss(module: nn.Module) -> bool:
+    """Tell whether a module is a model of transformers with the usual loss of causal language models."""
+    chosen = getattr(type(module), "loss_function", None)
+    if not isinstance(chosen, property) or chosen.fset is None or getattr(module, "loss_type", None) != _LOSS_TYPE:
+        return False
+    return _loss_agrees(module.loss_function)
+
+
+@functools.lru_cache(maxsize=16)
+def _loss_agrees(function: Forward) -> bool:
+    logits, labels = _random(0, 2, 5, 7), torch.arange(10).reshape(2, 5) % 7
+    labels[0, 2] = _IGNORED
+    plain = FusedOps(rms_norm=_not_called, gated=_not_called, rotary=_not_called, cross_entropy=_plain_loss)
+    return _agrees(
+        lambda: function(logits, labels, 7), lambda: _causal_loss(plain, logits=logits, labels=labels, vocab_size=7)
+    )
+
+
+def _plain_loss(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, mean: bool) -> torch.Tensor:
+    reduction = "mean" if mean else "sum"
+    return nn.functional.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
+
+
+def _not_called(*args: Any) -> torch.Tensor:
+    raise AssertionError("only the loss is looked at")
+
+
+def _causal_loss(
+    ops: FusedOps,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the loss of each position's prediction of the next; arguments as transformers'."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    rows, wanted = logits.view(-1, vocab_size), shift_labels.view(-1)
+    loss = ops.cross_entropy(rows, wanted, ignore_index, num_items_in_batch is None)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+# --- agreement ---------------------------------------------------------------------------------------------------------
+
+
+def _random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _agrees(own: Callable[[], Any], ours: Callable[[], Any]) -> bool:
+    """Tell whether a module's own code gives what ours gives."""
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(own(), ours(), rtol=1e-5, atol=1e-6)
+    except Exception:  # noqa: BLE001  code that does not run like this is not what the op stands for
+        return False
+    return True
