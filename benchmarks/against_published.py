@@ -5,10 +5,10 @@
     cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
 For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
-cluster, batch and sequence, with pipelines if ``--pipelines`` says so. The two prices come from two models of a step
-(docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as well,
-and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with. Exit
-code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
+cluster, batch, sequence and dtype of gradients' reduction, with pipelines if ``--pipelines`` says so. The two prices
+come from two models of a step (docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or
+less is priced in bf16 as well, and has no measurement to be shown. One that would not fit in bf16, by its own estimate,
+is none to compare with. Exit code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
 
 ``--own-mesh`` plans each run's own configuration as well: its mesh, micro-batches and checkpointing are given, the rest
 is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
@@ -68,6 +68,10 @@ OWN_MESH_COLUMNS = (*COLUMNS, "as a plan", "")
 OTHER_BITS = "its configuration does not fit in bf16"
 
 
+JobKey = tuple[str, ClusterSpec, int, int, str]
+"""Preset, cluster, batch, sequence, and the dtype that gradients are reduced in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
     """One row: its job, its configuration, and the seconds of a step; ``measured_s`` is None where not in 16 bits."""
@@ -84,9 +88,14 @@ class PublishedRun:
     parallel: ParallelSpec
 
     @property
-    def job(self) -> tuple[str, ClusterSpec, int, int]:
+    def reduce_dtype(self) -> str:
+        """In which the run reduced its gradients."""
+        return "bf16" if self.parallel.implementation.reduce_nbytes == 2 else "fp32"
+
+    @property
+    def job(self) -> JobKey:
         """What a plan is made for."""
-        return self.preset, self.cluster, self.batch, self.seq
+        return self.preset, self.cluster, self.batch, self.seq, self.reduce_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +164,7 @@ def plan_of(run: PublishedRun, *, pipelines: bool, fused: bool) -> Planned:
                 batch=run.batch,
                 seq=run.seq,
                 executable_only=not pipelines,
+                reduce_dtype=run.reduce_dtype,
                 fused=fused,
             )
             found = session.plan()
@@ -183,6 +193,7 @@ def own_mesh_seconds(run: PublishedRun, *, fused: bool) -> float | str:
                 micro_batches=parallel.micro_batches,
                 ac="selective" if parallel.checkpointing == "attention" else parallel.checkpointing,
                 executable_only=parallel.pipeline == 1,
+                reduce_dtype=run.reduce_dtype,
                 fused=fused,
             )
             estimate = session.plan(mesh=own_mesh(parallel)).estimate
@@ -257,7 +268,7 @@ def main() -> int:
 def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, fused: bool, own: bool) -> int:
     """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
     table, worse, missed = Table(*(OWN_MESH_COLUMNS if own else COLUMNS)), 0, 0
-    plans: dict[tuple[str, ClusterSpec, int, int], Planned] = {}
+    plans: dict[JobKey, Planned] = {}
     meshes: dict[tuple[object, ...], float | str] = {}
     for number_of, run in enumerate(runs, 1):
         if run.job not in plans:

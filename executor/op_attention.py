@@ -59,7 +59,7 @@ def attention(
     pieces = [tensor.to_local(grad_placements=layout) for tensor in inputs]
     found = F.scaled_dot_product_attention(
         pieces[0], pieces[1], pieces[2], attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options
-    ).contiguous()
+    )
     shape = (*inputs[0].shape[:3], inputs[2].shape[3])
     return DTensor.from_local(
         found,
@@ -67,9 +67,20 @@ def attention(
         layout,
         run_check=False,
         shape=torch.Size(shape),
-        stride=contiguous_stride(shape),
+        stride=_stride_as(found, shape),
         grad_placements=layout,
     )
+
+
+def _stride_as(local: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a whole tensor whose dims lie in memory as those of its piece ``local``.
+
+    Fused kernels leave heads next to each other, as the module wants them: making the piece contiguous would copy it,
+    and the module would copy it back.
+    """
+    order = sorted(range(local.dim()), key=local.stride, reverse=True)
+    lying = contiguous_stride([shape[dim] for dim in order])
+    return tuple(lying[order.index(dim)] for dim in range(local.dim()))
 
 
 def _local_mask(redistributor: Redistributor, mask: DTensor, layout: Layout) -> torch.Tensor:

@@ -186,9 +186,7 @@ class _Gated(torch.autograd.Function):
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: DTensor, cos: torch.Tensor, sin: torch.Tensor, redistributor: Redistributor
-    ) -> DTensor:
+    def forward(ctx: Any, x: DTensor, cos: torch.Tensor, sin: torch.Tensor, redistributor: Redistributor) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.redistributor, ctx.layout = redistributor, tuple(x.placements)

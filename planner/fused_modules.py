@@ -20,7 +20,7 @@ from torch import nn
 from planner import fused_ops
 
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
-_LOSS_TYPE = "ForCausalLM"
+_LOSS_FUNCTION = "loss_function"
 _IGNORED = -100
 
 Forward = Callable[..., Any]
@@ -60,7 +60,7 @@ def fuse(module: nn.Module, ops: FusedOps) -> nn.Module:
             if (found := rotated[own]) is not None:
                 _replace(part, types.MethodType(found, part))
         if _has_causal_loss(part):
-            part.loss_function = functools.partial(_causal_loss, ops)
+            setattr(part, _LOSS_FUNCTION, functools.partial(_causal_loss, ops))
     return module
 
 
@@ -88,7 +88,7 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-# --- norms -------------------------------------------------------------------------------------------------------------
+# --- norms ---
 
 
 def _eps_of(module: nn.Module) -> Any:
@@ -101,11 +101,12 @@ def _is_norm(module: nn.Module) -> bool:
     weight = weights.get("weight")
     if isinstance(module, nn.RMSNorm) or module._modules or len(weights) != 1 or weight is None or weight.dim() != 1:
         return False
-    return isinstance(eps, float) and _norm_agrees(type(module), eps)
+    kind: Any = type(module)
+    return isinstance(eps, float) and _norm_agrees(kind, eps)
 
 
 @functools.lru_cache(maxsize=256)
-def _norm_agrees(kind: type[nn.Module], eps: float) -> bool:
+def _norm_agrees(kind: Any, eps: float) -> bool:
     x, weight = _random(0, 2, 3, 8), _random(1, 8)
     stand_in = types.SimpleNamespace(weight=weight, variance_epsilon=eps, eps=eps)
     return _agrees(lambda: kind.forward(stand_in, x), lambda: fused_ops.rms_norm_forward(x, weight, eps)[0])
@@ -116,7 +117,7 @@ def _norm(module: nn.Module, eps: float, ops: FusedOps, *args: Any, **kwargs: An
     return ops.rms_norm(_only(args, kwargs), weight, eps)
 
 
-# --- gated MLPs --------------------------------------------------------------------------------------------------------
+# --- gated MLPs ---
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -126,7 +127,8 @@ def _gate_of(module: nn.Module) -> str | None:
     parts = module._modules
     if any(not isinstance(parts.get(name), nn.Module) for name in _PROJECTIONS) or not hasattr(module, "act_fn"):
         return None
-    return _gate_that_agrees(type(module), _Activation(module.act_fn))
+    kind: Any = type(module)
+    return _gate_that_agrees(kind, _Activation(module.act_fn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class _Activation:
 
 
 @functools.lru_cache(maxsize=256)
-def _gate_that_agrees(kind: type[nn.Module], activation: _Activation) -> str | None:
+def _gate_that_agrees(kind: Any, activation: _Activation) -> str | None:
     x, gate, up, down = _random(0, 2, 3, 8), _random(1, 12, 8), _random(2, 12, 8), _random(3, 8, 12)
     stand_in = types.SimpleNamespace(
         gate_proj=functools.partial(nn.functional.linear, weight=gate),
@@ -170,7 +172,7 @@ def _gated_mlp(module: Any, activation: str, ops: FusedOps, *args: Any, **kwargs
     return found
 
 
-# --- rotary embeddings -------------------------------------------------------------------------------------------------
+# --- rotary embeddings ---
 
 
 def _rotates(forward: Forward) -> bool:
@@ -222,15 +224,17 @@ def _is_turned_by(x: torch.Tensor, cos: torch.Tensor) -> bool:
     return whole and x.dtype == cos.dtype and x.shape[3] % 2 == 0 and cos.shape[0] in (1, x.shape[0])
 
 
-# --- the loss ----------------------------------------------------------------------------------------------------------
+# --- the loss ---
 
 
 def _has_causal_loss(module: nn.Module) -> bool:
     """Tell whether a module is a model of transformers with the usual loss of causal language models."""
     chosen = getattr(type(module), "loss_function", None)
-    if not isinstance(chosen, property) or chosen.fset is None or getattr(module, "loss_type", None) != _LOSS_TYPE:
+    if not isinstance(chosen, property) or chosen.fset is None:
         return False
-    return _loss_agrees(module.loss_function)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    # Asked of a model that has no loss, transformers would warn.
+    return code is not None and _LOSS_FUNCTION in code.co_names and _loss_agrees(module.loss_function)
 
 
 @functools.lru_cache(maxsize=16)
@@ -270,7 +274,7 @@ def _causal_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-# --- agreement ---------------------------------------------------------------------------------------------------------
+# --- agreement ---
 
 
 def _random(seed: int, *shape: int) -> torch.Tensor:

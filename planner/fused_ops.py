@@ -1,9 +1,9 @@
 """Ops that run as one kernel each way, in place of chains of small ones: norm, gated activation, rotation, loss.
 
-Written as chains of element-wise ops, as transformers has them, each of these reads and writes memory at every step, and
-autograd keeps what lies in between, some of it in float32. Each is an op of ours here. It is traced and priced under its
-name; `executor.op_fused` runs its formulas, below, on a rank's pieces: compiled to one kernel on a GPU, step by step on
-a CPU. `planner.fused_modules` puts them in the place of modules' own code.
+Written as chains of element-wise ops, as transformers has them, each of these reads and writes memory at every step,
+and autograd keeps what lies in between, some of it in float32. Each is an op of ours here. It is traced and priced
+under its name; `executor.op_fused` runs its formulas, below, on a rank's pieces: compiled to one kernel on a GPU, step
+by step on a CPU. `planner.fused_modules` puts them in the place of modules' own code.
 
 Formulas are written as torch computes the chains, roundings included: what they give is what the modules give, but for
 roundings that a compiled kernel leaves out.
@@ -36,7 +36,7 @@ _ROW_NBYTES = 4
 """Of a row's scale, or of a row's sum of exponentials: float32."""
 
 
-# --- the ops as they are traced ----------------------------------------------------------------------------------------
+# --- the ops as they are traced ---
 
 _ONLY_TRACED = "only traced: shard_module puts executor.op_fused in its place"
 
@@ -96,7 +96,7 @@ def _(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, mean: bool)
     return logits.new_empty((), dtype=torch.float32)
 
 
-# --- their formulas ----------------------------------------------------------------------------------------------------
+# --- their formulas ---
 
 
 def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,10 +214,10 @@ def run_backward(
     logits, labels, ignore_index, mean = args
     counted = labels != ignore_index
     scales = (gradient / counted.sum() if mean else gradient) * counted
-    return (logits_gradient(logits, labels, *made, scales),)
+    return (logits_gradient(logits, labels, made[0], scales),)
 
 
-# --- what they take ----------------------------------------------------------------------------------------------------
+# --- what they take ---
 
 
 class FusedWork(NamedTuple):

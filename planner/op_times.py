@@ -316,7 +316,9 @@ class OpTimes:
             dtype=dtype,
             matmul=matmul,
         )
-        stream_share = self._in_step.fused_stream_share if op.target_name in fused_ops.NAMES else self._in_step.stream_share
+        stream_share = (
+            self._in_step.fused_stream_share if op.target_name in fused_ops.NAMES else self._in_step.stream_share
+        )
         share_of_rate = self._in_step.gemm_share if matmul else stream_share
         return OpTime(forward_s / share_of_rate, backward_s / share_of_rate)
 

@@ -161,9 +161,7 @@ def open_plan(
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
         module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
-    model_traced = TracedModel.of(
-        module, flash_attention=flash, seq=plan.job.seq, compiles=cluster.device.compiles
-    )
+    model_traced = TracedModel.of(module, flash_attention=flash, seq=plan.job.seq, compiles=cluster.device.compiles)
     search = Search(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

@@ -257,6 +257,8 @@ class _Walk:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), FlopCount() as count:
             result = run_op(op, given)
         results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if op.target is ATTENTION and self._flash:
+            results = [self._as_fused(results[0], given[0])]
         cached = sum(count.products.values()) - sum(
             count.products.get(tensor.untyped_storage()._cdata, 0) for tensor in results
         )
@@ -306,6 +308,7 @@ class _Walk:
         backward = bool(differentiable) and any(v.requires_grad for v in outputs)
         gradient_bytes = sum(v.nbytes for v in differentiable)
         saved_bytes = sum(self._graph.values[name].nbytes for name in saved)
+        moves = flops > 0 or run.backward.nbytes > 0
         # Each product's backward is one product per differentiable factor; attention is two products of two each.
         factors = inputs[:2] if op.target is ATTENTION else inputs
         products = len([v for v in factors if v.requires_grad and len(v.shape) > 1])
@@ -313,7 +316,8 @@ class _Walk:
             flops=flops,
             backward_flops=flops * products if backward else 0.0,
             nbytes=0 if is_view else read + written,
-            backward_nbytes=0 if is_view or not backward else written + saved_bytes + gradient_bytes,
+            # The gradient of a sum is that of each addend: nothing runs.
+            backward_nbytes=written + saved_bytes + gradient_bytes if backward and not is_view and moves else 0,
             saved=saved if backward else (),
             saved_extra_nbytes=extra if backward else 0,
             cached_extra_nbytes=cached,
@@ -322,6 +326,13 @@ class _Walk:
             forward_dispatched=run.forward,
             backward_dispatched=run.backward if backward else NOTHING,
         )
+
+    def _as_fused(self, result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """Return a result of attention as a fused kernel makes it: its dims lie in memory as the query's do."""
+        order = sorted(range(query.dim()), key=query.stride, reverse=True)
+        places = [order.index(dim) for dim in range(query.dim())]
+        made = torch.empty([result.shape[dim] for dim in order], dtype=result.dtype, device="meta").permute(places)
+        return _Computed.apply(self._seed, [made]) if result.requires_grad else made  # type: ignore[no-untyped-call]
 
     def _flash_attention(self, op: Op, inputs: list[Value], outputs: list[Value], flops: float) -> OpProfile:
         """Return the profile of a fused kernel: it keeps its inputs, its output and one float32 per row of scores."""
@@ -353,9 +364,10 @@ class _Walk:
             found, flops=found.flops / new * tokens, nbytes=found.nbytes + earlier, cached_tokens=tokens
         )
 
-    def _keep_new(self, name: str, output: Value) -> None:
-        """Note the result of an op that is not run."""
+    def _keep_new(self, name: str, output: Value, like: torch.Tensor | None = None) -> None:
+        """Note the result of an op that is not run; it lies in memory as ``like`` does."""
         result = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        result = result if like is None else torch.empty_like(like, dtype=output.dtype)
         self._keep(name, _Computed.apply(self._seed, [result]) if output.requires_grad else result)  # type: ignore[no-untyped-call]
 
     def _fused(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
@@ -364,7 +376,8 @@ class _Walk:
         given = [(value.shape, min(value.nbytes, self._storage_nbytes[value.name])) for value in inputs]
         work = fused_ops.fused_work(op.target_name, given, output.nbytes)
         run = NOTHING_RUN if self._compiles else run_fused(op, [self._tensor(name) for name in op.inputs])
-        self._keep_new(op.outputs[0], output)
+        lies_alike = op.target_name in (fused_ops.GATED, fused_ops.ROTARY)
+        self._keep_new(op.outputs[0], output, self._tensor(op.inputs[0]) if lies_alike else None)
         backward = output.requires_grad
         crossing = len(inputs) + 1
         return OpProfile(

@@ -203,7 +203,13 @@ def _gated(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
 def _rotary(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     whole, angles = inputs[0].shape, inputs[1].shape
     each_sample = Shard(0) if angles[0] == whole[0] > 1 else R
-    rules = [(R, R, R), (R, R, P), (Shard(0), each_sample, Shard(0)), (Shard(1), R, Shard(1)), (Shard(2), Shard(1), Shard(2))]
+    rules = [
+        (R, R, R),
+        (R, R, P),
+        (Shard(0), each_sample, Shard(0)),
+        (Shard(1), R, Shard(1)),
+        (Shard(2), Shard(1), Shard(2)),
+    ]
     return [
         _fused_rule(inputs, (given, turned, turned), gradient, (gradient, None, None))
         for given, turned, gradient in rules
@@ -224,8 +230,7 @@ def _fused_rule(
         output=given[0],
         output_gradient=gradient,
         input_gradients=tuple(
-            placement if value.requires_grad else None
-            for value, placement in zip(inputs, input_gradients, strict=True)
+            placement if value.requires_grad else None for value, placement in zip(inputs, input_gradients, strict=True)
         ),
     )
 

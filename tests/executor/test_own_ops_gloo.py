@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from executor_cases import MESH
 from gloo import run_on_gloo
+from split_inputs import Inputs, close, layouts, leaf
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from cost_model.layout import Layout, format_layout
+from cost_model.layout import format_layout
 from executor.ops import OwnOps
 from executor.redistribute import Redistributor
 from planner.plan import ShardingPlan
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-Inputs = tuple[tuple[torch.Tensor, Layout], ...]
 Call = Callable[..., torch.Tensor]
-
-
-def layouts(*choices: Any) -> Iterator[tuple[Layout, ...]]:
-    """Every pair, one for each axis, of one axis' placements of the inputs."""
-    for first, second in itertools.product(choices, repeat=2):
-        yield tuple(zip(first, second, strict=True))
 
 
 def embeddings() -> Iterator[tuple[str, Call, Inputs]]:
@@ -115,14 +108,6 @@ def check_nothing_counts(redistributor: Redistributor, mesh) -> list[str]:
     with OwnOps(redistributor):
         loss = F.cross_entropy(logits, torch.full((8,), -100))
     return [] if loss.to_local().isnan() else [f"a mean over nothing is {loss}"]
-
-
-def leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
-
-
-def close(sharded: DTensor, whole: torch.Tensor) -> bool:
-    return torch.allclose(sharded.full_tensor(), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_own_ops_equal_torchs() -> None:
