@@ -145,6 +145,7 @@ def estimate_command(
     reduce_dtype: Annotated[
         str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
     ] = None,
+    fused: Annotated[bool | None, typer.Option("--fused", help="As for plan.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -161,9 +162,9 @@ def estimate_command(
         from planner.errors import JobError
 
         if what is None and plan is None and planner is None and (micro_batch is not None or names_degrees(mesh)):
-            if any(value is not None for value in (micro_batches, memory_gb, phase, reduce_dtype)):
+            if any(value is not None for value in (micro_batches, memory_gb, phase, reduce_dtype, fused)):
                 raise JobError(
-                    "--micro-batches, --memory-gb, --phase and --reduce-dtype are for plans.",
+                    "--micro-batches, --memory-gb, --phase, --reduce-dtype and --fused are for plans.",
                     what_to_do="Give --batch and --micro-batch.",
                 )
             configuration: dict[str, Any] = {
@@ -197,6 +198,7 @@ def estimate_command(
             "optimizer": optimizer,
             "dtype": dtype,
             "reduce_dtype": reduce_dtype,
+            "fused": fused,
         }
         given = {key: value for key, value in options.items() if value is not None}
         if file is not None:

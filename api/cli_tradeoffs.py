@@ -15,6 +15,7 @@ from api.cli_options import (
     Cluster,
     DataAxes,
     Dtype,
+    Fused,
     Json,
     MemoryGb,
     Mesh,
@@ -60,6 +61,7 @@ def runner_ups_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
+    fused: Fused = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -74,6 +76,7 @@ def runner_ups_command(
         "optimizer": optimizer,
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
+        "fused": fused,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -98,6 +101,7 @@ def pareto_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
+    fused: Fused = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -119,6 +123,7 @@ def pareto_command(
         "optimizer": optimizer,
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
+        "fused": fused,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -148,13 +153,14 @@ def sizes_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
+    fused: Fused = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
+    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype, "fused": fused}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows
@@ -173,12 +179,14 @@ def batches_command(
     most: Annotated[int, typer.Option(min=1, help="The largest batch that is tried.")] = 4096,
     memory_gb: MemoryGb = None,
     dtype: Dtype = "bf16",
+    fused: Fused = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Plan inference with MODEL at batches of 1, 2, 4, ... and say which makes the most tokens per second."""
-    job: dict[str, Any] = {"phase": phase, "mesh": mesh, "batch": 1, "seq": seq, "memory_gb": memory_gb, "dtype": dtype}
+    job: dict[str, Any] = {"phase": phase, "mesh": mesh, "batch": 1, "seq": seq, "memory_gb": memory_gb}
+    job |= {"dtype": dtype, "fused": fused}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import batch_rows

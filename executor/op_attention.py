@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layout import Layout, sharded_dim
 from executor.op_context_parallel import SEQUENCE, context_parallel_attention
-from executor.redistribute import Redistributor, contiguous_stride
+from executor.redistribute import Redistributor, stride_as
 
 _SPLITS = (Replicate(), Shard(0), Shard(1))
 
@@ -67,20 +67,9 @@ def attention(
         layout,
         run_check=False,
         shape=torch.Size(shape),
-        stride=_stride_as(found, shape),
+        stride=stride_as(found, shape),
         grad_placements=layout,
     )
-
-
-def _stride_as(local: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a whole tensor whose dims lie in memory as those of its piece ``local``.
-
-    Fused kernels leave heads next to each other, as the module wants them: making the piece contiguous would copy it,
-    and the module would copy it back.
-    """
-    order = sorted(range(local.dim()), key=local.stride, reverse=True)
-    lying = contiguous_stride([shape[dim] for dim in order])
-    return tuple(lying[order.index(dim)] for dim in range(local.dim()))
 
 
 def _local_mask(redistributor: Redistributor, mask: DTensor, layout: Layout) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cost_model.layout import Layout
 from executor import torch_internals
 from executor.attention_kernels import attend, attend_backward
-from executor.redistribute import Redistributor, contiguous_stride
+from executor.redistribute import Redistributor, contiguous_stride, stride_as
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
 
 SEQUENCE = Shard(2)
@@ -106,7 +106,8 @@ class _Exchange(NamedTuple):
         sent = torch.cat([pieces[half] for half in sending])
         arrived = torch_internals.all_to_all(sent, self.group, into, out)
         got = dict(zip(arriving, arrived.split([self.length(half) for half in arriving]), strict=True))
-        return torch.cat([got[half].movedim(0, 2) for half in wanted], 2)
+        # Heads lie next to each other, as the module around wants them.
+        return torch.cat([got[half].transpose(0, 1) for half in wanted], 1).transpose(1, 2)
 
 
 class _Part(NamedTuple):
@@ -161,7 +162,8 @@ class _ContextParallel(torch.autograd.Function):
         result, sums = _forward(q, _gathered(k, group), _gathered(v, group), mask, ctx.parts, scale)
         ctx.save_for_backward(q, k, v, mask, result, sums)
         own = result if exchange is None else exchange.to_own(result)
-        return _made(own.contiguous(), redistributor, layout, (*query.shape[:3], value.shape[3]))
+        shape = (*query.shape[:3], value.shape[3])
+        return make_dtensor(own, redistributor.device_mesh, layout, shape, stride_as(own, shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:

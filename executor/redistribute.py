@@ -33,6 +33,17 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def stride_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a whole tensor of ``shape`` whose dims lie in memory as those of its piece ``local``.
+
+    Fused attention leaves heads next to each other, as the module around it wants them: to make its piece contiguous
+    would be a copy, and the module would copy it back.
+    """
+    order = sorted(range(local.dim()), key=local.stride, reverse=True)
+    lying = contiguous_stride([shape[dim] for dim in order])
+    return tuple(lying[order.index(dim)] for dim in range(local.dim()))
+
+
 def _in_own_memory(piece: torch.Tensor) -> torch.Tensor:
     """Return ``piece``, contiguous; a slice is copied, as the view of it would keep all that it was cut from."""
     piece = piece.contiguous()
@@ -191,4 +202,4 @@ class _Redistribute(torch.autograd.Function):
         return redistributor.to_layout(redistributor.as_dtensor(gradient), ctx.back), None, None, None
 
 
-__all__ = ["NoPathError", "Redistributor", "conjugate", "contiguous_stride"]
+__all__ = ["NoPathError", "Redistributor", "conjugate", "contiguous_stride", "stride_as"]

@@ -60,8 +60,10 @@ class _Quantities:
         largest = np.zeros(len(self.names))
         np.maximum.at(largest, quantity, amount)
         # One entry per quantity and variable, however often it was charged; in order of both.
-        keys, place = np.unique(quantity * columns + variable, return_inverse=True)
-        self._summed = np.bincount(place, weights=amount, minlength=len(keys))
+        order = np.lexsort((_small(variable, columns), _small(quantity, len(self.names))))
+        keys = (quantity * columns + variable)[order]
+        first = np.flatnonzero(np.diff(keys, prepend=-1))
+        keys, self._summed = keys[first], np.add.reduceat(amount[order], first) if len(first) else amount
         self._of = (keys % columns).astype(np.int32) if columns else keys.astype(np.int32)
         starts = np.searchsorted(keys, np.arange(len(self.names) + 1) * columns)
         self._span = {name: slice(starts[i], starts[i + 1]) for i, name in enumerate(self.names)}
@@ -89,6 +91,11 @@ class _Quantities:
             values = dense[indices]
         constant = sum(self.constant.get(name, 0.0) * scale for name, scale in scales.items())
         return Expression(indices=indices, values=values, constant=constant)
+
+
+def _small(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64] | npt.NDArray[np.uint16]:
+    """Return ``numbers``, all below ``count``, in 16 bits where they fit: those are sorted five times as fast."""
+    return numbers.astype(np.uint16) if count <= 2**16 else numbers
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ def test_help_is_at_once_and_imports_neither_torch_nor_fastapi() -> None:
 def test_plan_has_every_option_by_name() -> None:
     said = run("plan", "--help").output
     job = "--cluster --mesh --batch --seq --micro-batches --ac --memory-gb --optimizer --dtype --reduce-dtype --planner"
-    options = f"{job} --output --json --no-cache"
+    options = f"{job} --fused --output --json --no-cache"
     assert set(options.split()) <= set(re.findall(r"--[a-z-]+", said))
     assert "-o" in said
 

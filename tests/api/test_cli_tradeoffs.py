@@ -50,11 +50,12 @@ def test_runner_ups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["runner-ups", "pareto", "sizes"])
-def test_gradients_may_be_reduced_in_16_bits(tmp_path: Path, command: str) -> None:
-    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16"]
+def test_gradients_may_be_reduced_in_16_bits_and_ops_fused(tmp_path: Path, command: str) -> None:
+    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16", "--fused"]
     rows = rows_of(run(tmp_path, command, *options, "-o", str(tmp_path / "plans"), "--json"))
     plans = [ShardingPlan.load(tmp_path / "plans" / f"{number}.json") for number in range(1, len(rows) + 1)]
     assert {plan.job.reduce_dtype for plan in plans} == {"bf16"}
+    assert all("run as fused ops: 1 cross_entropy." in plan.notes for plan in plans)
 
 
 def test_pareto_as_a_table(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ def test_plans_run_as_planned(family: str, phase: Any) -> None:
     assert len(kinds) > 1
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_plans_with_fused_ops_run_as_planned(phase: Any) -> None:
+    model = make_model("llama")
+    session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32", fused=True)
+    inputs = dict(inputs_for(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
+    for planner in ("ilp", "random:0", "random:1"):
+        plan = session.plan(planner=planner, mesh="dp=2,tp=2")
+        assert any("5 rms_norm" in note for note in plan.notes)
+        report = verify(model, plan, inputs)
+        assert report.equal, report.differences
+
+
 def test_a_prompt_may_fill_a_cache_while_it_is_verified() -> None:
     model = make_model("llama")
     plan = PlanningSession(model, cluster="1x4xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32").plan(
