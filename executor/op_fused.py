@@ -7,8 +7,7 @@ runs step by step. The backward has formulas of its own, so that only inputs are
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +26,25 @@ from planner.fused_modules import FusedOps, fuse
 R, P = Replicate(), Partial()
 
 
-def replace_chains(module: nn.Module, redistributor: Redistributor) -> None:
-    """Make whatever can be fused in ``module`` run as one op."""
-    fuse(
-        module,
-        FusedOps(
-            rms_norm=functools.partial(rms_norm, redistributor),
-            gated=functools.partial(gated, redistributor),
-            rotary=functools.partial(rotary, redistributor),
-            cross_entropy=functools.partial(fused_cross_entropy, redistributor),
-        ),
+def replace_chains(module: nn.Module, redistributor: Redistributor, *, opaque: Collection[nn.Module] = ()) -> None:
+    """Make whatever can be fused in ``module`` run as one op; ``opaque`` are the modules that Sharders made."""
+
+    def of(name: str, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*args: Any) -> torch.Tensor:
+            if any(isinstance(value, DTensor) for value in args):
+                return op(redistributor, *args)
+            # A rank's own tensor, as behind a module that returns one: no other rank is known to have it.
+            return fused_ops.run_forward(name, args)[0]
+
+        return call
+
+    ops = FusedOps(
+        rms_norm=of(fused_ops.RMS_NORM, rms_norm),
+        gated=of(fused_ops.GATED, gated),
+        rotary=of(fused_ops.ROTARY, rotary),
+        cross_entropy=of(fused_ops.CROSS_ENTROPY, fused_cross_entropy),
     )
+    fuse(module, ops, opaque=opaque)
 
 
 def rms_norm(redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> DTensor:

@@ -94,7 +94,7 @@ def _shard(
     )
     replace_experts(module, redistributor)
     if plan.job.fused:
-        replace_chains(module, redistributor)
+        replace_chains(module, redistributor, opaque=opaque)
     concatenate_keys(module)
     attach_boundaries(module, plan, shared, opaque=opaque)
     apply_local_outputs(module, plan, opaque=opaque)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,13 @@ TRACED = FusedOps(
 """The ops themselves, which a trace sees and nobody runs."""
 
 
-def fuse(module: nn.Module, ops: FusedOps) -> nn.Module:
-    """Return ``module``, in which from now on whatever can be fused calls ``ops``."""
+def fuse(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()) -> nn.Module:
+    """Return ``module``, in which from now on what can be fused calls ``ops``; ``opaque`` parts stay as they are."""
     rotated: dict[Forward, Forward | None] = {}
+    hidden = {part for outer in opaque for part in outer.modules()}
     for part in module.modules():
+        if part in hidden:
+            continue
         own = type(part).forward
         if _is_norm(part):
             _replace(part, functools.partial(_norm, part, _eps_of(part), ops))

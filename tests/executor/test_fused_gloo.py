@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from executor_cases import MESH
 from families import make
 from gloo import run_on_gloo
@@ -16,9 +17,10 @@ from side_by_side import train_all
 from split_inputs import Inputs, close, layouts, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cost_model.layout import format_layout
-from executor.op_fused import fused_cross_entropy, gated, rms_norm, rotary
+from executor.op_fused import fused_cross_entropy, gated, replace_chains, rms_norm, rotary
 from executor.redistribute import Redistributor
 from executor.torch_internals import make_dtensor
 from planner import PlanningSession
@@ -113,7 +115,7 @@ def check_all(rank: int) -> list[str]:
                 for mine, wanted in zip(given, expected_of, strict=True)
                 if wanted.grad is not None and not close(mine.grad, wanted.grad)
             ]
-    return wrong + check_refusals(redistributor, mesh)
+    return wrong + check_refusals(redistributor, mesh) + check_plain(redistributor)
 
 
 def arriving(gradient: torch.Tensor, result: DTensor, mesh: DeviceMesh, spread: bool) -> DTensor:
@@ -150,6 +152,15 @@ def check_refusals(redistributor: Redistributor, mesh: DeviceMesh) -> list[str]:
         else:
             wrong.append(f"{name} was not refused")
     return wrong
+
+
+def check_plain(redistributor: Redistributor) -> list[str]:
+    module = LlamaMLP(transformers.LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2))
+    x = torch.randn(4, 8)
+    own = module(x)
+    replace_chains(module, redistributor)
+    found = module(x)
+    return [] if type(found) is torch.Tensor and torch.equal(found, own) else [f"a plain tensor gave {found}"]
 
 
 def test_fused_ops_equal_the_chains_that_they_stand_for() -> None:

@@ -73,6 +73,13 @@ def test_only_the_module_at_hand_changes() -> None:
     assert calls.counts
 
 
+def test_what_a_sharder_made_keeps_its_code() -> None:
+    model, calls = make_model("llama").eval(), Calls()
+    fuse(model, calls.ops, opaque=[model.model.layers[0]])
+    model(**make_batch("llama"))
+    assert calls.counts == Counter({"rms_norm": 3, "gated": 1, "rotary": 2, "cross_entropy": 1})
+
+
 def test_norms_that_scale_otherwise_keep_their_code() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 256, "head_dim": 8}
     config = transformers.Gemma2Config(**sizes, num_attention_heads=8, num_key_value_heads=4)
