@@ -67,7 +67,7 @@ def attention(
         layout,
         run_check=False,
         shape=torch.Size(shape),
-        stride=stride_as(found, shape),
+        stride=stride_as(found, shape, inputs[0]),
         grad_placements=layout,
     )
 

@@ -163,7 +163,7 @@ class _ContextParallel(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, result, sums)
         own = result if exchange is None else exchange.to_own(result)
         shape = (*query.shape[:3], value.shape[3])
-        return make_dtensor(own, redistributor.device_mesh, layout, shape, stride_as(own, shape))
+        return make_dtensor(own, redistributor.device_mesh, layout, shape, stride_as(own, shape, query))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:

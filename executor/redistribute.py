@@ -33,13 +33,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def stride_as(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def stride_as(local: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a whole tensor of ``shape`` whose dims lie in memory as those of its piece ``local``.
 
     Fused attention leaves heads next to each other, as the module around it wants them: to make its piece contiguous
-    would be a copy, and the module would copy it back.
+    would be a copy, and the module would copy it back. Where the piece does not tell, as with one head on a rank, dims
+    lie as those of ``like``.
     """
-    order = sorted(range(local.dim()), key=local.stride, reverse=True)
+    order = sorted(range(local.dim()), key=lambda dim: (local.stride(dim), like.stride(dim)), reverse=True)
     lying = contiguous_stride([shape[dim] for dim in order])
     return tuple(lying[order.index(dim)] for dim in range(local.dim()))
 

@@ -8,6 +8,18 @@ import torch.nn.functional as F
 
 from executor import attention_kernels
 from executor.attention_kernels import attend, attend_backward
+from executor.redistribute import stride_as
+
+
+def test_a_result_lies_as_its_piece_does() -> None:
+    """So that what the module does next, heads behind the sequence, is a view and no copy."""
+    query = torch.empty(2, 6, 8, 4, device="meta").transpose(1, 2)  # [batch, heads, sequence, width]
+    for heads in (8, 4, 1):
+        piece = torch.empty(2, 6, heads, 4, device="meta").transpose(1, 2)
+        assert stride_as(piece, (2, 8, 6, 4), query) == query.stride()
+    plain = torch.empty(2, 4, 6, 4, device="meta")
+    assert stride_as(plain, (2, 8, 6, 4), query) == (192, 24, 4, 1)
+
 
 MASKS = {
     "none": None,
