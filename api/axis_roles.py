@@ -89,7 +89,17 @@ def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
     if splits_sequence:
         details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
     details += _weight_details(weights)
+    if weights.gathered:
+        details += _kept(plan)
     return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
+
+
+def _kept(plan: ShardingPlan) -> Iterator[str]:
+    """Yield whose weights are there for longer than one pass once they are gathered."""
+    if plan.keep_gathered:
+        yield f"{', '.join(plan.keep_gathered)} kept from forward to backward"
+    if plan.keep_gathered_for_step:
+        yield f"{', '.join(plan.keep_gathered_for_step)} kept for the whole step"
 
 
 def _weight_details(weights: _Weights) -> Iterator[str]:

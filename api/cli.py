@@ -145,7 +145,7 @@ def estimate_command(
     reduce_dtype: Annotated[
         str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
     ] = None,
-    fused: Annotated[bool | None, typer.Option("--fused", help="As for plan.")] = None,
+    fused: Annotated[bool | None, typer.Option("--fused", help="As for plan; with a planner's name alone.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -162,10 +162,18 @@ def estimate_command(
         from planner.errors import JobError
 
         if what is None and plan is None and planner is None and (micro_batch is not None or names_degrees(mesh)):
-            if any(value is not None for value in (micro_batches, memory_gb, phase, reduce_dtype, fused)):
+            for_plans = {
+                "--micro-batches": micro_batches,
+                "--memory-gb": memory_gb,
+                "--phase": phase,
+                "--reduce-dtype": reduce_dtype,
+                "--fused": fused,
+            }
+            wrong = [option for option, value in for_plans.items() if value is not None]
+            if wrong:
                 raise JobError(
-                    "--micro-batches, --memory-gb, --phase, --reduce-dtype and --fused are for plans.",
-                    what_to_do="Give --batch and --micro-batch.",
+                    f"{', '.join(wrong)}: for plans, not for a configuration by its degrees.",
+                    what_to_do="Leave it out; a configuration's micro-batch is --micro-batch.",
                 )
             configuration: dict[str, Any] = {
                 "cluster": cluster,

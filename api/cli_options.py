@@ -81,7 +81,8 @@ Fused = Annotated[
     bool,
     typer.Option(
         "--fused",
-        help="Run norms, gated activations, rotary embeddings and the loss as one op each: less memory, less time.",
+        help="Run RMSNorms, gated activations, rotary embeddings and the loss as one op each: large models of the "
+        "Llama kind take less memory and time.",
     ),
 ]
 TimeLimit = Annotated[

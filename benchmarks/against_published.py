@@ -262,6 +262,8 @@ def main() -> int:
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
+    if not (arguments.truth / "training_runs.csv").exists():
+        parser.error(f"--truth: there is no {arguments.truth / 'training_runs.csv'}")
     runs, left_out = runs_of(arguments.truth)
     for reason, count in left_out.most_common():
         print(f"left out {count:3}  {reason}", file=sys.stderr)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
-from planner import fused_ops
 from planner.candidates import TracedModel
+from planner.fused_note import fused_note
 from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
 from planner.run import Run
 from planner.traced_module import TracedModule
@@ -26,7 +25,7 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
     if run.job.tensor_overlap:
         yield NOT_OVERLAPPED
     if run.job.fused:
-        yield _fused_in(module)
+        yield fused_note(module.graph)
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):
@@ -37,12 +36,3 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
             f"of the mesh {run.mesh}, {names} was tried for the batch alone, with parameters computed whole on it: the "
             "gap is over such plans."
         )
-
-
-def _fused_in(module: TracedModule) -> str:
-    """Say how many ops of a model are fused, by kind."""
-    counts = Counter(op.target_name for op in module.graph.ops if op.target_name in fused_ops.NAMES)
-    if not counts:
-        return "nothing of the model is fused: it has no part whose code does what a fused op does."
-    parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
-    return f"run as fused ops: {parts}."

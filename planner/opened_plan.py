@@ -16,6 +16,7 @@ from planner.errors import JobError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint
 from planner.formulate import Formulator
+from planner.fused_note import fused_note, other_notes
 from planner.grouping import Grouping
 from planner.inputs import GivenInputs, batch_of
 from planner.plan import ShardingPlan
@@ -50,7 +51,11 @@ def estimate_plan(
     with opened.clock.stage("costs_s"):
         priced = estimate(read.formulator, read.structure, read.decision)
     timings = dict(opened.clock.spent)
-    notes = dict.fromkeys([*plan.notes, *([WITHOUT_LOSS] if plan.job.training and opened.without_loss else [])])
+    notes = dict.fromkeys(other_notes(plan.notes))
+    if plan.job.training and opened.without_loss:
+        notes[WITHOUT_LOSS] = None
+    if plan.job.fused:
+        notes[fused_note(opened.search.traced.graph)] = None
     where = read.run.cluster.to_dict()
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -170,6 +171,13 @@ def test_the_estimator_prices_a_written_plan_as_it_was_priced(planner: str) -> N
     again = estimate_plan(module, read, example_inputs=inputs).estimate
     assert again.step_time_s == pytest.approx(plan.estimate.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == pytest.approx(plan.estimate.peak_memory_bytes, rel=1e-9)
+
+
+def test_a_plan_that_is_edited_to_run_unfused_no_longer_says_otherwise() -> None:
+    module, inputs = make("llama", 8)
+    plan = session_of("1x4xh100-sxm-80gb", True, ac="none").plan(planner="fully-sharded", mesh="dp=4")
+    unfused = dataclasses.replace(plan, job=dataclasses.replace(plan.job, fused=False))
+    assert not any("fused" in note for note in estimate_plan(module, unfused, example_inputs=inputs).notes)
 
 
 def test_a_model_without_such_parts_says_so() -> None:
