@@ -76,7 +76,10 @@ class _Variation:
 
     @property
     def _could_gain(self) -> bool:
-        """Whether the relaxation leaves room: it takes a part of one layout and a part of another at will."""
+        """Whether the relaxation leaves room: it takes a part of one layout and a part of another at will.
+
+        It does not tell of the ends: what waits for the first block alone (its gather) or the last is charged to all.
+        """
         solution = self._best.solution
         assert solution is not None
         return solution.root_s is None or solution.root_s < solution.objective_s * (1.0 - _WORTH)
@@ -92,9 +95,9 @@ class _Variation:
                 fewer = count
 
     def _lay_out_apart(self) -> None:
-        """Try to part the blocks in the middle, at either end, and between; then around what was best."""
+        """Try to part the blocks at either end, in the middle, and between; then around what was best."""
         n, tried, best = self._length, set[int](), 0
-        for count in (n // 2, 1, n - 1, n // 4, n - n // 4):
+        for count in (1, n - 1, n // 2, n // 4, n - n // 4):
             if self._is_new(count, tried) and self._improves(self._best.run.ac, count):
                 best = count
         step = n // 8 if best else 0
@@ -106,7 +109,9 @@ class _Variation:
 
     def _is_new(self, count: int, tried: set[int]) -> bool:
         """Tell whether so many blocks apart are worth a try, and note it."""
-        if not self._could_gain or count in tried or not 0 < count < self._length:
+        if count in tried or not 0 < count < self._length:
+            return False
+        if count not in (1, self._length - 1) and not self._could_gain:
             return False
         tried.add(count)
         return True

@@ -172,3 +172,21 @@ def test_it_is_asked_for_by_name(asked: bool, monkeypatch: pytest.MonkeyPatch) -
     assert CliRunner().invoke(app, command).exit_code == 2
     assert [request.vary_blocks for request in seen] == [asked]
     assert opened_request(seen[0], allow_local=False).job["vary_blocks"] is asked
+
+
+def test_the_first_block_is_laid_out_apart_where_its_gather_waits() -> None:
+    """What is stored split of the first block is gathered while nothing computes; of the others it is not.
+
+    Folded, the relaxation is the best plan itself: it does not tell.
+    """
+    config = find_config("vit-large", allow_local=False)
+    assert config is not None
+    with quiet_libraries():
+        module = load_model({"hf_config": {**config.values, "num_hidden_layers": 8}}).module
+    job: dict[str, Any] = {"cluster": "1x8xh100-sxm-80gb", "batch": 8, "micro_batches": 1, "ac": "none"}
+    alike, apart = (
+        PlanningSession(module, **job, vary_blocks=vary).plan(mesh="dp=2,tp=4", memory_bytes=80 * 10**9)
+        for vary in (False, True)
+    )
+    assert step_s(apart) < 0.985 * step_s(alike)
+    assert any(".{1-7}." in key for key in apart.plan)
