@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from published.configurations import UnknownConfigurationError, configuration_of, precision_class
 from published.frameworks import assumptions_of
@@ -42,6 +43,7 @@ from published.rows import number, read
 from published.runs import price_row
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
@@ -152,6 +154,13 @@ def _degrees(row: Mapping[str, str]) -> str:
     return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
 
 
+def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
+    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's."""
+    return PlanningSession(
+        module, cluster=run.cluster, batch=run.batch, seq=run.seq, reduce_dtype=run.reduce_dtype, **options
+    )
+
+
 def plan_of(run: PublishedRun, *, pipelines: bool, fused: bool) -> Planned:
     """Return what comes of a run's job, with pipelines or without, and with fused ops or without."""
     found: ShardingPlan | str
@@ -159,16 +168,7 @@ def plan_of(run: PublishedRun, *, pipelines: bool, fused: bool) -> Planned:
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
-            session = PlanningSession(
-                source.module,
-                cluster=run.cluster,
-                batch=run.batch,
-                seq=run.seq,
-                executable_only=not pipelines,
-                reduce_dtype=run.reduce_dtype,
-                fused=fused,
-            )
-            found = session.plan()
+            found = session_of(run, source.module, executable_only=not pipelines, fused=fused).plan()
         except PlannerError as error:
             found = str(error).splitlines()[0]
     return Planned(plan=found, seconds=time.perf_counter() - started)
@@ -186,15 +186,12 @@ def own_mesh_seconds(run: PublishedRun, *, fused: bool) -> float | str:
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         try:
-            session = PlanningSession(
+            session = session_of(
+                run,
                 source.module,
-                cluster=run.cluster,
-                batch=run.batch,
-                seq=run.seq,
                 micro_batches=parallel.micro_batches,
                 ac="selective" if parallel.checkpointing == "attention" else parallel.checkpointing,
                 executable_only=parallel.pipeline == 1,
-                reduce_dtype=run.reduce_dtype,
                 fused=fused,
             )
             estimate = session.plan(mesh=own_mesh(parallel)).estimate
@@ -216,16 +213,8 @@ def same_as_a_plan(run: PublishedRun) -> float | None:
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         for mode in modes:
-            session = PlanningSession(
-                source.module,
-                cluster=run.cluster,
-                batch=run.batch,
-                seq=run.seq,
-                micro_batches=parallel.micro_batches,
-                ac=mode,
-                reduce_dtype=run.reduce_dtype,
-                fused=parallel.implementation.fused,
-            )
+            fused = parallel.implementation.fused
+            session = session_of(run, source.module, micro_batches=parallel.micro_batches, ac=mode, fused=fused)
             # Whether it fits is another question: memory is judged row by row in accuracy.py.
             estimate = session.plan(planner="fully-sharded", memory_bytes=2**50).estimate
             assert estimate is not None

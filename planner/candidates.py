@@ -13,8 +13,9 @@ from planner.errors import JobError, MeshError
 from planner.graph import OpGraph, at_batch
 from planner.grouping import ALIKE, Grouping, first_blocks
 from planner.job import CheckpointingMode
+from planner.op_profile import GraphProfile
 from planner.op_times import OpTimes
-from planner.profile import GraphProfile, profile
+from planner.profile import profile
 from planner.regions import RegionGraph, block_of, build_regions, in_parts
 from planner.run import Run
 from planner.structure import Structure, at_another_batch, build_structure

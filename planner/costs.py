@@ -21,9 +21,9 @@ from planner.communication import Collective, Communication, Exchange, Port, Pri
 from planner.graph import Value
 from planner.job import CheckpointingMode
 from planner.moments import Moment
+from planner.op_profile import GraphProfile
 from planner.op_times import OpTime, OpTimes
 from planner.overlap import Beside
-from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
 from planner.run import PIPELINE_AXIS, Run, StagePlace

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -235,12 +234,6 @@ class FusedWork(NamedTuple):
     backward_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    shape: tuple[int, ...]
-    nbytes: int
-
-
 def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nbytes: int) -> FusedWork:
     """Return what the op called ``name`` takes.
 
@@ -248,20 +241,19 @@ def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nb
         inputs: (shape, bytes) of each.
         output_nbytes: of the result.
     """
-    given = [_Tensor(tuple(shape), nbytes) for shape, nbytes in inputs]
-    read = sum(tensor.nbytes for tensor in given)
+    shape, first_nbytes = inputs[0]
+    read = sum(nbytes for _, nbytes in inputs)
     if name == RMS_NORM:
-        x, weight = given
-        rows = _ROW_NBYTES * math.prod(x.shape[:-1])
-        kept = x.nbytes + weight.nbytes + rows
-        return FusedWork((0, 1), rows, read + output_nbytes + rows, kept + output_nbytes + x.nbytes + weight.nbytes)
+        rows = _ROW_NBYTES * math.prod(shape[:-1])
+        # Backward: the gradient that comes, all that was kept, and the gradients of both inputs.
+        return FusedWork((0, 1), rows, read + output_nbytes + rows, 2 * read + rows + output_nbytes)
     if name == GATED:
         return FusedWork((0, 1), 0, read + output_nbytes, 2 * read + output_nbytes)
     if name == ROTARY:
         return FusedWork((1, 2), 0, read + output_nbytes, read + output_nbytes)
     if name == CROSS_ENTROPY:
-        logits, labels = given
-        rows = _ROW_NBYTES * logits.shape[0]
-        # Maxima and sums are two passes, with an exchange between them where classes are split.
-        return FusedWork((0, 1), rows, 2 * logits.nbytes + labels.nbytes, 2 * logits.nbytes + labels.nbytes + rows)
+        rows = _ROW_NBYTES * shape[0]
+        # Forward: maxima and sums are two passes, with an exchange between them where classes are split.
+        passes = first_nbytes + read
+        return FusedWork((0, 1), rows, passes, passes + rows)
     raise ValueError(f"{name!r} is no fused op")

@@ -38,7 +38,6 @@ class OpRun(NamedTuple):
 
 
 NOTHING = Dispatched(0, 0)
-NOTHING_RUN = OpRun(0, NOTHING, NOTHING)
 
 
 class _LiveBytes(TorchDispatchMode):

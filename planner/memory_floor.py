@@ -9,8 +9,8 @@ import numpy as np
 
 from cost_model.memory import parameter_state_bytes
 from planner.job import BYTES_PER_ELEMENT, Job
+from planner.op_profile import GraphProfile
 from planner.parameter_classes import ParameterClass
-from planner.profile import GraphProfile
 from planner.regions import Region, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
 from planner.strategies.context_parallel import ContextWork

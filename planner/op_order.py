@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from planner.blocks import Blocks
 from planner.graph import Op
 from planner.job import CheckpointingMode
-from planner.profile import GraphProfile
+from planner.op_profile import GraphProfile
 from planner.regions import RegionGraph
 
 NEVER = 1 << 60

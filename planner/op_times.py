@@ -18,7 +18,8 @@ from cost_model.in_step import in_step
 from planner import experts, fused_ops
 from planner.graph import Op, Value
 from planner.job import BYTES_PER_ELEMENT
-from planner.profile import ATTENTION, OpProfile
+from planner.op_profile import OpProfile
+from planner.profile import ATTENTION
 from planner.strategies.context_parallel import ContextWork, Kernel, is_causal, may_split
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}

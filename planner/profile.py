@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from planner import experts, fused_ops
 from planner.flop_count import FlopCount
 from planner.graph import Op, OpGraph, Value, later_uses
-from planner.live_bytes import NOTHING, NOTHING_RUN, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
+from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
+from planner.op_profile import GraphProfile, OpProfile
 from planner.regions import op_signature
 from planner.strategies.dtensor_rules import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
@@ -34,52 +35,6 @@ those are in float32 themselves."""
 CROSS_ENTROPY_PASSES = 6, 8
 """How often `executor.op_cross_entropy` reads or writes the logits, forward (largest, differences, exponentials, sums)
 and backward (differences, exponentials, ignored rows, product)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpProfile:
-    """One op, unsplit.
-
-    Attributes:
-        flops: of the forward, multiply-add counted as two; 0 where no matrix product runs.
-        backward_flops: of the backward.
-        nbytes: read and written by the forward; 0 for a view.
-        backward_nbytes: read and written by the backward.
-        saved: values (roots of their storage) that autograd keeps for this op.
-        saved_extra_nbytes: bytes kept beside them, of tensors that exist only inside the op.
-        cached_extra_nbytes: bytes of products inside the op that are not its results; selective checkpointing keeps
-            them.
-        forward_peak_nbytes: most that its forward has alive beside its inputs, where there are such products.
-        backward_extra_nbytes: by how much the backward's bytes rise above what was there before and the gradients that
-            it leaves; below 0 where it frees what was kept before it makes those.
-        forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
-            local pieces, the ops are the tensors that become plain and DTensors again.
-        summed: which of its inputs have an earlier use: autograd adds the gradients of both.
-        cached_tokens: of each sequence, in the key-value cache behind an op of attention; 0 where there is none.
-    """
-
-    flops: float
-    backward_flops: float
-    nbytes: int
-    backward_nbytes: int
-    saved: tuple[str, ...]
-    saved_extra_nbytes: int
-    cached_extra_nbytes: int
-    forward_peak_nbytes: int
-    backward_extra_nbytes: int
-    forward_dispatched: Dispatched = NOTHING
-    backward_dispatched: Dispatched = NOTHING
-    summed: tuple[int, ...] = ()
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphProfile:
-    """Every op's profile by name, and for every value the value whose storage it shares, and that storage's bytes."""
-
-    ops: Mapping[str, OpProfile]
-    root: Mapping[str, str]
-    storage_nbytes: Mapping[str, int]
 
 
 class _Computed(torch.autograd.Function):
@@ -375,7 +330,10 @@ class _Walk:
         # An expanded tensor is read as often as it is stored.
         given = [(value.shape, min(value.nbytes, self._storage_nbytes[value.name])) for value in inputs]
         work = fused_ops.fused_work(op.target_name, given, output.nbytes)
-        run = NOTHING_RUN if self._compiles else run_fused(op, [self._tensor(name) for name in op.inputs])
+        if self._compiles:
+            run = OpRun(0, Dispatched(1, work.forward_nbytes), Dispatched(1, work.backward_nbytes))
+        else:
+            run = run_fused(op, [self._tensor(name) for name in op.inputs])
         lies_alike = op.target_name in (fused_ops.GATED, fused_ops.ROTARY)
         self._keep_new(op.outputs[0], output, self._tensor(op.inputs[0]) if lies_alike else None)
         backward = output.requires_grad

@@ -14,8 +14,8 @@ from planner.graph import Crossing
 from planner.job import CheckpointingMode
 from planner.moments import find_moments
 from planner.op_order import OpOrder
+from planner.op_profile import GraphProfile
 from planner.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
-from planner.profile import GraphProfile
 from planner.regions import Region, RegionGraph, is_sent
 from planner.tallies import Tally, count_tallies
 from planner.timeline import Timeline, build_timeline

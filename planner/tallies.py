@@ -11,7 +11,7 @@ from planner.blocks import Blocks
 from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_order import NEVER
-from planner.profile import GraphProfile
+from planner.op_profile import GraphProfile
 from planner.regions import Region, RegionGraph
 from planner.timeline import Timeline
 

@@ -17,11 +17,14 @@ from families import make
 from graphs import canonical
 from torch import nn
 
+from cost_model import ClusterSpec
 from planner import PlanningSession, estimate_plan, fused_ops
 from planner.errors import JobError
 from planner.fused_modules import FusedOps, fuse
 from planner.graph_json import read_graph, write_graph
+from planner.op_times import OpTimes
 from planner.plan import ShardingPlan
+from planner.profile import profile
 from planner.traced_module import trace_module
 
 
@@ -79,6 +82,17 @@ def test_what_a_sharder_made_keeps_its_code() -> None:
     fuse(model, calls.ops, opaque=[model.model.layers[0]])
     model(**make_batch("llama"))
     assert calls.counts == Counter({"rms_norm": 3, "gated": 1, "rotary": 2, "cross_entropy": 1})
+
+
+def test_a_forward_that_somebody_else_put_there_stays() -> None:
+    model, calls = make_model("llama").eval(), Calls()
+    theirs = model.model.norm.forward
+    model.model.norm.forward = lambda x: 2 * theirs(x)
+    batch = make_batch("llama")
+    own = model(**batch).logits
+    fuse(model, calls.ops)
+    assert torch.equal(model(**batch).logits, own)
+    assert calls.counts["rms_norm"] == 4
 
 
 def test_norms_that_scale_otherwise_keep_their_code() -> None:
@@ -160,6 +174,26 @@ def test_a_fused_model_takes_less_memory_and_time_on_a_gpu() -> None:
     assert fused is not None
     assert fused.compute_s < own.compute_s
     assert fused.memory["activations"] < own.memory["activations"]
+
+
+def test_a_device_that_waits_for_its_host_moves_the_bytes_of_compiled_ops_too() -> None:
+    """There all that is dispatched is charged: a hundredth of the bandwidth makes a hundred times the streaming."""
+    gpu = ClusterSpec.parse("1x2xh100-sxm-80gb")
+    found = []
+    for bandwidth in (1.0, 0.01):
+        bytes_per_s = gpu.device.memory_bandwidth_bytes_per_s * bandwidth
+        device = dataclasses.replace(gpu.device, host_op_s=1e-5, memory_bandwidth_bytes_per_s=bytes_per_s)
+        times = OpTimes(device, flash_attention=True)
+        module, inputs = make("llama", 8)
+        graph = trace_module(module, example_inputs=inputs, micro_batches=1, fused=True).graph
+        op = next(op for op in graph.ops if op.target_name == fused_ops.GATED)
+        values, output = [graph.values[name] for name in op.inputs], graph.values[op.outputs[0]]
+        known = profile(graph, flash_attention=True).ops[op.name]
+        time = times.of(op, values, output, [value.shape for value in values], output.shape, known, 1.0, 1)
+        host_s = 1e-5 * known.forward_dispatched.ops
+        found.append(time.forward_s - host_s)
+    assert found[0] > 0
+    assert found[1] == pytest.approx(100 * found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("planner", ["ilp", "random:3"])
