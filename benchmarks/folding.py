@@ -3,18 +3,16 @@
     python benchmarks/folding.py                    # six models of 8 layers, without and with a binding memory cap
     python benchmarks/folding.py --model gpt2 --layers 4 --without-cap
 
-Three programs of one model on one mesh: folded; unfolded, with equality of equal blocks as constraints, which has to
-come to the same; and unfolded without them, which folding may lose to. Every answer is written as a plan, read back and
-priced by the estimator. Beside them stands the plan with `vary_blocks`, in which the first k blocks may differ from the
-rest, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two figures that
-have to be equal are not.
+Three programs of one model on one mesh: folded; unfolded, with equal blocks bound to choose alike (`tied`), which has
+to come to the same; and unfolded without that, which folding may lose to. Every answer is written as a plan, read back
+and priced by the estimator. Beside them stands the plan with `vary_blocks`, in which the first k blocks may differ
+from the rest, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two
+figures that have to be equal are not.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from tied import Tied
 from torch import nn
 
 from api.configs import find_config
@@ -37,7 +36,7 @@ from planner.formulate import Formulation, Formulator
 from planner.ilp import least_memory, solve
 from planner.opened_plan import estimate_plan
 from planner.plan import PlanMesh, ShardingPlan
-from planner.problem import Assignment, Edge, Problem, Solution
+from planner.problem import Assignment, Solution
 from planner.run import Run
 from planner.search import Search
 from planner.session import PlanningSession
@@ -118,11 +117,12 @@ def _side(search: Search, run: Run) -> Side:
     return Side(formulator=formulator, structure=structure, formulation=formulation)
 
 
-def tied(both: Both) -> Problem:
-    """Return the unfolded problem with constraints that equal blocks, and their parameters, choose alike."""
-    ties = itertools.chain.from_iterable(_ties(both.apart.formulation, group) for group in _groups(both))
-    problem = both.apart.formulation.problem
-    return dataclasses.replace(problem, edges=(*problem.edges, *ties))
+def tied(both: Both) -> Tied:
+    """Return the unfolded problem with equal blocks, and their parameters, bound to choose alike."""
+    formulation = both.apart.formulation
+    options: list[Sequence[Hashable]] = [*formulation.strategies, *formulation.stored]
+    options += [range(len(node.charges)) for node in formulation.problem.nodes[len(options) :]]
+    return Tied.of(formulation.problem, list(_groups(both)), options)
 
 
 def _groups(both: Both) -> Iterator[list[int]]:
@@ -140,21 +140,6 @@ def _groups(both: Both) -> Iterator[list[int]]:
     first = len(apart.regions.classes) + len(apart.parameters) + 1  # after the node of the axis
     for gather in folded.gathers:
         yield [first + index for index, block in enumerate(apart.gathers) if block.kind in gather.blocks]
-
-
-def _ties(formulation: Formulation, nodes: Sequence[int]) -> Iterator[Edge]:
-    options: list[Sequence[Hashable]] = [*formulation.strategies, *formulation.stored]
-    options += [range(len(node.charges)) for node in formulation.problem.nodes[len(options) :]]
-    for a, b in itertools.pairwise(nodes):
-        number = {choice: port for port, choice in enumerate(options[a])}
-        assert set(number) == set(options[b]), "equal blocks have equal choices"
-        yield Edge(
-            producer=a,
-            consumer=b,
-            producer_ports=tuple(range(len(number))),
-            consumer_ports=tuple(number[choice] for choice in options[b]),
-            pairs={(port, port): {} for port in number.values()},
-        )
 
 
 def taken_apart(both: Both, decision: Decision) -> Decision:
@@ -195,9 +180,10 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
 
 def answers(both: Both, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Answer]:
     """Yield what the three programs come to: "folded", "tied" and "free"."""
+    alike = tied(both)
     programs = (
         ("folded", both.folded, both.folded.formulation.problem),
-        ("tied", both.apart, tied(both)),
+        ("tied", both.apart, alike.problem),
         ("free", both.apart, both.apart.formulation.problem),
     )
     for name, side, problem in programs:
@@ -209,7 +195,8 @@ def answers(both: Both, memory_bytes: float | None, time_limit_s: float = TIME_L
         if found is None:
             yield Answer(program=name, solution=None)
             continue
-        plan = written(both, side, found.assignment)
+        assignment = alike.taken_apart(found.assignment) if name == "tied" else found.assignment
+        plan = written(both, side, assignment)
         priced = estimate(
             side.formulator,
             side.structure,

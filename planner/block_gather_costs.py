@@ -7,7 +7,6 @@ gathered again for its backward, or kept until then, or until the last backward 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_model.compute import stream_bytes_per_s
@@ -20,6 +19,7 @@ from planner.overlap import Overlap
 from planner.parameter_classes import BlockGather
 from planner.parameter_costs import StoredChoice, is_fully_sharded
 from planner.plan_gathers import Keeping
+from planner.problem import Lifetime
 from planner.report import CollectiveKind, Phase
 from planner.run import Run
 
@@ -65,7 +65,7 @@ class BlockGatherPricer:
         choice: StoredChoice,
         use: Port,
         blocks: tuple[tuple[BlockGather, int], ...],
-        gradients: tuple[float, Mapping[str, int]],
+        gradients: tuple[float, Lifetime],
     ) -> Price | None:
         """Return the price of parameters that are gathered with their blocks: bytes that it takes to reduce them.
 
@@ -73,8 +73,8 @@ class BlockGatherPricer:
 
         Args:
             blocks: each kind of block that such parameters are in, and how many of them one such block holds.
-            gradients: bytes of one that is reduced; and moment's quantity -> how many are there whole, waiting for
-                their block's.
+            gradients: bytes of one that is reduced; and at which moments how many are there whole, waiting for their
+                block's.
         """
         axis = choice.gathered_over
         if axis is None or use[0] is None or not is_fully_sharded(choice, use):
@@ -83,12 +83,11 @@ class BlockGatherPricer:
         prices = []
         for block, held in blocks:
             reducing = numel * held * self._reduce_itemsize
-            nbytes = {name: float(reducing * count) for name, (_, count) in block.moments.items() if count}
-            prices.append(Price(charge=nbytes))
+            prices.append(Price(charge=block.reducing.charge(float(reducing))))
         if self._run.micro_batches == 1:
             # In place of the shards that rest.
             more = max(numel * value.dtype.itemsize - gradients[0], 0.0)
-            prices.append(Price(charge={name: count * more for name, count in gradients[1].items()}))
+            prices.append(Price(charge=gradients[1].charge(more)))
         return add_prices(prices)
 
     def by_size(self, block: BlockGather, axis: int, numel: int, itemsize: int, keeping: Keeping) -> Price:
@@ -102,9 +101,9 @@ class BlockGatherPricer:
         charge = self._times(block, axis, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
         nbytes = float(numel * itemsize)
         if keeping is Keeping.NOT:
-            charge |= {name: nbytes * count for name, (count, _) in block.moments.items()}
+            charge |= block.whole.charge(nbytes)
         elif keeping is Keeping.MICRO_BATCH:
-            charge |= {name: nbytes * count for name, count in block.gathered.items()}
+            charge |= block.gathered.charge(nbytes)
         else:
             charge |= self._for_the_step(block, axis, numel, itemsize)
         return Price(charge=charge)
@@ -123,7 +122,7 @@ class BlockGatherPricer:
         }
         if reduced == itemsize:
             return charge
-        charge |= {name: float(numel * itemsize * count) for name, count in block.unreduced.items()}
+        charge |= block.unreduced.charge(float(numel * itemsize))
         seconds = numel * (itemsize + 2 * reduced) / stream_bytes_per_s(self._run.cluster.device)
         charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
         return charge

@@ -17,13 +17,14 @@ from cost_model import moving_time_s
 from cost_model.layout import Layout, split_factor
 from planner import experts
 from planner import problem as quantity
+from planner.class_timeline import ClassTimeline
 from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices, link_of
 from planner.graph import Value
 from planner.job import CheckpointingMode
-from planner.moments import Moment
 from planner.op_profile import GraphProfile
 from planner.op_times import OpTime, OpTimes
 from planner.overlap import Beside
+from planner.problem import Lifetime
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
 from planner.run import PIPELINE_AXIS, Run, StagePlace
@@ -33,7 +34,6 @@ from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
 from planner.strategies.own_rules import inner_collectives, piece_shape, work_split
 from planner.tallies import Tally
-from planner.timeline import ClassTimeline
 
 
 class Pricer:
@@ -159,8 +159,8 @@ class Pricer:
         *,
         count: int,
         mode: CheckpointingMode | None,
-        moments: Sequence[Moment],
-        alive: ClassTimeline,
+        alive: ClassTimeline | None,
+        throughout: Lifetime,
         arguments: Sequence[int],
         sums: Sequence[Mapping[int, int]],
     ) -> Price:
@@ -168,8 +168,8 @@ class Pricer:
 
         Args:
             mode: how the block that the region is in is checkpointed, None where it is in none that is.
-            moments: at which memory is added up; none where nobody asks for the peak.
-            alive: what of the regions is alive at them.
+            alive: what of the regions is alive at which moments; None where nobody asks for the peak.
+            throughout: of what is alive at all moments of a forward and backward.
             arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
                 flight. Of a stage also what it hands on, which waits for its gradient.
             sums: for each op, input -> in how many of the regions its gradient is added to that of an earlier use.
@@ -195,8 +195,8 @@ class Pricer:
                 charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, summed)
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.counts_moments:
-            if moments:
-                charge.update(self._alive(region, strategy, moments, alive))
+            if alive is not None:
+                charge.update(self._alive(region, strategy, alive, throughout))
         else:
             charge[f"{quantity.TRANSIENT}{region.index}"] += self._transient(region, strategy)
         return add_prices([Price(charge=charge), *prices])
@@ -276,9 +276,9 @@ class Pricer:
         return sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in beside)
 
     def _alive(
-        self, region: Region, strategy: Strategy, moments: Sequence[Moment], alive: ClassTimeline
+        self, region: Region, strategy: Strategy, alive: ClassTimeline, throughout: Lifetime
     ) -> dict[str, float]:
-        """Return the bytes that the regions add to each moment: kept, gradients, and what an op works on."""
+        """Return the bytes that the regions add, by lifetime: kept, gradients, and what an op works on."""
         made = np.array([self.local_nbytes(s.value, p) for s, p in zip(region.slots, strategy.forward, strict=True)])
         gradients = np.array([
             self.local_nbytes(slot.value, strategy.forward[i] if strategy.gradient[i] is None else strategy.gradient[i])
@@ -289,20 +289,16 @@ class Pricer:
             extra[index], cached[index], working[index], running[index] = self._inside(region, region_op, strategy)
         if not self.run.job.training:
             working = running  # the op itself, in the forward
+        found: dict[str, float] = defaultdict(float)
+        for lifetime, nbytes in alive.add_up(
+            made=made, extra=extra, cached=cached, running=running, gradients=gradients, working=working
+        ):
+            found[lifetime] += nbytes
         others = self.run.in_flight - 1
-        held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached if others else 0.0
-        there = np.array([others * held if moment.position >= 0 else 0.0 for moment in moments])
-        rows = {
-            "activations": made @ alive.saved + extra @ alive.saved_extra + cached @ alive.cached_extra + there,
-            "recomputed_block": made @ alive.recomputed + extra @ alive.recomputed_extra + running @ alive.runs,
-            "transient": gradients @ alive.gradients + working @ alive.works,
-        }
-        return {
-            moment.quantity(role): float(nbytes)
-            for role, row in rows.items()
-            for moment, nbytes in zip(moments, row, strict=True)
-            if nbytes
-        }
+        if others:
+            held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached
+            found[throughout] += others * float(held)
+        return found
 
     def _transient(self, region: Region, strategy: Strategy) -> float:
         """Return the bytes that the region's largest op works on in a forward of a model traced for training."""
@@ -314,11 +310,10 @@ class Pricer:
         inside = 0.0 if context is None else context.forward_peak_nbytes - context.result_nbytes
         return inside + sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
 
-    def copy(self, value: Value, layout: Layout, tally: Tally, moments: Sequence[Moment]) -> Price:
+    def copy(self, value: Value, layout: Layout, tally: Tally, throughout: Lifetime) -> Price:
         """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says."""
         nbytes = self.local_nbytes(value, layout)
-        charge = {name: count * nbytes for name, count in tally.alive.items()}
         others = tally.held * (self.run.in_flight - 1)
-        for name in (moment.quantity("activations") for moment in moments if others and moment.position >= 0):
-            charge[name] = charge.get(name, 0.0) + others * nbytes
-        return Price(charge=charge)
+        return add_prices([
+            Price(charge=tally.alive.charge(nbytes)), Price(charge=throughout.charge(others * nbytes))
+        ])  # fmt: skip

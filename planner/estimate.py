@@ -73,19 +73,19 @@ class _Itemiser:
                     yield self._pricer.recomputed_redistribution(value, source, target, tally.count, beside)
 
     def _copies(self) -> Iterator[Price]:
-        moments = self._structure.timeline.moments
+        throughout = self._structure.timeline.throughout
         for tally in self._structure.kept:
             kept = (source[0] for source, target in self._wanted(tally) if tally.always or source[0] == target[0])
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
-                yield self._pricer.copy(self._value(tally), layout, tally, moments)
+                yield self._pricer.copy(self._value(tally), layout, tally, throughout)
         for tally in self._structure.copied:
             for source, target in self._wanted(tally):
                 if source[0] != target[0] and target[0] is not None:
-                    yield self._pricer.copy(self._value(tally), target[0], tally, moments)
+                    yield self._pricer.copy(self._value(tally), target[0], tally, throughout)
         for tally in self._structure.passed:
             gradient = self._wanted(tally)[0][0][1]
             if gradient is not None and any(target[1] != gradient for _, target in self._wanted(tally)):
-                yield self._pricer.copy(self._value(tally), gradient, tally, moments)
+                yield self._pricer.copy(self._value(tally), gradient, tally, throughout)
 
 
 def _some(price: Price | None) -> Price:
@@ -167,8 +167,8 @@ def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
     }
     roles |= dict.fromkeys(ROLES_OF_MOMENTS, 0) | roles
     roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
-    moments = quantity.quantities_by_moment(total).values()
-    for name in max(moments, key=lambda names: sum(total[name] for name in names), default=[]):
-        roles[name.rpartition(".")[2]] += round(total[name])
+    worst = max(quantity.bytes_by_moment(total).values(), key=lambda alive: sum(alive.values()), default={})
+    for name, nbytes in worst.items():
+        roles[name.rpartition(".")[2]] += round(nbytes)
     roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
     return roles

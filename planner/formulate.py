@@ -155,8 +155,8 @@ class Formulator:
             strategy,
             count=len(members),
             mode=structure.mode(region),
-            moments=structure.timeline.moments,
-            alive=structure.timeline.classes[index],
+            alive=structure.timeline.classes[index] if structure.timeline.moments else None,
+            throughout=structure.timeline.throughout,
             arguments=structure.arguments.get(index, ()),
             sums=structure.sums[index],
         )
@@ -262,7 +262,7 @@ class Formulator:
             self._charge_copies(edges, charges)
 
     def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
-        ports, copy, moments = self._ports, self.pricer.copy, self._structure.timeline.moments
+        ports, copy, throughout = self._ports, self.pricer.copy, self._structure.timeline.throughout
         for tally in self._structure.kept:
             value = self._value(tally)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
@@ -271,7 +271,7 @@ class Formulator:
                 if source is not None and (tally.always or source == target):
                     by_layout[source] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally, moments).charge)
+                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
             copies: dict[int, Charge] = {}
@@ -279,7 +279,7 @@ class Formulator:
                 layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
                 if layout_q is not None and layout_p != layout_q:
                     if q not in copies:
-                        copies[q] = copy(value, layout_q, tally, moments).charge
+                        copies[q] = copy(value, layout_q, tally, throughout).charge
                     charges.add(members, copies[q])
         for tally in self._structure.passed:
             value = self._value(tally)
@@ -289,7 +289,7 @@ class Formulator:
                 if gradient is not None and gradient != ports.port(q)[1]:
                     by_layout[gradient] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally, moments).charge)
+                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
 
     def _value(self, tally: Tally) -> Value:
         key = self._structure.edges[tally.edges[0]]

@@ -15,12 +15,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from planner.class_timeline import ClassTimeline, throughout
 from planner.handed_on import first_reads, handed_on, savers
 from planner.moments import ENDS, Moment
 from planner.op_order import NEVER, OpOrder
+from planner.problem import Lifetime
 from planner.regions import Region
 from planner.tallies import Leaving, Tally
-from planner.timeline import ClassTimeline, Timeline, positions_of_uses
+from planner.timeline import Timeline, positions_of_uses
 
 
 class Lifetimes:
@@ -72,6 +74,7 @@ def forward_timeline(order: OpOrder) -> Timeline:
         ends=order.ends,
         first_reads=first_reads(order),
         passed={moment.key: frozenset() for moment in moments},
+        throughout=throughout(moments),
     )
 
 
@@ -106,6 +109,7 @@ def _classes(order: OpOrder, moments: Sequence[Moment]) -> tuple[ClassTimeline, 
         slots, ops = np.zeros_like(saved), np.zeros_like(works)
         found.append(
             ClassTimeline(
+                moments=tuple(moments),
                 saved=saved,
                 recomputed=slots,
                 saved_extra=ops,
@@ -131,7 +135,7 @@ def forward_copies(order: OpOrder, timeline: Timeline, leaving: Leaving) -> tupl
         first, last = min(begin for begin, _ in read), max(end for _, end in read)
         there = [m.quantity("activations") for m in timeline.moments if first <= m.position <= last]
         alive[tuple(sorted({edge for edge, _, _ in links}))].update(there)
-    return tuple(Tally(edges=edges, alive=counts) for edges, counts in alive.items())
+    return tuple(Tally(edges=edges, alive=Lifetime.of(counts)) for edges, counts in alive.items())
 
 
 def _spans(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:

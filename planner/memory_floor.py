@@ -69,7 +69,7 @@ def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None
     return float(total)
 
 
-def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[str, int], int]]:
+def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[str, float], int]]:
     """Yield what regions keep of a tensor that another made: which, its bytes, moment's quantity -> how many, and how
     many at the end of the forward.
 
@@ -85,19 +85,19 @@ def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mappi
         value = structure.representative(key.consumer).slots[key.consumer_slot].value
         if value.kind != "activation":
             continue
-        alive, held = tally.alive, tally.held
+        alive, held = tally.alive.counts, tally.held
         if not tally.always:
             # Of the tallies that an edge may count in place of this one, one, and none of them twice.
             others = [c for edge in tally.edges for c in copies[edge] if id(c) not in counted]
             if not others:
                 continue
-            other = max(others, key=lambda copied: sum(_less(tally.alive, copied.alive).values()))
+            other = max(others, key=lambda copied: sum(_less(tally.alive.counts, copied.alive.counts).values()))
             counted.add(id(other))
-            alive, held = _less(alive, other.alive), min(held, other.held)
+            alive, held = _less(alive, other.alive.counts), min(held, other.held)
         yield structure.representative(key.producer), float(value.nbytes), alive, held
 
 
-def _less(some: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+def _less(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     """Return the smaller count of each name that both have."""
     return {name: min(count, others[name]) for name, count in some.items() if name in others}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from planner.blocks import Blocks
 from planner.op_order import NEVER
+from planner.problem import NEVER_ALIVE, Lifetime
 from planner.regions import RegionGraph
 from planner.timeline import Timeline
 
@@ -21,24 +22,24 @@ class ParameterClass:
     Attributes:
         values: the parameters.
         uses: (region class, slot) -> number of uses by each of the parameters.
-        gradients: moment's quantity -> how many of the parameters have their gradients by then.
-        working: use -> moment's quantity -> how many of them an op uses at that moment.
-        pending: use -> moment's quantity -> how many have a gradient from that use, the last of several, which
-            waits for those of the others.
-        unreduced: moment's quantity -> how many have their gradients by then, but not their block all of its own.
+        gradients: at which moments how many of the parameters have their gradients.
+        working: use -> at which moments an op uses how many of them.
+        pending: use -> at which moments how many have a gradient from that use, the last of several, which waits for
+            those of the others.
+        unreduced: at which moments how many have their gradients, but not their block all of its own.
     """
 
     values: tuple[str, ...]
     uses: Mapping[tuple[int, int], int]
-    gradients: Mapping[str, int]
-    working: Mapping[tuple[int, int], Mapping[str, int]]
-    pending: Mapping[tuple[int, int], Mapping[str, int]]
-    unreduced: Mapping[str, int]
+    gradients: Lifetime
+    working: Mapping[tuple[int, int], Lifetime]
+    pending: Mapping[tuple[int, int], Lifetime]
+    unreduced: Lifetime
 
     def without_moments(self) -> ParameterClass:
         """Return it with nothing to add up at any moment."""
-        nothing: Mapping[tuple[int, int], Mapping[str, int]] = {use: {} for use in self.uses}
-        return dataclasses.replace(self, gradients={}, working=nothing, pending=nothing, unreduced={})
+        nothing = dict.fromkeys(self.uses, NEVER_ALIVE)
+        return dataclasses.replace(self, gradients=NEVER_ALIVE, working=nothing, pending=nothing, unreduced=NEVER_ALIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,12 @@ class BlockGather:
         numel: elements of all of them.
         is_first: whether it is the first such kind in the model.
         leading: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
-        moments: quantity of a moment inside such blocks -> how many blocks' parameters are whole by then (its own, and
-            that of the block before it) and how many buffers gradients are being reduced in (that of the block after
-            it).
-        gathered: quantity of a moment -> how many copies of such a block's parameters are there if they are kept from
-            forward to backward.
-        unreduced: quantity of a moment inside such blocks -> what part of its block's gradients has come by then.
+        whole: at which moments inside such blocks how many blocks' parameters are whole (its own, and that of the block
+            before it).
+        reducing: likewise, how many buffers gradients are being reduced in (that of the block after it).
+        gathered: at which moments how many copies of such a block's parameters are there if they are kept from forward
+            to backward.
+        unreduced: at which moments inside such blocks what part of its block's gradients has come.
     """
 
     kind: str
@@ -66,9 +67,10 @@ class BlockGather:
     numel: int
     is_first: bool
     leading: int
-    moments: Mapping[str, tuple[int, int]]
-    gathered: Mapping[str, int]
-    unreduced: Mapping[str, float]
+    whole: Lifetime
+    reducing: Lifetime
+    gathered: Lifetime
+    unreduced: Lifetime
 
     @property
     def count(self) -> int:
@@ -77,7 +79,9 @@ class BlockGather:
 
     def without_moments(self) -> BlockGather:
         """Return it with nothing to add up at any moment."""
-        return dataclasses.replace(self, moments={}, gathered={}, unreduced={})
+        return dataclasses.replace(
+            self, whole=NEVER_ALIVE, reducing=NEVER_ALIVE, gathered=NEVER_ALIVE, unreduced=NEVER_ALIVE
+        )
 
 
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
@@ -103,17 +107,16 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
     )
 
 
-def _gradients(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
-    """Return moment's quantity -> how many of the parameters are used by later ops only."""
+def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters are used by later ops only."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
-    counts = {
+    return Lifetime.of({
         moment.quantity("gradients"): len(first) - bisect_right(first, moment.position) for moment in timeline.moments
-    }
-    return {name: count for name, count in counts.items() if count}
+    })  # fmt: skip
 
 
-def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
-    """Return moment's quantity -> how many of the parameters wait with the gradient of their last use, in a class.
+def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters wait with the gradient of their last use, in a class.
 
     Autograd adds the gradients of all uses up before it hands them to the parameter.
     """
@@ -125,11 +128,11 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
         if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
             waiting = (m for m in timeline.moments if min(uses) <= m.position < max(uses))
             found.update(moment.quantity("gradients") for moment in waiting)
-    return dict(found)
+    return Lifetime.of(found)
 
 
-def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
-    """Return moment's quantity -> how many of the parameters are used later in the block that the moment is in."""
+def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters are used later in the block that the moment is in."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     found: dict[str, int] = {}
     for block, moments in timeline.blocks.items():
@@ -137,18 +140,18 @@ def _unreduced(values: Sequence[str], timeline: Timeline) -> dict[str, int]:
             later = bisect_right(first, timeline.ends[block]) - bisect_right(first, moment.position)
             if later > 0:
                 found[moment.quantity("gradients")] = later
-    return found
+    return Lifetime.of(found)
 
 
-def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> dict[str, int]:
-    """Return moment's quantity -> how many of the parameters an op of a class of regions uses at it."""
+def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters an op of a class of regions uses."""
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
     found = {}
     for moment in timeline.moments:
         if regions.graph.ops[moment.position].name in inside:
             found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
-    return {name: count for name, count in found.items() if count}
+    return Lifetime.of(found)
 
 
 def block_gathers(
@@ -199,7 +202,8 @@ def block_gathers(
                     numel=numel,
                     is_first=not found,
                     leading=len(leading.intersection(alike)),
-                    moments=inside,
+                    whole=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
+                    reducing=Lifetime.of({name: reducing for name, (_, reducing) in inside.items()}),
                     gathered=_gathered(alike, last, timeline),
                     unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),
                 )
@@ -207,26 +211,23 @@ def block_gathers(
     return tuple(found)
 
 
-def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> dict[str, int]:
-    """Return moment's quantity -> how many blocks of ``alike`` have run forward, not backward.
+def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many blocks of ``alike`` have run forward, not backward.
 
     One more after the ``last`` of all blocks: until the root's forward ends, torch holds the buffer that it was last
     gathered in.
     """
     starts = [timeline.starts[block] for block in alike]
     buffer_from = timeline.ends[last] if last in alike else NEVER
-    counts = {
+    return Lifetime.of({
         moment.quantity("parameters"): sum(start <= moment.position for start in starts)
         + (moment.position > buffer_from)
         for moment in timeline.moments
-    }
-    return {name: count for name, count in counts.items() if count}
+    })  # fmt: skip
 
 
-def _arrived(
-    blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline
-) -> dict[str, float]:
-    """Return quantity of a moment inside one of the blocks -> what part of its gradients later ops have made."""
+def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments inside one of the blocks what part of its gradients later ops have made."""
     found: dict[str, float] = {}
     for block in blocks:
         sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
@@ -234,4 +235,4 @@ def _arrived(
         for moment in timeline.blocks[block]:
             later = sum(nbytes for position, nbytes in sizes if position > moment.position)
             found[moment.quantity("gradients")] = later / whole
-    return {name: part for name, part in found.items() if part}
+    return Lifetime.of(found)

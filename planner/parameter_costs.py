@@ -6,7 +6,6 @@ block, by `fully_shard`: see `planner.block_gather_costs`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -20,6 +19,7 @@ from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.moments import UPDATE
 from planner.overlap import Overlap
+from planner.problem import Lifetime
 from planner.report import Phase
 from planner.run import Run
 
@@ -53,7 +53,7 @@ class ParameterPricer:
         """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
         return self._run.job.master_dtype or self._run.job.dtype
 
-    def resting(self, value: Value, choice: StoredChoice, count: int, gradients: Mapping[str, int]) -> Price | None:
+    def resting(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> Price | None:
         """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
 
         Args:
@@ -73,9 +73,7 @@ class ParameterPricer:
             return add_prices([price, reduced])
         return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
 
-    def _arriving(
-        self, value: Value, choice: StoredChoice, count: int, gradients: Mapping[str, int]
-    ) -> dict[str, float]:
+    def _arriving(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> dict[str, float]:
         """Return the bytes of the gradients that a backward leaves, by moment.
 
         Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
@@ -84,11 +82,11 @@ class ParameterPricer:
         once = self._run.micro_batches == 1
         if choice.gathered_over is not None or not self._is_cast(value):
             nbytes = self.gradient_nbytes(value, choice.stored) if once else 0.0
-            return {name: n * nbytes for name, n in gradients.items() if nbytes}
+            return gradients.charge(nbytes)
         nbytes = value.nbytes / split_factor(choice.stored, self._run.mesh.shape)
-        arriving = {name: n * nbytes for name, n in gradients.items()}
+        at_end = UPDATE.quantity("gradients")
         after = self.gradient_nbytes(value, choice.stored) if once else 0.0
-        return arriving | {UPDATE.quantity("gradients"): count * (after - nbytes)}
+        return gradients.without(at_end).charge(nbytes) | {at_end: count * (after - nbytes)}
 
     def _is_cast(self, value: Value) -> bool:
         return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
@@ -138,9 +136,9 @@ class ParameterPricer:
         saved: bool,
         recomputed: bool,
         first: bool,
-        working: Mapping[str, int],
-        pending: Mapping[str, int],
-        gradients: Mapping[str, int],
+        working: Lifetime,
+        pending: Lifetime,
+        gradients: Lifetime,
     ) -> Price | None:
         """Return the price of using ``count`` equal parameters, each gathered by itself, and of their gradients.
 
@@ -170,7 +168,7 @@ class ParameterPricer:
             prices.append(again)
             if layout != choice.stored:
                 copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
-                prices.append(Price(charge={name: n * copy for name, n in working.items()}))
+                prices.append(Price(charge=working.charge(copy)))
         if gradient is not None and training:
             target = choice.accumulated or choice.stored
             reduced = self._reduction(value, gradient, target, count, first, once=choice.accumulated is None)
@@ -178,17 +176,15 @@ class ParameterPricer:
                 return None
             prices.append(reduced)
             waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
-            prices.append(Price(charge={name: n * waiting for name, n in pending.items()}))
+            prices.append(Price(charge=pending.charge(waiting)))
             if self._run.micro_batches > 1 and choice.accumulated is None:
                 prices.append(self._accumulating(value, choice, gradient, count, gradients))
         return add_prices(prices)
 
-    def _presented(
-        self, value: Value, stored: Layout, layout: Layout, calls: float, working: Mapping[str, int]
-    ) -> Price:
+    def _presented(self, value: Value, stored: Layout, layout: Layout, calls: float, working: Lifetime) -> Price:
         """Price the copy of a parameter that inference uses: a slice is read and written in every step."""
         copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
-        charge = {name: n * copy for name, n in working.items()}
+        charge = working.charge(copy)
         path = self._communication.path(value.shape, value.dtype.itemsize, stored, layout)
         if path is not None and any(step.kind == "slice" for step in path.steps):
             device = self._run.cluster.device
@@ -203,7 +199,7 @@ class ParameterPricer:
         )
 
     def _accumulating(
-        self, value: Value, choice: StoredChoice, layout: Layout, count: int, gradients: Mapping[str, int]
+        self, value: Value, choice: StoredChoice, layout: Layout, count: int, gradients: Lifetime
     ) -> Price:
         """Price the gradients that add up over micro-batches in ``layout``: in the wire's dtype where that is ahead.
 
@@ -215,10 +211,9 @@ class ParameterPricer:
             nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
         charge = {quantity.MEMORY + "gradients": count * nbytes}
         if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
-            at_end = {UPDATE.quantity("gradients"): count}
-            charge |= {
-                name: n * (arrived - nbytes) for name, n in (at_end if self._is_cast(value) else gradients).items()
-            }
+            more = arrived - nbytes
+            at_end = {UPDATE.quantity("gradients"): count * more}
+            charge |= at_end if self._is_cast(value) else gradients.charge(more)
         return Price(charge=charge)
 
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
 from typing import NamedTuple
 
 Charge = Mapping[str, float]
@@ -33,6 +35,7 @@ RESTING = frozenset(MEMORY + role for role in ("parameters", "optimizer_state", 
 """What is there throughout, in as many bytes in any micro-batch and with any mode of checkpointing."""
 TRANSIENT = "transient."
 MOMENT = "moment."
+LIFETIME = "lifetime."
 
 
 def moment_quantity(key: str, role: str) -> str:
@@ -40,12 +43,60 @@ def moment_quantity(key: str, role: str) -> str:
     return f"{MOMENT}{key}.{role}"
 
 
-def quantities_by_moment(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return moment -> the quantities among ``names`` that are alive at it."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        if name.startswith(MOMENT):
-            found[name.split(".")[1]].append(name)
+def moment_of(name: str) -> str:
+    """Return the key of the moment that a quantity's bytes are alive at."""
+    return name.split(".")[1]
+
+
+class Lifetime(str):
+    """The name of a quantity of bytes that are alive at several moments: they add up once, not at each of them.
+
+    Two with the same counts have the same name. There are far fewer of them than moments times tensors.
+
+    Attributes:
+        counts: moment's quantity -> how often the bytes are there at it.
+    """
+
+    __slots__ = ("counts",)
+    counts: Mapping[str, float]
+
+    @classmethod
+    def of(cls, counts: Mapping[str, float]) -> Lifetime:
+        """Return the lifetime with these counts; those that are 0 are left out."""
+        return _lifetime(frozenset((name, count) for name, count in counts.items() if count))
+
+    def __reduce__(self) -> tuple[Callable[..., Lifetime], tuple[frozenset[tuple[str, float]]]]:
+        """Keep the counts in a copy, and in what is sent to another process."""
+        return _lifetime, (frozenset(self.counts.items()),)
+
+    def charge(self, nbytes: float) -> dict[str, float]:
+        """Return what so many bytes with this lifetime add."""
+        return {self: nbytes} if nbytes and self.counts else {}
+
+    def without(self, name: str) -> Lifetime:
+        """Return it without the quantity of one moment."""
+        return Lifetime.of({other: count for other, count in self.counts.items() if other != name})
+
+
+@lru_cache(maxsize=2**14)
+def _lifetime(counts: frozenset[tuple[str, float]]) -> Lifetime:
+    ordered = sorted(counts)
+    digest = blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
+    found = Lifetime(LIFETIME + digest)
+    found.counts = dict(ordered)
+    return found
+
+
+NEVER_ALIVE = Lifetime.of({})
+
+
+def bytes_by_moment(total: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return moment -> quantity -> the bytes alive at it, those of lifetimes spread over their moments."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, amount in total.items():
+        for quantity, count in name.counts.items() if isinstance(name, Lifetime) else ((name, 1.0),):
+            if quantity.startswith(MOMENT):
+                found[moment_of(quantity)][quantity] += count * amount
     return found
 
 
@@ -231,8 +282,7 @@ def step_time_s(total: Mapping[str, float]) -> float:
 def peak_bytes(total: Mapping[str, float]) -> float:
     """Return the peak bytes from the totals: what stays, the largest transient, and all that the worst moment adds."""
     largest = max((amount for name, amount in total.items() if name.startswith(TRANSIENT)), default=0.0)
-    moments = quantities_by_moment(total).values()
-    moment = max((sum(total[name] for name in names) for names in moments), default=0.0)
+    moment = max((sum(alive.values()) for alive in bytes_by_moment(total).values()), default=0.0)
     stays = sum(amount for name, amount in total.items() if name.startswith(MEMORY))
     return stays + largest + moment
 

@@ -10,7 +10,8 @@
     time        F >= compute + slowdown + sum of blocking; F >= blocking[l] + prefetch[l] for each link l;
                 F' >= once[l] + (blocking[l] + prefetch[l] - F) / passes; B and B' likewise for the backward
                 (of one pass, F' is left out: F >= once[l] + blocking[l] + prefetch[l])
-    memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment
+    memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment, where what has
+                one lifetime is a variable: L >= its bytes
     minimise    F + F' + B + B' + exposed
 
 With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
@@ -31,7 +32,7 @@ from planner import problem as problems
 from planner.linear_program import Expression, LinearProgram
 from planner.problem import Charge, Problem
 
-_IN_BYTES = (problems.MEMORY, problems.TRANSIENT, problems.MOMENT)
+_IN_BYTES = (problems.MEMORY, problems.TRANSIENT, problems.MOMENT, problems.LIFETIME)
 
 
 class _Quantities:
@@ -222,8 +223,8 @@ def state_memory(program: Program) -> Expression:
     for name in quantities.names:
         if name.startswith(problems.TRANSIENT):
             linear.at_most(quantities.sum([name], scale).less(largest), 0.0)
-    for alive in problems.quantities_by_moment(quantities.names).values():
-        linear.at_most(quantities.sum(alive, scale).less(moment), 0.0)
+    for alive in _at_moments(program):
+        linear.at_most(alive.less(moment), 0.0)
     stays = quantities.sum([name for name in quantities.names if name.startswith(problems.MEMORY)], scale)
     program.peak = Expression(
         indices=np.append(stays.indices, np.asarray([largest, moment], np.int32)),
@@ -231,6 +232,32 @@ def state_memory(program: Program) -> Expression:
         constant=stays.constant,
     )
     return program.peak
+
+
+def _at_moments(program: Program) -> list[Expression]:
+    """Return what is alive at each moment."""
+    quantities, linear, scale = program.quantities, program.linear, program.memory_scale
+    direct: dict[str, list[str]] = defaultdict(list)
+    lasting: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for name in quantities.names:
+        if name.startswith(problems.MOMENT):
+            direct[problems.moment_of(name)].append(name)
+        elif isinstance(name, problems.Lifetime):
+            nbytes = linear.variable()
+            linear.at_most(quantities.sum([name], scale).less(nbytes), 0.0)
+            for at, count in name.counts.items():
+                lasting[problems.moment_of(at)][nbytes] += count
+    found = []
+    for key in sorted({*direct, *lasting}):
+        alive, more = quantities.sum(direct[key], scale), lasting[key]
+        found.append(
+            Expression(
+                indices=np.append(alive.indices, np.fromiter(more, np.int32, len(more))),
+                values=np.append(alive.values, np.fromiter(more.values(), np.float64, len(more))),
+                constant=alive.constant,
+            )
+        )
+    return found
 
 
 def cap_peak(program: Program, memory_bytes: float) -> None:

@@ -16,6 +16,7 @@ from planner.moments import find_moments
 from planner.op_order import OpOrder
 from planner.op_profile import GraphProfile
 from planner.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
+from planner.problem import NEVER_ALIVE
 from planner.regions import Region, RegionGraph, is_sent
 from planner.tallies import Tally, count_tallies
 from planner.timeline import Timeline, build_timeline
@@ -70,7 +71,7 @@ class Structure:
             self,
             parameters=tuple(parameter.without_moments() for parameter in self.parameters),
             gathers=tuple(block.without_moments() for block in self.gathers),
-            timeline=dataclasses.replace(self.timeline, moments=()),
+            timeline=dataclasses.replace(self.timeline, moments=(), throughout=NEVER_ALIVE),
             kept=(),
             copied=(),
             passed=(),

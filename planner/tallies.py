@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.blocks import Blocks
@@ -12,6 +12,7 @@ from planner.job import CheckpointingMode
 from planner.moments import Moment
 from planner.op_order import NEVER
 from planner.op_profile import GraphProfile
+from planner.problem import NEVER_ALIVE, Lifetime
 from planner.regions import Region, RegionGraph
 from planner.timeline import Timeline
 
@@ -25,14 +26,14 @@ class Tally:
 
     Attributes:
         count: of redistributions.
-        alive: of saved tensors: moment's quantity -> how many there are at it.
+        alive: of saved tensors: at which moments there are how many.
         always: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
         held: how many saved tensors there are at the end of the forward.
     """
 
     edges: tuple[int, ...]
     count: int = 0
-    alive: Mapping[str, int] = field(default_factory=dict)
+    alive: Lifetime = NEVER_ALIVE
     always: bool = False
     held: int = 0
 
@@ -119,11 +120,13 @@ def count_tallies(
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
         "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
         "kept": tuple(
-            Tally(edges=edges, always=always, alive=alive, held=kept_held[edges, always])
+            Tally(edges=edges, always=always, alive=Lifetime.of(alive), held=kept_held[edges, always])
             for (edges, always), alive in kept.items()
         ),
-        "copied": tuple(Tally(edges=edges, alive=alive, held=copied_held[edges]) for edges, alive in copied.items()),
-        "passed": tuple(Tally(edges=edges, alive=alive) for edges, alive in passed.items()),
+        "copied": tuple(
+            Tally(edges=edges, alive=Lifetime.of(alive), held=copied_held[edges]) for edges, alive in copied.items()
+        ),
+        "passed": tuple(Tally(edges=edges, alive=Lifetime.of(alive)) for edges, alive in passed.items()),
     }
 
 

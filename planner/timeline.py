@@ -13,42 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from planner.class_timeline import ClassTimeline, Counts, throughout
 from planner.handed_on import first_reads, handed_on, savers
 from planner.moments import Moment, find_moments
 from planner.op_order import NEVER, OpOrder
+from planner.problem import Lifetime
 from planner.regions import Region
 
-Counts = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClassTimeline:
-    """How many members of a class of regions have what alive, by moment.
-
-    Attributes:
-        saved: [slots, moments]: autograd keeps the slot's tensor, from the forward on.
-        recomputed: [slots, moments]: it keeps the tensor since its block was run again.
-        saved_extra, recomputed_extra: [ops, moments]: likewise, of tensors that exist only inside an op.
-        cached_extra: [ops, moments]: of these, results that selective checkpointing caches.
-        gradients: [slots, moments]: the gradient of the slot's tensor is there.
-        works: [ops, moments]: the op's own backward runs.
-        runs: [ops, moments]: the op's own forward runs again.
-        held, held_extra: [slots] and [ops]: of ``saved`` and ``saved_extra``, at the end of the forward.
-        held_cached: [ops]: of ``cached_extra`` likewise.
-    """
-
-    saved: Counts
-    recomputed: Counts
-    saved_extra: Counts
-    recomputed_extra: Counts
-    cached_extra: Counts
-    gradients: Counts
-    works: Counts
-    runs: Counts
-    held: Counts
-    held_extra: Counts
-    held_cached: Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +35,7 @@ class Timeline:
         starts, ends: block -> position of its first op, and of its last.
         first_reads: entry (region, slot) -> position of the first op that reads it.
         passed: moment's key -> values whose gradients are there, in memory that they share with another's.
+        throughout: of activations that are there at all moments but the update.
         chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
     """
 
@@ -76,6 +49,7 @@ class Timeline:
     ends: Mapping[str, int]
     first_reads: Mapping[tuple[int, int], int]
     passed: Mapping[str, frozenset[str]]
+    throughout: Lifetime
     chunks: tuple[int, ...] = ()
 
 
@@ -147,6 +121,7 @@ class _Builder:
             ends=self._order.ends,
             first_reads=first_reads(self._order),
             passed={moment.key: self._order.passed.get(moment.position, frozenset()) for moment in moments},
+            throughout=throughout(moments),
             chunks=self._order.chunks,
         )
 
@@ -173,6 +148,7 @@ class _Builder:
         }
         # The last column is the end of the forward, which is no moment.
         return ClassTimeline(
+            moments=self._moments,
             **{role: found[:, :-1].copy() for role, found in counts.items()},
             held=saved[:, -1],
             held_extra=by_op.saved[:, -1],
