@@ -15,6 +15,7 @@ from planner.problem import (
     SLOWDOWN_BACKWARD,
     SLOWDOWN_FORWARD,
     Edge,
+    Lifetime,
     Node,
     Problem,
     Unit,
@@ -41,6 +42,8 @@ BYTES = (
     "moment.0.activations",
     "moment.0.transient",
     "moment.1.activations",
+    Lifetime.of({"moment.0.activations": 1, "moment.1.activations": 3}),
+    Lifetime.of({"moment.1.activations": 2, "moment.1.transient": 1, "moment.2.gradients": 0.5}),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, SEQ
+from hypothesis import given, settings
+from random_problems import problems
 from torch import nn
 
 from planner.estimate import itemise
-from planner.problem import Solution, peak_bytes, step_time_s
+from planner.problem import InfeasibleAssignmentError, Problem, Solution, peak_bytes, step_time_s, totals
 from planner.session import PlanningSession
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import folding
+from tied import Tied
 
 BATCH = 8
 SAME = 1e-9
@@ -149,6 +154,34 @@ def test_the_best_is_that_of_the_unfolded_program_with_equal_blocks(name: str, s
     slower = folding.loss(found)
     assert slower is not None
     assert slower >= -2 * folding.MIP_GAP
+
+
+@settings(deadline=None)
+@given(problem=problems())
+def test_tied_nodes_choose_alike(problem: Problem) -> None:
+    by_choices: dict[int, list[int]] = {}
+    for number, node in enumerate(problem.nodes):
+        by_choices.setdefault(len(node.charges), []).append(number)
+    groups = list(by_choices.values())
+    # The second of a group has its choices in another order.
+    options = [list(range(len(node.charges))) for node in problem.nodes]
+    for group in groups:
+        for number in group[1:]:
+            options[number].reverse()
+    tied = Tied.of(problem, groups, options)
+    found = {}
+    for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
+        meant = [options[node][choice] for node, choice in enumerate(assignment)]
+        if all(len({meant[node] for node in group}) == 1 for group in groups):
+            with contextlib.suppress(InfeasibleAssignmentError):
+                found[assignment] = totals(problem, assignment)
+    alike = {}
+    for assignment in itertools.product(*(range(len(node.charges)) for node in tied.problem.nodes)):
+        with contextlib.suppress(InfeasibleAssignmentError):
+            alike[tied.taken_apart(assignment)] = totals(tied.problem, assignment)
+    assert alike.keys() == found.keys()
+    for assignment, total in found.items():
+        assert alike[assignment] == pytest.approx(total)
 
 
 def answer(program: str, objective_s: float, bound_s: float, priced_s: float) -> folding.Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Sequence
@@ -20,7 +21,10 @@ from planner.ilp import least_memory, solve
 from planner.problem import (
     BACKWARD,
     FORWARD,
+    NEVER_ALIVE,
     InfeasibleAssignmentError,
+    Lifetime,
+    bytes_by_moment,
     exposed_once_s,
     peak_bytes,
     phase_time_s,
@@ -200,3 +204,24 @@ def test_peak_of_hand_worked_totals() -> None:
     assert peak_bytes(total) == 10 + 5 + 4 + 2 + 1
     assert peak_bytes(total | {"moment.1.a": 6.0}) == 10 + 5 + 4 + 6
     assert peak_bytes({"memory.a": 1.0}) == 1.0
+
+
+def test_peak_of_hand_worked_lifetimes() -> None:
+    lasting = Lifetime.of({"moment.0.a": 1, "moment.1.a": 3, "moment.1.b": 2, "moment.2.a": 0})
+    total = {"memory.a": 10.0, "moment.0.a": 12.0, "moment.1.a": 1.0, lasting: 2.0}
+    assert bytes_by_moment(total) == {"0": {"moment.0.a": 14.0}, "1": {"moment.1.a": 7.0, "moment.1.b": 4.0}}
+    assert peak_bytes(total) == 10 + 14
+    assert peak_bytes(total | {lasting: 3.0}) == 10 + 1 + 3 * (3 + 2)
+
+
+def test_lifetimes_with_equal_counts_are_one_quantity() -> None:
+    counts = {"moment.0.a": 1, "moment.1.a": 2}
+    lifetime = Lifetime.of(counts)
+    assert lifetime == Lifetime.of(dict(reversed(counts.items())) | {"moment.2.a": 0})
+    assert lifetime != Lifetime.of(counts | {"moment.1.a": 3})
+    assert lifetime.without("moment.1.a") == Lifetime.of({"moment.0.a": 1})
+    copied = copy.deepcopy(lifetime)
+    assert copied == lifetime
+    assert copied.counts == counts
+    assert lifetime.charge(5.0) == {lifetime: 5.0}
+    assert lifetime.charge(0.0) == NEVER_ALIVE.charge(5.0) == {}
