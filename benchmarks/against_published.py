@@ -14,7 +14,8 @@ is none to compare with. Exit code 1 where a configuration is priced faster than
 is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
 own, communication in pieces beside products). No search may do worse than that, but for its gap.
 
-``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them.
+``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them, and
+``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`), as NeMo has it.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -161,14 +162,14 @@ def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> Planning
     )
 
 
-def plan_of(run: PublishedRun, *, pipelines: bool, fused: bool) -> Planned:
-    """Return what comes of a run's job, with pipelines or without, and with fused ops or without."""
+def plan_of(run: PublishedRun, options: Mapping[str, Any]) -> Planned:
+    """Return what comes of a run's job; ``options`` as of `session_of`."""
     found: ShardingPlan | str
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
-            found = session_of(run, source.module, executable_only=not pipelines, fused=fused).plan()
+            found = session_of(run, source.module, **options).plan()
         except PlannerError as error:
             found = str(error).splitlines()[0]
     return Planned(plan=found, seconds=time.perf_counter() - started)
@@ -180,7 +181,7 @@ def own_mesh(parallel: ParallelSpec) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
 
-def own_mesh_seconds(run: PublishedRun, *, fused: bool) -> float | str:
+def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | str:
     """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
     parallel = run.parallel
     with quiet_libraries():
@@ -191,8 +192,7 @@ def own_mesh_seconds(run: PublishedRun, *, fused: bool) -> float | str:
                 source.module,
                 micro_batches=parallel.micro_batches,
                 ac="selective" if parallel.checkpointing == "attention" else parallel.checkpointing,
-                executable_only=parallel.pipeline == 1,
-                fused=fused,
+                **{**options, "executable_only": options["executable_only"] and parallel.pipeline == 1},
             )
             estimate = session.plan(mesh=own_mesh(parallel)).estimate
         except PlannerError as error:
@@ -248,6 +248,10 @@ def main() -> int:
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
     parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
     parser.add_argument("--fused", action="store_true", help="plan with fused ops, as most of the runs had them")
+    parser.add_argument(
+        "--tensor-overlap", action="store_true", help="plan with communication beside products; needs --pipelines"
+    )
+    parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
@@ -262,10 +266,16 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
-    return show_planned(wanted, pipelines=arguments.pipelines, fused=arguments.fused, own=arguments.own_mesh)
+    options = {
+        "executable_only": not arguments.pipelines,
+        "fused": arguments.fused,
+        "tensor_overlap": arguments.tensor_overlap,
+        "axes": arguments.axes,
+    }
+    return show_planned(wanted, options, own=arguments.own_mesh)
 
 
-def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, fused: bool, own: bool) -> int:
+def show_planned(runs: Sequence[PublishedRun], options: Mapping[str, Any], *, own: bool) -> int:
     """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
     table, worse, missed = Table(*(OWN_MESH_COLUMNS if own else COLUMNS)), 0, 0
     plans: dict[JobKey, Planned] = {}
@@ -273,7 +283,7 @@ def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, fused: bool, 
     for number_of, run in enumerate(runs, 1):
         if run.job not in plans:
             print(f"{number_of}/{len(runs)}: {run.preset} on {run.cluster.name}", file=sys.stderr, flush=True)
-            plans[run.job] = plan_of(run, pipelines=pipelines, fused=fused)
+            plans[run.job] = plan_of(run, options)
         plan = plans[run.job].plan
         cells = [run.row_id, run.preset, str(run.cluster.size), f"{run.batch} x {run.seq}", run.configuration]
         cells += ["-" if run.measured_s is None else f"{run.measured_s:.3f}", f"{run.priced_s:.3f}"]
@@ -289,7 +299,7 @@ def show_planned(runs: Sequence[PublishedRun], *, pipelines: bool, fused: bool, 
         if own:
             key = (*run.job, own_mesh(run.parallel), run.parallel.micro_batches, run.parallel.checkpointing)
             if key not in meshes:
-                meshes[key] = own_mesh_seconds(run, fused=fused)
+                meshes[key] = own_mesh_seconds(run, options)
             own_s = meshes[key]
             missed += isinstance(own_s, float) and own_s < seconds * (1.0 - Job().mip_gap)
             cells += [own_s, ""] if isinstance(own_s, str) else [f"{own_s:.3f}", _ratio(own_s, seconds)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -178,8 +179,15 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
     return ShardingPlan.from_dict(json.loads(plan.to_json()))
 
 
-def answers(both: Both, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Answer]:
-    """Yield what the three programs come to: "folded", "tied" and "free"."""
+def answers(
+    both: Both, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S, known_s: float = math.inf
+) -> Iterator[Answer]:
+    """Yield what the three programs come to: "folded", "tied" and "free".
+
+    Args:
+        known_s: step time of a plan whose blocks may differ. The free program is asked for nothing that takes longer
+            than that, or than what is folded: both are among its own.
+    """
     alike = tied(both)
     programs = (
         ("folded", both.folded, both.folded.formulation.problem),
@@ -187,14 +195,19 @@ def answers(both: Both, memory_bytes: float | None, time_limit_s: float = TIME_L
         ("free", both.apart, both.apart.formulation.problem),
     )
     for name, side, problem in programs:
+        wanted_s = known_s * (1 + MIP_GAP) if name == "free" and math.isfinite(known_s) else None
         try:
-            found = solve(problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s)
+            found = solve(
+                problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s, at_most_s=wanted_s
+            )
         except SolverError:
             yield Answer(program=name, solution=None, in_time=False)
             continue
         if found is None:
             yield Answer(program=name, solution=None)
             continue
+        if name == "folded":
+            known_s = min(known_s, found.objective_s)
         assignment = alike.taken_apart(found.assignment) if name == "tied" else found.assignment
         plan = written(both, side, assignment)
         priced = estimate(
@@ -277,14 +290,14 @@ def rows(preset: str, arguments: argparse.Namespace) -> Iterator[tuple[list[str]
     both, session = case_of(preset, arguments.layers)
     cap: float | None = None
     for _ in range(1 if arguments.without_cap else 2):
-        found = list(answers(both, cap, arguments.time_limit_s))
-        cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, found)]
         plan = session.plan(mesh=MESH, memory_bytes=None if cap is None else int(cap))
+        assert plan.estimate is not None
+        step_s = plan.estimate.step_time_s
+        found = list(answers(both, cap, arguments.time_limit_s, step_s))
+        cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, found)]
         wrong = faults(found)
         if not is_repriced(both.module, plan):
             wrong.append("the plan's estimate is not the price of its file")
-        assert plan.estimate is not None
-        step_s = plan.estimate.step_time_s
         cells.append(f"{step_s * 1e3:.4f} ms")
         cells += [_share(loss(found, time_s)) for time_s in (None, step_s)]
         yield [*cells, "; ".join(wrong) or ("equal" if proved(found) else "not proved")], wrong

@@ -243,10 +243,11 @@ def _at_moments(program: Program) -> list[Expression]:
         if name.startswith(problems.MOMENT):
             direct[problems.moment_of(name)].append(name)
         elif isinstance(name, problems.Lifetime):
-            nbytes = linear.variable()
-            linear.at_most(quantities.sum([name], scale).less(nbytes), 0.0)
+            # In its own largest amounts: a few bytes beside a cap of 80 GB are below what solvers take for 0.
+            amount, largest = linear.variable(), quantities.largest([name]) or 1.0
+            linear.at_most(quantities.sum([name], 1.0 / largest).less(amount), 0.0)
             for at, count in name.counts.items():
-                lasting[problems.moment_of(at)][nbytes] += count
+                lasting[problems.moment_of(at)][amount] += count * largest * scale
     found = []
     for key in sorted({*direct, *lasting}):
         alive, more = quantities.sum(direct[key], scale), lasting[key]
