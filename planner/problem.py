@@ -63,7 +63,7 @@ class Lifetime(str):
     @classmethod
     def of(cls, counts: Mapping[str, float]) -> Lifetime:
         """Return the lifetime with these counts; those that are 0 are left out."""
-        return _lifetime(frozenset((name, count) for name, count in counts.items() if count))
+        return _lifetime(frozenset((name, float(count)) for name, count in counts.items() if count))
 
     def __reduce__(self) -> tuple[Callable[..., Lifetime], tuple[frozenset[tuple[str, float]]]]:
         """Keep the counts in a copy, and in what is sent to another process."""
@@ -78,7 +78,7 @@ class Lifetime(str):
         return Lifetime.of({other: count for other, count in self.counts.items() if other != name})
 
 
-@lru_cache(maxsize=2**14)
+@lru_cache(maxsize=2**12)
 def _lifetime(counts: frozenset[tuple[str, float]]) -> Lifetime:
     ordered = sorted(counts)
     digest = blake2b(repr(ordered).encode(), digest_size=8).hexdigest()
