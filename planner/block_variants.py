@@ -23,7 +23,7 @@ from planner.search import Candidate, Search
 _WORTH = 0.005
 """By how much faster a plan has to be to be worth blocks that differ: relative, of the best so far."""
 
-_STEPS = 16
+_STEPS = 48
 """Relaxations to branch through in each program: most of what is to be found, and as much on any machine."""
 
 _FINEST = 4
