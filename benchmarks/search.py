@@ -2,7 +2,7 @@
 
     python benchmarks/search.py --list
     python benchmarks/search.py --row check-1-given --row check-1-free
-    python benchmarks/search.py --group layers --group axes --json search.json --plot search.png
+    python benchmarks/search.py --group layers --group axes --times 5 --json search.json --plot search.png
     python benchmarks/search.py --group check-8 --json search.json
     python benchmarks/search.py --read search.json --plot search.svg --markdown search.md
 
@@ -209,6 +209,26 @@ def measure_apart(row: Row, time_limit_s: float) -> Outcome:
     return outcome_of(json.loads(done.stdout.splitlines()[-1]))
 
 
+def usual_of(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the run of one row that took the median of the seconds, with medians of the stages; or one that broke."""
+    broken = [item for item in outcomes if item.answer.startswith(("failed", "stopped"))]
+    if broken:
+        return broken[0]
+    usual = sorted(outcomes, key=lambda item: item.seconds)[len(outcomes) // 2]
+    stages = {name: statistics.median(item.stages[name] for item in outcomes) for name in usual.stages}
+    return dataclasses.replace(usual, stages=stages)
+
+
+def measure_in_rounds(wanted: Sequence[Row], time_limit_s: float, times: int) -> Iterator[list[Outcome]]:
+    """Yield what comes of the rows, the usual of so many ``times``, after each run: slow minutes fall on all rows."""
+    runs: dict[str, list[Outcome]] = {}
+    for row in (row for _ in range(times) for row in wanted):
+        found = measure_apart(row, time_limit_s)
+        print(f"{row.name}: {found.seconds:.2f} s, {found.answer}", file=sys.stderr, flush=True)
+        runs.setdefault(row.name, []).append(found)
+        yield [usual_of(of_row) for of_row in runs.values()]
+
+
 def outcome_of(document: Mapping[str, Any]) -> Outcome:
     """Return an outcome from what `dataclasses.asdict` made of it."""
     return Outcome(**{**document, "row": Row(**document["row"])})
@@ -282,6 +302,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", action="append", choices=list(dict.fromkeys(row.group for row in known)))
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
+    parser.add_argument("--times", type=int, default=1, help="run each row so often, and take the medians")
     parser.add_argument("--jobs", type=int, help="processes that search, in place of what each row says")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
@@ -311,9 +332,7 @@ def main() -> int:
         outcomes = [outcome_of(item) for item in json.loads(arguments.read.read_text())]
     else:
         outcomes = []
-        for row in chosen(arguments):
-            outcomes.append(measure_apart(row, arguments.time_limit_s))
-            print(f"{row.name}: {outcomes[-1].seconds:.2f} s, {outcomes[-1].answer}", file=sys.stderr, flush=True)
+        for outcomes in measure_in_rounds(chosen(arguments), arguments.time_limit_s, arguments.times):
             if arguments.json:
                 arguments.json.write_text(json.dumps([dataclasses.asdict(item) for item in outcomes], indent=1) + "\n")
     if arguments.markdown:

@@ -121,17 +121,18 @@ class LinearProgram:
         """
         starts, indices, values = self.matrix()
         balanced = (np.asarray(self.row_lower) == 0.0) & (np.asarray(self.row_upper) == 0.0)
-        row_of = np.repeat(np.arange(self.rows), np.diff(starts))
-        within = np.flatnonzero(balanced[row_of])
-        rows, column, plus = row_of[within], indices[within], values[within] > 0
         left = columns.copy()
+        within = np.flatnonzero(np.repeat(balanced, np.diff(starts)) & left[indices])
+        rows = (np.searchsorted(starts, within, side="right") - 1).astype(np.int32)
+        column, side = indices[within], 2 * rows + (values[within] > 0)
         while True:
-            is_left = left[column]
-            sides = np.bincount(2 * rows[is_left] + plus[is_left], minlength=2 * self.rows)
-            alone = is_left & (sides[2 * rows + ~plus] == 0)
+            count = np.bincount(side, minlength=2 * self.rows)
+            alone = count[side ^ 1] == 0
             if not alone.any():
                 return np.flatnonzero(left).astype(np.int32)
             left[column[alone]] = False
+            is_left = left[column]
+            column, side = column[is_left], side[is_left]
 
     def part(self, columns: Indices) -> LinearProgram:
         """Return the program in which only ``columns`` are left, in their order, and all others are 0."""

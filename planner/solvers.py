@@ -170,6 +170,8 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     solver.setOptionValue("threads", 1)
     # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
     solver.setOptionValue("presolve", "off")
+    # The same steps, 3 to 5 % faster than where it weighs at each of them which way to take.
+    solver.setOptionValue("simplex_price_strategy", 1)
     # A few bytes beside a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
     solver.setOptionValue("small_matrix_value", 1e-12)
     if solver.passModel(*_highs_model(program, mip)) == highspy.HighsStatus.kError:

@@ -66,6 +66,27 @@ def outcome(name: str, **changes: Any) -> search.Outcome:
     return dataclasses.replace(nothing, **changes)
 
 
+def test_rows_run_several_times_in_rounds_and_their_medians_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {
+        "layers-2": [(3.0, 0.5), (1.0, 0.7), (2.0, 0.1)],
+        "layers-126": [(5.0, 0.9), (4.0, 0.8), (6.0, 1.1)],
+    }
+    asked: list[str] = []
+
+    def measured(row: search.Row, _: float) -> search.Outcome:
+        asked.append(row.name)
+        seconds, solve = runs[row.name][asked.count(row.name) - 1]
+        return outcome(row.name, seconds=seconds, stages={"solve_s": solve})
+
+    monkeypatch.setattr(search, "measure_apart", measured)
+    rows = [row for row in search.rows() if row.name in runs]
+    *_, last = search.measure_in_rounds(rows, 1.0, 3)
+    assert asked == ["layers-2", "layers-126"] * 3
+    assert [(item.seconds, item.stages["solve_s"]) for item in last] == [(2.0, 0.5), (5.0, 0.9)]
+    broken = outcome("layers-2", answer="failed with exit code 1", seconds=0.0)
+    assert search.usual_of([last[0], broken, last[0]]) is broken
+
+
 def test_what_the_rows_say_together() -> None:
     layers = [outcome("layers-2", stages={"solve_s": 0.5}), outcome("layers-126", stages={"solve_s": 0.6}, seconds=6.0)]
     assert search.checks_of(layers) == [
