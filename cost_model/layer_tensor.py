@@ -1,8 +1,9 @@
-"""Seconds of tensor parallelism in one layer that no product hides."""
+"""Seconds that tensor parallelism adds to one layer: what no product hides, and by how much the rest slows them."""
 
 from __future__ import annotations
 
 from cost_model.cluster import ClusterSpec
+from cost_model.in_step import taken_share
 from cost_model.layer_work import LayerWork
 from cost_model.parallelism import ParallelSpec
 from cost_model.rank_groups import group_time_s
@@ -20,7 +21,7 @@ def tensor_seconds(
     (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
     ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
     the products that read it, of a reduction the last piece is left over, and what is longer than the products beside
-    it shows. Backward has two products for each of forward's.
+    it shows; what hides slows them. Backward has two products for each of forward's.
     """
     if parallel.tensor == 1:
         return 0.0, 0.0
@@ -36,15 +37,25 @@ def tensor_seconds(
     copied = 2.0 * stream_s(copies, fused=True, device=cluster.device, constants=constants)
     if not parallel.implementation.tensor_overlap:
         return 2.0 * (gather + reduce) + copied, 2.0 * (gather + reduce) + copied
-    last = reduce / parallel.tensor
     forward = backward = copied
     for gemms in (work.attention_gemms, work.mlp_gemms):
         if len(gemms) == 1:  # a router alone: tokens go to experts cut over the sequence, as they are
             continue
         columns, row = _block_seconds(gemms, parallel, cluster, constants)
-        forward += max(0.0, gather - columns) + max(last, reduce - row)
-        backward += max(0.0, gather - 2.0 * row) + max(last, reduce - 2.0 * columns)
+        forward += _overlapped_s(gather, reduce, columns, row, parallel, cluster)
+        backward += _overlapped_s(gather, reduce, 2.0 * row, 2.0 * columns, parallel, cluster)
     return forward, backward
+
+
+def _overlapped_s(
+    gather: float, reduce: float, readers: float, makers: float, parallel: ParallelSpec, cluster: ClusterSpec
+) -> float:
+    """Return what a gather beside the products that read it, and a reduction beside those that make it, add to them.
+
+    What is hidden slows the products by the processors that it takes, as all communication beside computing does.
+    """
+    shown = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - makers)
+    return shown + taken_share(cluster.device) * (gather + reduce - shown)
 
 
 def _block_seconds(
