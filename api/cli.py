@@ -33,6 +33,7 @@ from api.cli_options import (
     PlanFile,
     Planner,
     ReduceDtype,
+    Regather,
     Seq,
     TensorOverlap,
     TimeLimit,
@@ -73,6 +74,7 @@ def plan_command(
     vary_blocks: VaryBlocks = False,
     executable_only: ExecutableOnly = True,
     tensor_overlap: TensorOverlap = False,
+    regather: Regather = False,
     fused: Fused = False,
     time_limit: TimeLimit = None,
     jobs: Jobs = 1,
@@ -104,6 +106,7 @@ def plan_command(
             vary_blocks=vary_blocks,
             executable_only=executable_only,
             tensor_overlap=tensor_overlap,
+            regather=regather,
             fused=fused,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)

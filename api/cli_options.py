@@ -77,6 +77,14 @@ TensorOverlap = Annotated[
         "needs --no-executable-only.",
     ),
 ]
+Regather = Annotated[
+    bool,
+    typer.Option(
+        "--regather",
+        help="Let linear layers have what was gathered for them gathered again for their backward, where memory is "
+        "short; takes longer.",
+    ),
+]
 Fused = Annotated[
     bool,
     typer.Option(

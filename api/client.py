@@ -39,7 +39,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         progress: told of each stage.
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
-            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, fused.
+            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, regather,
+            fused.
     """
 
     def __init__(

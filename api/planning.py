@@ -116,6 +116,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "vary_blocks": request.vary_blocks,
         "executable_only": request.executable_only,
         "tensor_overlap": request.tensor_overlap,
+        "regather": request.regather,
         "fused": request.fused,
         "progress": progress,
     }

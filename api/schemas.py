@@ -78,6 +78,9 @@ class PlanRequest(BaseModel):
     tensor_overlap: bool = False
     """Whether tensor-parallel communication inside a node is taken to run in pieces beside matrix products; such a plan
     cannot be run, so it needs ``executable_only`` to be false."""
+    regather: bool = False
+    """Whether linear layers may have what was gathered for them gathered again for their backward; planning takes
+    longer."""
     fused: bool = False
     """Whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own code
     does the same: what ``executor.shard_module`` then puts in its place."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from executor.names import module_fqns, parameter_names, path_text
+from executor.saved_copies import save_no_copies
 from executor.sharing import SharedRedistributions
 from planner.errors import PlanTypeError, UnmatchedKeyError
 from planner.plan import Port, ShardingPlan
@@ -31,6 +33,8 @@ def attach_boundaries(
         names_of = tuple(parameter_names(submodule))
         entry = _Entry(fqn=fqn, ports=dict(ports_of(spec)), names=names_of, shared=shared)
         submodule.register_forward_pre_hook(entry, with_kwargs=True)
+        if any(port.regather for port in entry.ports.values()):
+            submodule.forward = RegatheringForward(submodule, shared)
     for fqn, spec in _once_each(module, resolve_output_ports(plan.output_plan, names)).items():
         leaving = _Exit(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
         module.get_submodule(fqn).register_forward_hook(leaving)
@@ -55,7 +59,23 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     """
     if not isinstance(tensor, DTensor) and local_piece:
         tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
-    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad)
+    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, regather=port.regather)
+
+
+class RegatheringForward:
+    """A module's forward, whose backward has what it was called with redistributed again, where a port says so."""
+
+    def __init__(self, module: nn.Module, shared: SharedRedistributions) -> None:
+        self._forward: Callable[..., Any] = module.forward
+        self._shared = shared
+        # Signatures are looked up on forward, by us and by transformers.
+        functools.update_wrapper(self, self._forward, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        with save_no_copies(self._shared.remade(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
+            return self._forward(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from cost_model.layout import Layout
 from executor.parameter_uses import ParameterUse
 from executor.redistribute import Redistributor
-from executor.saved_copies import CheckpointedRegion, CopySource, save_no_copies
+from executor.saved_copies import CheckpointedRegion, Remade, save_no_copies
 from executor.torch_internals import local_of, make_dtensor, run_function
 
 Copies = Mapping[nn.Parameter, DTensor]
@@ -91,24 +90,18 @@ class MaterializedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots = self._module._parameters
         before = {use.name: cast(DTensor, slots[use.name]) for use in self._uses}
-        copies: dict[DTensor, CopySource] = {}
+        copies: dict[DTensor, Remade] = {}
         try:
             for use in self._uses:
                 resting = before[use.name]
                 copy = run_function(_Materialize, resting, self._redistributor, use)
                 slots[use.name] = copy
                 if use.compute != use.stored and not self._region:
-                    copies[copy] = functools.partial(
-                        _gathered, cast(DTensor, resting.detach()), self._redistributor, use.compute
-                    )
+                    copies[copy] = Remade(self._redistributor.again(resting, use.compute))
             with save_no_copies(copies):
                 return self._forward(*args, **kwargs)
         finally:
             slots.update(cast(Mapping[str, nn.Parameter], before))
-
-
-def _gathered(resting: DTensor, redistributor: Redistributor, layout: Layout) -> torch.Tensor:
-    return local_of(redistributor.to_layout(resting, layout))
 
 
 def materialize_parameters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -105,6 +105,11 @@ class Redistributor:
             NoPathError: a split would be uneven.
         """
         return tensor if tuple(tensor.placements) == target else self.start(tensor, target)()
+
+    def again(self, tensor: DTensor, target: Layout) -> Callable[[], torch.Tensor]:
+        """Return what brings ``tensor``, as it is now, to ``target`` whenever it is called: the local piece."""
+        kept = cast(DTensor, tensor.detach())
+        return lambda: local_of(self.to_layout(kept, target))
 
     def start(self, tensor: DTensor, target: Layout) -> Callable[[], DTensor]:
         """Start to bring ``tensor`` to ``target``, outside autograd; the result is waited for when it is called for."""

@@ -1,6 +1,7 @@
-"""Gathered copies of parameters that autograd wants to save: it gets a note instead, and the copy is made again.
+"""Gathered copies that autograd wants to save: it gets a note instead, and the copy is made again.
 
-Without this a gathered parameter would stay in memory from forward to backward, and sharding it would save nothing.
+Without this a gathered parameter would stay in memory from forward to backward, and sharding it would save nothing; of
+an activation that tensor parallelism gathered, the plan says whether it stays.
 In a checkpointed block nothing stays anyway: there its recomputation gathers, and the backward pass of the block uses
 that copy.
 """
@@ -43,37 +44,8 @@ CopySource = Callable[[], torch.Tensor]
 """Makes the local piece of a copy again, with the same strides."""
 
 
-@contextmanager
-def save_no_copies(copies: Mapping[DTensor, CopySource]) -> Iterator[None]:
-    """Within it autograd saves no tensor that shares memory with one of ``copies``.
-
-    Backward, each copy is made again at most once, however often it was saved, and freed after its last use. Whatever
-    else is saved goes the way that the hooks around this context say, those of activation checkpointing for instance.
-    """
-    if not copies:
-        yield
-        return
-    remade = {storage_key(copy): _Remade(source) for copy, source in copies.items()}
-    around = current_saved_tensor_hooks()
-
-    def pack(tensor: torch.Tensor) -> Any:
-        copy = remade.get(storage_key(tensor))
-        if copy is not None:
-            return _Note.of(tensor, copy)
-        # torch runs only the innermost hooks. Detached, because a node that holds its own output is never freed.
-        return tensor.detach() if around is None else around[0](tensor)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Note):
-            return packed.tensor()
-        return packed if around is None else around[1](packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
-
-
-class _Remade:
-    """One copy of one module call, shared by all notes about it."""
+class Remade:
+    """One copy, made again at most once in a backward for all that was saved of it, and freed after its last use."""
 
     def __init__(self, source: CopySource) -> None:
         self._source = source
@@ -94,6 +66,35 @@ class _Remade:
         return local
 
 
+@contextmanager
+def save_no_copies(copies: Mapping[DTensor, Remade]) -> Iterator[None]:
+    """Within it autograd saves no tensor that shares memory with one of ``copies``.
+
+    Backward, each copy is made again at most once, however often it was saved, and freed after its last use. Whatever
+    else is saved goes the way that the hooks around this context say, those of activation checkpointing for instance.
+    """
+    if not copies:
+        yield
+        return
+    remade = {storage_key(copy): again for copy, again in copies.items()}
+    around = current_saved_tensor_hooks()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        copy = remade.get(storage_key(tensor))
+        if copy is not None:
+            return _Note.of(tensor, copy)
+        # torch runs only the innermost hooks. Detached, because a node that holds its own output is never freed.
+        return tensor.detach() if around is None else around[0](tensor)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, _Note):
+            return packed.tensor()
+        return packed if around is None else around[1](packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
     """What is kept of a saved tensor: which view of which copy it was.
@@ -103,14 +104,14 @@ class _Note:
         spec: mesh, layout, global shape and stride; None for a plain tensor.
     """
 
-    copy: _Remade
+    copy: Remade
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     spec: tuple[DeviceMesh, Layout, tuple[int, ...], tuple[int, ...]] | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, copy: _Remade) -> _Note:
+    def of(cls, tensor: torch.Tensor, copy: Remade) -> _Note:
         copy.note()
         local, spec = tensor, None
         if isinstance(tensor, DTensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 
 import torch
@@ -11,9 +11,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cost_model.layout import Layout
 from executor.redistribute import Redistributor, conjugate
+from executor.saved_copies import Remade
 
-_Wanted = tuple[Layout, Layout]
-"""(layout, layout of the gradient)."""
+_Wanted = tuple[Layout, Layout, bool]
+"""(layout, layout of the gradient, whether it is redistributed again for the backward)."""
 
 
 class SharedRedistributions:
@@ -28,6 +29,7 @@ class SharedRedistributions:
         self.redistributor = redistributor
         self._scopes: list[MutableMapping[torch.Tensor, dict[_Wanted, DTensor]]] = []
         self._originals: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+        self._remade: MutableMapping[torch.Tensor, Remade] = WeakTensorKeyDictionary()
 
     def same(self, alias: torch.Tensor, original: torch.Tensor) -> None:
         """Share what is made from ``alias`` with what is made from ``original``, which autograd tells apart."""
@@ -43,7 +45,13 @@ class SharedRedistributions:
             self._scopes.pop()
 
     def redistribute(
-        self, tensor: torch.Tensor, layout: Layout, grad: Layout | None = None, source_grad: Layout | None = None
+        self,
+        tensor: torch.Tensor,
+        layout: Layout,
+        grad: Layout | None = None,
+        source_grad: Layout | None = None,
+        *,
+        regather: bool = False,
     ) -> DTensor:
         """Return ``tensor`` in ``layout``; the same object for the same tensor, ``layout`` and ``grad`` in one scope.
 
@@ -52,15 +60,23 @@ class SharedRedistributions:
             layout: wanted forward.
             grad: of the gradient that will come back; None is the conjugate of ``layout``.
             source_grad: layout in which the gradient is handed on; None is the conjugate of the tensor's layout.
+            regather: whether it is redistributed again for the backward, by those who ask `remade` for it.
         """
         if not self._scopes:
             return self.redistributor.redistribute(tensor, layout, source_grad)
         made = self._scopes[-1].setdefault(self._originals.get(tensor, tensor), {})
-        wanted = (layout, conjugate(layout) if grad is None else grad)
+        wanted = (layout, conjugate(layout) if grad is None else grad, regather)
         if wanted not in made:
             result = self.redistributor.redistribute(tensor, layout, source_grad)
             if result is tensor:
                 # Nothing to remember, and an entry that holds its own key would never go away.
                 return result
             made[wanted] = result
+            if regather and torch.is_grad_enabled():
+                source = self.redistributor.as_dtensor(tensor)
+                self._remade[result] = Remade(self.redistributor.again(source, layout))
         return made[wanted]
+
+    def remade(self, tensors: Iterable[torch.Tensor]) -> dict[DTensor, Remade]:
+        """Return those of ``tensors`` that are redistributed again for the backward, and what does that."""
+        return {t: self._remade[t] for t in tensors if isinstance(t, DTensor) and t in self._remade}

@@ -92,6 +92,8 @@ class _Reader:
                     return False
             elif slot.origin == "entry":
                 port = self._port(region, position)
+                if (position in strategy.again) != (port is not None and port.regather):
+                    return False
                 if port is None:
                     if slot.source is None and layout != self._replicated():
                         return False

@@ -39,6 +39,7 @@ def build_plan(
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
     tensor_overlap: bool = False,
+    regather: bool = False,
     fused: bool = False,
     axes: int = 2,
     vary_blocks: bool = False,
@@ -74,6 +75,8 @@ def build_plan(
         tensor_overlap: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
             products next to it, as userbuffers and async tensor parallelism do; `executor.shard_module` cannot, so it
             needs ``executable_only=False``.
+        regather: whether linear layers may have what was gathered for them gathered again for their backward, in place
+            of keeping it; planning takes longer.
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own
             code does the same: `executor.shard_module` puts them in its place, compiled on a GPU.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
@@ -112,6 +115,7 @@ def build_plan(
         pins=pins,
         data_axes=data_axes,
         tensor_overlap=tensor_overlap,
+        regather=regather,
         fused=fused,
         axes=axes,
         vary_blocks=vary_blocks,

@@ -13,9 +13,31 @@ from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
 from planner.overlap import Beside, Overlap
 from planner.report import CollectiveKind, Phase
+from planner.strategies.enumerate import Strategy
 
-Port = tuple[Layout | None, Layout | None]
-"""A tensor's layout at a boundary and its gradient's; None where there is none."""
+
+class Port(NamedTuple):
+    """A tensor at a boundary.
+
+    Attributes:
+        layout: None where it is plain.
+        gradient: layout of its gradient; None where it has none.
+        again: whether, gathered at the boundary, it is gathered again for the backward and not kept.
+    """
+
+    layout: Layout | None
+    gradient: Layout | None
+    again: bool = False
+
+
+def leaving(strategy: Strategy, slot: int) -> Port:
+    """Return the port that a region shows to those which read a slot of it."""
+    return Port(strategy.forward[slot], strategy.gradient[slot])
+
+
+def entering(strategy: Strategy, slot: int) -> Port:
+    """Return the port at which a region wants what enters it."""
+    return Port(strategy.forward[slot], strategy.gradient[slot], slot in strategy.again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +100,9 @@ class Ports:
 
     def agree(self, a: int, b: int) -> bool:
         """Tell whether one key of a plan can say both: of what sends no gradient back it says the layout alone."""
-        (layout, gradient), (other_layout, other_gradient) = self._ports[a], self._ports[b]
-        return layout == other_layout and (gradient == other_gradient or gradient is None or other_gradient is None)
+        (layout, gradient, again), (other_layout, other_gradient, other_again) = self._ports[a], self._ports[b]
+        either = gradient == other_gradient or gradient is None or other_gradient is None
+        return layout == other_layout and again == other_again and either
 
 
 class Exchange(NamedTuple):
@@ -173,7 +196,8 @@ class Communication:
     def exchange(self, exchanged: Exchange, source: int, target: int) -> Price | None:
         """Return the price of redistributing an activation between two ports, forward and backward.
 
-        None where there is no path, or where the tensor has a gradient on one side only.
+        None where there is no path, where the tensor has a gradient on one side only, or where it should be gathered
+        again and is not gathered.
         """
         if source == target:
             return FREE
@@ -184,25 +208,46 @@ class Communication:
         return known[pair]
 
     def _exchange(self, exchanged: Exchange, source: Port, target: Port) -> Price | None:
-        (source_layout, source_gradient), (layout, gradient) = source, target
+        (source_layout, source_gradient, _), (layout, gradient, again) = source, target
         shape, itemsize, calls, has_backward, beside = exchanged
         if source_layout is None or layout is None:
             return None
+        prices = []
+        if again:
+            gathered = self._gathered_again(exchanged, source_layout, layout)
+            if gathered is None:
+                return None
+            prices.append(gathered)
         forward = self.move(
             shape, itemsize, source_layout, layout, phase="forward", calls=calls, prefix=quantity.BLOCKING_FORWARD
         )
         if forward is not None and beside is not None:
             path = self.path(shape, itemsize, source_layout, layout)
             forward = self.hidden(forward, path, quantity.FORWARD, beside.reading.forward, beside.making.forward)
-        if forward is None or source_gradient is None or gradient is None or not has_backward:
-            return forward
+        if forward is None:
+            return None
+        prices.append(forward)
+        if source_gradient is None or gradient is None or not has_backward:
+            return add_prices(prices)
         backward = self.move(
             shape, itemsize, gradient, source_gradient, phase="backward", calls=calls, prefix=quantity.BLOCKING_BACKWARD
         )
         if backward is not None and beside is not None:
             path = self.path(shape, itemsize, gradient, source_gradient)
-            backward = self.hidden(backward, path, quantity.BACKWARD, beside.making.backward, beside.reading.backward)
-        return None if backward is None else add_prices([forward, backward])
+            # What is gathered again hides behind the product of the input's gradient, this behind what is left.
+            reading = beside.reading.backward - (beside.reading.forward if again else 0.0)
+            backward = self.hidden(backward, path, quantity.BACKWARD, beside.making.backward, reading)
+        return None if backward is None else add_prices([*prices, backward])
+
+    def _gathered_again(self, exchanged: Exchange, source: Layout, layout: Layout) -> Price | None:
+        """Return the price of gathering an activation once more in the backward; None where it is not gathered."""
+        path = self.path(exchanged.shape, exchanged.itemsize, source, layout)
+        if path is None or not path.steps or any(step.kind != "all_gather" for step in path.steps):
+            return None
+        price = self._walk(path, "backward", exchanged.calls, quantity.BLOCKING_BACKWARD)
+        if exchanged.beside is None:
+            return price
+        return self.hidden(price, path, quantity.BACKWARD, exchanged.beside.reading.forward, 0.0)
 
     def hidden(
         self,

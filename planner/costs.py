@@ -310,9 +310,15 @@ class Pricer:
         inside = 0.0 if context is None else context.forward_peak_nbytes - context.result_nbytes
         return inside + sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
 
-    def copy(self, value: Value, layout: Layout, tally: Tally, throughout: Lifetime) -> Price:
-        """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says."""
+    def copy(self, value: Value, layout: Layout, tally: Tally, throughout: Lifetime, *, again: bool = False) -> Price:
+        """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says.
+
+        Args:
+            again: whether they are made again in the backward instead, and there for as long as it reads them.
+        """
         nbytes = self.local_nbytes(value, layout)
+        if again:
+            return Price(charge=tally.again.charge(nbytes))
         others = tally.held * (self.run.in_flight - 1)
         return add_prices([
             Price(charge=tally.alive.charge(nbytes)), Price(charge=throughout.charge(others * nbytes))

@@ -229,4 +229,5 @@ def _port(
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
     if (source, source_gradient) == (layout, gradient):
         return None
-    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient)
+    again = position in strategy.again
+    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient, regather=again)

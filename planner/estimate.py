@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from planner import problem as quantity
 from planner.assemble import Decision
-from planner.communication import Port, Price, add_prices
-from planner.formulate import Formulator
+from planner.communication import Port, Price, add_prices, entering, leaving
+from planner.formulate import Formulator, is_kept_as_made
 from planner.graph import Value
 from planner.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
 from planner.report import ONCE_A_STEP, CollectiveEstimate, CollectiveKind, Estimate, Phase
@@ -37,8 +37,7 @@ class _Itemiser:
             for use in parameter.uses:
                 index, slot = use
                 strategy = self._decision.strategies[index]
-                port = strategy.forward[slot], strategy.gradient[slot]
-                yield _some(self._formulator.use_price(parameter, use, choice, port))
+                yield _some(self._formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
         for gather in self._formulator.gathers.chosen(self._decision.stored, self._decision.kept):
             yield self._formulator.gathers.price(gather)
         yield from self._redistributions()
@@ -47,10 +46,7 @@ class _Itemiser:
 
     def _ports(self, key: EdgeKey) -> tuple[Port, Port]:
         producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
-        return (
-            (producer.forward[key.producer_slot], producer.gradient[key.producer_slot]),
-            (consumer.forward[key.consumer_slot], consumer.gradient[key.consumer_slot]),
-        )
+        return leaving(producer, key.producer_slot), entering(consumer, key.consumer_slot)
 
     def _value(self, tally: Tally) -> Value:
         key = self._structure.edges[tally.edges[0]]
@@ -69,22 +65,23 @@ class _Itemiser:
         for tally in self._structure.recompute:
             value, beside = self._value(tally), self._formulator.beside_again(tally)
             for source, target in self._wanted(tally):
-                if source[0] != target[0]:
+                if source.layout != target.layout:
                     yield self._pricer.recomputed_redistribution(value, source, target, tally.count, beside)
 
     def _copies(self) -> Iterator[Price]:
         throughout = self._structure.timeline.throughout
         for tally in self._structure.kept:
-            kept = (source[0] for source, target in self._wanted(tally) if tally.always or source[0] == target[0])
+            kept = (p.layout for p, q in self._wanted(tally) if tally.always or is_kept_as_made(p, q))
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
                 yield self._pricer.copy(self._value(tally), layout, tally, throughout)
         for tally in self._structure.copied:
             for source, target in self._wanted(tally):
-                if source[0] != target[0] and target[0] is not None:
-                    yield self._pricer.copy(self._value(tally), target[0], tally, throughout)
+                if source.layout != target.layout and target.layout is not None:
+                    value, again = self._value(tally), target.again
+                    yield self._pricer.copy(value, target.layout, tally, throughout, again=again)
         for tally in self._structure.passed:
-            gradient = self._wanted(tally)[0][0][1]
-            if gradient is not None and any(target[1] != gradient for _, target in self._wanted(tally)):
+            gradient = self._wanted(tally)[0][0].gradient
+            if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(tally)):
                 yield self._pricer.copy(self._value(tally), gradient, tally, throughout)
 
 

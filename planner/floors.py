@@ -71,7 +71,9 @@ class Promising:
     time_s: float
 
     def strategy(self, index: int, choice: Strategy) -> bool:
-        return self.floor.strategies[index].get(choice, self.floor.bound_s) < self.time_s
+        # To gather again takes no less than to keep.
+        kept = dataclasses.replace(choice, again=()) if choice.again else choice
+        return self.floor.strategies[index].get(kept, self.floor.bound_s) < self.time_s
 
     def stored(self, index: int, choice: StoredChoice) -> bool:
         key = choice.stored, choice.gathered_over

@@ -12,8 +12,9 @@ from cost_model.layout import Layout
 from planner import problem as quantity
 from planner.block_gather_costs import BlockGatherPricer
 from planner.charges import Charges, meeting
-from planner.communication import Port, Price
+from planner.communication import Port, Price, entering, leaving
 from planner.costs import Pricer
+from planner.gathered_again import gathering_again
 from planner.gathers import Gathers
 from planner.graph import Value
 from planner.overlap import Beside
@@ -32,6 +33,11 @@ Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""
 AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 """(parameter, its FQNs, stored layout) -> whether it may be chosen."""
+
+
+def is_kept_as_made(source: Port, target: Port) -> bool:
+    """Tell whether a tensor is kept as it is before a boundary, for one who reads it behind that."""
+    return source.layout == target.layout or target.again
 
 
 class Promising(Protocol):
@@ -140,8 +146,13 @@ class Formulator:
         """
         region = self._structure.representative(index)
         found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
-        inference = self.pricer.run.job.phase != "training"
-        return tuple(s for s in found if not slices_parameters(region, s)) if inference else found
+        job = self.pricer.run.job
+        if job.phase != "training":
+            return tuple(s for s in found if not slices_parameters(region, s))
+        # It saves memory: where nobody asks for the peak, nothing.
+        if job.regather and self._structure.timeline.moments:
+            return gathering_again(self._structure, region, found)
+        return found
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
@@ -224,12 +235,8 @@ class Formulator:
 
     def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]]) -> Edge:
         number = self._ports.number
-        producer = [
-            number((s.forward[key.producer_slot], s.gradient[key.producer_slot])) for s in strategies[key.producer]
-        ]
-        consumer = [
-            number((s.forward[key.consumer_slot], s.gradient[key.consumer_slot])) for s in strategies[key.consumer]
-        ]
+        producer = [number(leaving(s, key.producer_slot)) for s in strategies[key.producer]]
+        consumer = [number(entering(s, key.consumer_slot)) for s in strategies[key.consumer]]
         exchanged = self.pricer.exchange(self._structure.representative(key.consumer).slots[key.consumer_slot].value)
         price = self.pricer.communication.exchange
         wanted = list(dict.fromkeys(consumer))
@@ -255,7 +262,7 @@ class Formulator:
         for tally in self._structure.recompute:
             value, beside = self._value(tally), self.beside_again(tally)
             for p, q, members in meeting(edges, tally.edges):
-                if ports.port(p)[0] != ports.port(q)[0]:
+                if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count, beside)
                     charges.add(members, price.charge)
         if pricer.run.job.counts_moments:
@@ -267,26 +274,26 @@ class Formulator:
             value = self._value(tally)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
             for p, q, members in meeting(edges, tally.edges):
-                source, target = ports.port(p)[0], ports.port(q)[0]
-                if source is not None and (tally.always or source == target):
-                    by_layout[source] += members
+                source, target = ports.port(p), ports.port(q)
+                if source.layout is not None and (tally.always or is_kept_as_made(source, target)):
+                    by_layout[source.layout] += members
             for layout, found in by_layout.items():
                 charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
         for tally in self._structure.copied:
             value = self._value(tally)
             copies: dict[int, Charge] = {}
             for p, q, members in meeting(edges, tally.edges):
-                layout_p, layout_q = ports.port(p)[0], ports.port(q)[0]
-                if layout_q is not None and layout_p != layout_q:
+                source, target = ports.port(p), ports.port(q)
+                if target.layout is not None and source.layout != target.layout:
                     if q not in copies:
-                        copies[q] = copy(value, layout_q, tally, throughout).charge
+                        copies[q] = copy(value, target.layout, tally, throughout, again=target.again).charge
                     charges.add(members, copies[q])
         for tally in self._structure.passed:
             value = self._value(tally)
             by_layout = defaultdict(list)
             for p, q, members in meeting(edges, tally.edges):
-                gradient = ports.port(p)[1]
-                if gradient is not None and gradient != ports.port(q)[1]:
+                gradient = ports.port(p).gradient
+                if gradient is not None and gradient != ports.port(q).gradient:
                     by_layout[gradient] += members
             for layout, found in by_layout.items():
                 charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
@@ -329,7 +336,7 @@ class Formulator:
         for position, (parameter, choices) in enumerate(zip(self._structure.parameters, stored, strict=True)):
             for use in parameter.uses:
                 index, slot = use
-                shown = [self._ports.number((s.forward[slot], s.gradient[slot])) for s in strategies[index]]
+                shown = [self._ports.number(leaving(s, slot)) for s in strategies[index]]
                 pairs: dict[tuple[int, int], Charge] = {}
                 for c, choice in enumerate(choices):
                     for q in dict.fromkeys(shown):

@@ -76,6 +76,8 @@ class Job:
         data_axes: mesh axes that split the batch alone.
         tensor_overlap: whether communication of activations is taken to run in pieces beside the matrix products next
             to it (`planner.tensor_overlap`); such a plan cannot be run here.
+        regather: whether linear layers may have what was gathered for them gathered again for their backward, where
+            keeping it takes more memory than there is (`planner.gathered_again`).
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.fused_modules`).
     """
@@ -98,6 +100,7 @@ class Job:
     pins: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
     tensor_overlap: bool = False
+    regather: bool = False
     fused: bool = False
 
     def __post_init__(self) -> None:

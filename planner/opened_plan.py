@@ -166,6 +166,9 @@ def open_plan(
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
         module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+    # A plan written by hand may ask for it at a module's input alone.
+    job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
+    plan = dataclasses.replace(plan, job=job)
     model_traced = TracedModel.of(module, flash_attention=flash, seq=plan.job.seq, compiles=cluster.device.compiles)
     search = Search(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))

@@ -151,7 +151,7 @@ class ParameterPricer:
             pending: moment's quantity -> how many of their gradients from this use wait for those from others.
             gradients: moment's quantity -> how many of them have their gradients by then.
         """
-        layout, gradient = use
+        layout, gradient, _ = use
         assert layout is not None
         calls = count * self._run.passes
         forward = self._gather(value, choice.stored, layout, "forward", calls, quantity.BLOCKING_FORWARD)
@@ -247,7 +247,7 @@ class ParameterPricer:
 def is_fully_sharded(choice: StoredChoice, use: Port) -> bool:
     """Tell whether `fully_shard` takes a parameter from rest to its use, and its gradient to where it accumulates."""
     axis, accumulated = choice.gathered_over, choice.accumulated
-    layout, gradient = use
+    layout, gradient, _ = use
     if axis is None or accumulated is None or layout is None or gradient is None:
         return False
     others = [a for a in range(len(choice.stored)) if a != axis]

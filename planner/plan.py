@@ -222,6 +222,11 @@ class ShardingPlan:
                     for layout in port.layouts():
                         yield name, key, layout
 
+    @property
+    def regathers(self) -> bool:
+        """Whether any module's backward has what the module is called with redistributed again."""
+        return any(port.regather for spec in self.input_plan.values() for _, port in ports_of(spec))
+
     def _keys(self) -> Iterator[tuple[str, str]]:
         for name in (*_MAPPINGS, *_LISTS):
             for key in getattr(self, name):

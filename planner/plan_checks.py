@@ -26,6 +26,9 @@ def check_ports(name: str, key: str, spec: object) -> None:
     for port in ports:
         if not isinstance(port, Port) or not all(is_layout(layout) for layout in port.layouts()):
             raise wrong_type(name, key, port, advice)
+        if port.regather and name != "input_plan":
+            detail = f"{name} has regather for {key!r}: only what a module is called with can be redistributed again."
+            raise PlanTypeError(detail, field=name, key=key, what_to_do="Say it at the inputs of those who read it.")
 
 
 def check_names(name: str, key: str, names: object) -> None:

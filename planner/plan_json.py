@@ -64,6 +64,8 @@ class PortDocument(_Document):
     """Before the boundary, forward."""
     source_grad: LayoutText | None = None
     """Of the gradient before the boundary."""
+    regather: bool = False
+    """Of a module's input: whether it is redistributed again for the module's backward, and not kept until then."""
 
 
 PortText = Annotated[LayoutText | PortDocument, Field(union_mode="left_to_right")]
@@ -202,10 +204,11 @@ def layout_text(value: Layout | str) -> list[str] | str:
 
 def port_text(port: Port, *, full: bool = False) -> Any:
     """Return the JSON value of a port: its layout alone where nothing else is given, unless ``full``."""
-    if not full and port.grad is None and port.source is None and port.source_grad is None:
+    if not full and port == Port(layout=port.layout):
         return list(format_layout(port.layout))
-    texts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
-    return {name: list(format_layout(layout)) for name, layout in texts.items() if layout is not None}
+    layouts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
+    texts = {name: list(format_layout(layout)) for name, layout in layouts.items() if layout is not None}
+    return {**texts, "regather": True} if port.regather else texts
 
 
 def ports_text(spec: PortSpec) -> Any:
@@ -231,6 +234,7 @@ def _port(text: list[str] | PortDocument) -> Port:
         grad=layout(text.grad),
         source=layout(text.source),
         source_grad=layout(text.source_grad),
+        regather=text.regather,
     )
 
 

@@ -33,6 +33,7 @@ class _LocalPlanner(ShardingPlanner):
     reduce_dtype: str = "fp32"
     pins: Sequence[str] = ()
     data_axes: Sequence[str] = ()
+    regather: bool = False
     fused: bool = False
     axes: int = 2
 
@@ -73,6 +74,7 @@ class _LocalPlanner(ShardingPlanner):
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
+            regather=self.regather,
             fused=self.fused,
             axes=self.axes,
             executable_only=self._executable_only(),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cost_model.layout import Layout
 from planner.assemble import Decision
-from planner.communication import Port, add_prices
+from planner.communication import Port, add_prices, entering, leaving
 from planner.estimate import itemise
 from planner.formulate import Accepts, AcceptsStored, Formulator
 from planner.parameter_classes import ParameterClass
@@ -99,7 +99,7 @@ def _parameter_charge(
     for use in parameter.uses:
         index, slot = use
         strategy = decision.strategies[index]
-        prices.append(formulator.use_price(parameter, use, choice, (strategy.forward[slot], strategy.gradient[slot])))
+        prices.append(formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
     found = [price for price in prices if price is not None]
     return add_prices(found).charge if len(found) == len(prices) else None
 
@@ -121,15 +121,12 @@ def _input_strategy(
     for edge in structure.edges:
         if edge.producer == index:
             consumer = decision.strategies[edge.consumer]
-            wanted.append(
-                (edge.producer_slot, (consumer.forward[edge.consumer_slot], consumer.gradient[edge.consumer_slot]))
-            )
+            wanted.append((edge.producer_slot, entering(consumer, edge.consumer_slot)))
     region = structure.representative(index)
 
     def is_free(strategy: Strategy) -> bool:
         for slot, port in wanted:
-            source = strategy.forward[slot], strategy.gradient[slot]
-            price = formulator.redistribution_price(region.slots[slot].value, source, port)
+            price = formulator.redistribution_price(region.slots[slot].value, leaving(strategy, slot), port)
             if price is None or price.collectives:
                 return False
         return True

@@ -22,12 +22,15 @@ class Port:
         source: before the boundary; None where the plan does not say (written by hand): then whatever arrives is
             redistributed, and a plain tensor is this rank's piece of ``layout``.
         source_grad: of the gradient before the boundary.
+        regather: of what a module is called with: whether the module's backward has it redistributed again, so that
+            only what it was made from is kept until then.
     """
 
     layout: Layout
     grad: Layout | None = None
     source: Layout | None = None
     source_grad: Layout | None = None
+    regather: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each layout that is given."""

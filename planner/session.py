@@ -79,6 +79,7 @@ class PlanningSession:
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
         tensor_overlap: bool = False,
+        regather: bool = False,
         fused: bool = False,
         axes: int = 2,
         vary_blocks: bool = False,
@@ -113,6 +114,7 @@ class PlanningSession:
             pins=tuple(pins),
             data_axes=tuple(data_axes),
             tensor_overlap=checked_tensor_overlap(tensor_overlap, executable_only),
+            regather=regather,
             fused=fused,
         )
         self._batch = batch or given_batch

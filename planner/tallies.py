@@ -29,6 +29,8 @@ class Tally:
         alive: of saved tensors: at which moments there are how many.
         always: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
         held: how many saved tensors there are at the end of the forward.
+        again: of copies: at which moments there are how many where they are made again for the backward of what keeps
+            them, if that is one op each.
     """
 
     edges: tuple[int, ...]
@@ -36,6 +38,7 @@ class Tally:
     alive: Lifetime = NEVER_ALIVE
     always: bool = False
     held: int = 0
+    again: Lifetime = NEVER_ALIVE
 
 
 class _Kept(NamedTuple):
@@ -62,6 +65,7 @@ def count_tallies(
     kept_held: Counter[tuple[tuple[int, ...], bool]] = Counter()
     copied: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     copied_held: Counter[tuple[int, ...]] = Counter()
+    copied_again: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
@@ -116,6 +120,8 @@ def count_tallies(
         for where, found in copiers.items():
             copied[_subset(k.edge for k in found)].update(present.of(found, where))
             copied_held[_subset(k.edge for k in found)] += _is_held(found, where)
+            if where is None:
+                copied_again[_subset(k.edge for k in found)].update(_while_read(found, timeline.moments))
     return {
         "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
         "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
@@ -124,7 +130,13 @@ def count_tallies(
             for (edges, always), alive in kept.items()
         ),
         "copied": tuple(
-            Tally(edges=edges, alive=Lifetime.of(alive), held=copied_held[edges]) for edges, alive in copied.items()
+            Tally(
+                edges=edges,
+                alive=Lifetime.of(alive),
+                held=copied_held[edges],
+                again=Lifetime.of(copied_again.get(edges, {})),
+            )
+            for edges, alive in copied.items()
         ),
         "passed": tuple(Tally(edges=edges, alive=Lifetime.of(alive)) for edges, alive in passed.items()),
     }
@@ -149,6 +161,12 @@ class _Alive:
         since = min(k.since for k in kept)
         moments = self._kept if block is None else self._again.get(block, ())
         return [name for position, name in moments if position >= since]
+
+
+def _while_read(kept: Sequence[_Kept], moments: Sequence[Moment]) -> list[str]:
+    """Return the quantities of the moments between the backward of the last op that reads a tensor and the first."""
+    first, last = min(k.since for k in kept), max(k.since for k in kept)
+    return [moment.quantity("transient") for moment in moments if first <= moment.position <= last]
 
 
 def _is_held(kept: Sequence[_Kept], block: str | None) -> bool:

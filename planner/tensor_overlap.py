@@ -21,6 +21,7 @@ from collections import defaultdict
 
 from cost_model.gemm import gemm_rate_flops_per_s
 from cost_model.in_step import in_step
+from planner.gathered_again import is_linear
 from planner.overlap import Beside, Products
 from planner.regions import Link, Region, RegionOp
 from planner.run import Run
@@ -96,8 +97,7 @@ class ProductsBeside:
 
     def _product(self, region: Region, region_op: RegionOp) -> Products:
         """Return the FLOPs of a linear layer: a product of one activation and of parameters."""
-        slots = [region.slots[i] for i in region_op.inputs]
-        profile = self._structure.profile.ops[region_op.op.name]
-        if sum(slot.origin != "parameter" for slot in slots) != 1 or len(slots) < 2:
+        if not is_linear(region, region_op, self._structure.profile):
             return NONE
+        profile = self._structure.profile.ops[region_op.op.name]
         return Products(profile.flops, profile.backward_flops)

@@ -32,10 +32,17 @@ class AxisStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A region on the whole mesh: the layout of each slot (None: plain) and of its gradient (None: it has none)."""
+    """A region on the whole mesh.
+
+    Attributes:
+        forward: the layout of each slot; None: plain.
+        gradient: of its gradient; None: it has none.
+        again: slots whose tensor, gathered for the region, is not kept for the backward but gathered again.
+    """
 
     forward: tuple[Layout | None, ...]
     gradient: tuple[Layout | None, ...]
+    again: tuple[int, ...] = ()
 
 
 def gradient_options(placement: Placement) -> tuple[Placement, ...]:
