@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from cost_model.layout import Layout
-from executor.torch_internals import current_saved_tensor_hooks, local_of, make_dtensor, storage_key
+from executor.torch_internals import (
+    TensorSpec,
+    current_saved_tensor_hooks,
+    like_dtensor,
+    local_of,
+    spec_of,
+    storage_key,
+)
 
 
 class CheckpointedRegion:
@@ -101,29 +106,25 @@ class _Note:
 
     Attributes:
         size: with ``stride`` and ``offset``, of the local view.
-        spec: mesh, layout, global shape and stride; None for a plain tensor.
+        spec: all that a DTensor is beside its local view; None for a plain tensor.
     """
 
     copy: Remade
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    spec: tuple[DeviceMesh, Layout, tuple[int, ...], tuple[int, ...]] | None
+    spec: TensorSpec | None
 
     @classmethod
     def of(cls, tensor: torch.Tensor, copy: Remade) -> _Note:
         copy.note()
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
-            local = local_of(tensor)
-            spec = (tensor.device_mesh, tuple(tensor.placements), tuple(tensor.shape), tensor.stride())
+            local, spec = local_of(tensor), spec_of(tensor)
         return cls(
             copy=copy, size=tuple(local.shape), stride=local.stride(), offset=int(local.storage_offset()), spec=spec
         )
 
     def tensor(self) -> torch.Tensor:
         local = self.copy.local().as_strided(self.size, self.stride, self.offset)
-        if self.spec is None:
-            return local
-        mesh, layout, shape, stride = self.spec
-        return make_dtensor(local, mesh, layout, shape, stride)
+        return local if self.spec is None else like_dtensor(local, self.spec)

@@ -1,8 +1,8 @@
 """Everything that torch keeps to itself and the executor needs: the one file to look at when torch moves.
 
-Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor``, the functional collectives, the
-dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd
-engine, what ``fully_shard`` keeps between passes, and the names of the operators that communicate.
+Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor`` and ``_spec``, the functional
+collectives, the dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of
+the autograd engine, what ``fully_shard`` keeps between passes, and the names of the operators that communicate.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from cost_model.layout import Layout
 from planner.report import CollectiveKind
 
+TensorSpec = DTensorSpec
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -37,6 +39,16 @@ def make_dtensor(
 ) -> DTensor:
     """Return the tensor of global ``shape`` and ``stride`` whose piece on this rank is ``local``, without any check."""
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:
+    """Return the tensor of which ``spec`` says all but this rank's piece, strided placements too."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> TensorSpec:
+    """Return mesh, layout, global shape and stride of ``tensor``."""
+    return tensor._spec
 
 
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
