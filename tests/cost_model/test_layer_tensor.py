@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from cost_model.cluster import ClusterSpec
+from cost_model.in_step import taken_share
 from cost_model.layer_tensor import tensor_seconds
 from cost_model.layer_work import layer_work
 from cost_model.parallelism import Implementation, ParallelSpec
@@ -25,18 +26,24 @@ def exposed(spec, parallel):
     return tensor_seconds(spec, parallel, CLUSTER, shipped_constants(), work)
 
 
-def reduced_s(spec):
+def moved_s(kind, spec):
     nbytes = 2.0 * PARALLEL.tokens * spec.hidden
-    return group_time_s("reduce_scatter", nbytes, size=8, stride=1, cluster=CLUSTER)
+    return group_time_s(kind, nbytes, size=8, stride=1, cluster=CLUSTER)
+
+
+def reduced_s(spec):
+    return moved_s("reduce_scatter", spec)
 
 
 def test_an_axis_of_one_costs_nothing():
     assert exposed(WIDE, dataclasses.replace(OVERLAPPED, tensor=1, sequence_parallel=False)) == (0.0, 0.0)
 
 
-def test_long_products_hide_all_but_the_last_piece_of_a_reduction():
+def test_long_products_hide_all_but_the_last_piece_of_a_reduction_and_are_slowed_down_by_it():
     forward, backward = exposed(WIDE, OVERLAPPED)
-    assert forward == pytest.approx(backward) == pytest.approx(2 * reduced_s(WIDE) / 8)
+    hidden_s = moved_s("all_gather", WIDE) + reduced_s(WIDE) * 7 / 8
+    shown_s = reduced_s(WIDE) / 8 + taken_share(CLUSTER.device) * hidden_s
+    assert forward == pytest.approx(backward) == pytest.approx(2 * shown_s)
 
 
 def test_short_products_leave_the_rest_exposed():

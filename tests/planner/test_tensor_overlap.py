@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import problem as quantity
-from planner.communication import Communication, Exchange, Price
+from planner.communication import Communication, Exchange, Port, Price
 from planner.errors import JobError, PlanError
 from planner.notes import NOT_OVERLAPPED
 from planner.opened_plan import estimate_plan
@@ -32,7 +32,7 @@ def exchanged(source: tuple, target: tuple, beside: Beside | None, mesh: str = "
     """Return the price of a tensor that is redistributed so, and the seconds of one of its collectives."""
     communication = Communication(MeshSpec.parse(mesh), ClusterSpec.parse("2x4xh100-sxm-80gb"))
     kind = Exchange((8, 1024, 4096), 2, CALLS, True, beside)
-    numbers = [communication.ports.number(port) for port in (source, target)]
+    numbers = [communication.ports.number(Port(*port)) for port in (source, target)]
     price = communication.exchange(kind, *numbers)
     assert price is not None
     return price, price.collectives[0].time_s
@@ -54,6 +54,22 @@ def test_a_gather_hides_behind_what_reads_it_and_its_gradients_reduction_all_but
         quantity.PREFETCH_BACKWARD + LINK: CALLS * reduce_s * 3 / 4,
         quantity.SLOWDOWN_BACKWARD: CALLS * reduce_s * 3 / 4 * taken,
     })  # fmt: skip
+
+
+def test_what_is_gathered_again_hides_behind_the_product_of_the_inputs_gradient() -> None:
+    _, gather_s = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), None)
+    price, _ = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), Beside(Products(gather_s / 2, 3.0), Products(5.0, 7.0)))
+    reduce_s = next(c.time_s for c in price.collectives if c.kind == "reduce_scatter")
+    assert [(c.kind, c.phase) for c in price.collectives] == [
+        ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward")
+    ]  # fmt: skip
+    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * gather_s / 2)
+    assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s / 2 + reduce_s / 4))
+    communication = Communication(MeshSpec.parse("dp=2,tp=4"), ClusterSpec.parse("2x4xh100-sxm-80gb"))
+    number = communication.ports.number
+    for source in ((WHOLE, SUMS), (SUMS, WHOLE), ((S1, R), (S1, R))):
+        kept, again = number(Port(*source)), number(Port(SPLIT if source[0] == (S1, R) else WHOLE, SUMS, True))
+        assert communication.exchange(Exchange((8, 1024, 4096), 2, CALLS, True), kept, again) is None  # no gather
 
 
 def test_a_reduction_hides_behind_what_makes_it_and_its_gradients_gather_behind_the_same() -> None:
