@@ -7,8 +7,8 @@ stream of its own is hidden behind compute, which it slows down: each hidden sec
 that NCCL takes.
 
 Known error (2026-11, rows of sources that no constant was fitted to, benchmarks/accuracy.py; structure was chosen with
-those rows in sight): dense in 16 bits 7 % on average, 92 % of rows within 15 %, but 11 % without one document of which
-a table was fitted to; in 8 bits 11 %; experts 15 % and too fast.
+those rows in sight): dense in 16 bits 6 % on average, 92 % of rows within 15 %, but 10 % without one document of which
+a table was fitted to; in 8 bits 9 %; experts 15 % and too fast.
 """
 
 from __future__ import annotations
