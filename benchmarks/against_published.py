@@ -15,7 +15,8 @@ is chosen. That is what it costs where it is run as plans are, without what its 
 own, communication in pieces beside products). No search may do worse than that, but for its gap.
 
 ``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them, and
-``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`), as NeMo has it.
+``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`) and ``--regather``
+with inputs of linear layers gathered again for the backward (`planner.gathered_again`), as Megatron and NeMo have them.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -251,6 +252,7 @@ def main() -> int:
     parser.add_argument(
         "--tensor-overlap", action="store_true", help="plan with communication beside products; needs --pipelines"
     )
+    parser.add_argument("--regather", action="store_true", help="plan with inputs gathered again for the backward")
     parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
@@ -270,6 +272,7 @@ def main() -> int:
         "executable_only": not arguments.pipelines,
         "fused": arguments.fused,
         "tensor_overlap": arguments.tensor_overlap,
+        "regather": arguments.regather,
         "axes": arguments.axes,
     }
     return show_planned(wanted, options, own=arguments.own_mesh)
