@@ -44,12 +44,12 @@ class LinearProgram:
         cap_row: the row that caps memory; None: there is none.
     """
 
-    lower: list[float] = field(default_factory=list)
-    upper: list[float] = field(default_factory=list)
-    integer: list[bool] = field(default_factory=list)
-    row_lower: list[float] = field(default_factory=list)
-    row_upper: list[float] = field(default_factory=list)
-    row_start: list[int] = field(default_factory=lambda: [0])
+    lower: array[float] = field(default_factory=lambda: array("d"))
+    upper: array[float] = field(default_factory=lambda: array("d"))
+    integer: array[int] = field(default_factory=lambda: array("b"))
+    row_lower: array[float] = field(default_factory=lambda: array("d"))
+    row_upper: array[float] = field(default_factory=lambda: array("d"))
+    row_start: array[int] = field(default_factory=lambda: array("i", [0]))
     objective: Expression = field(
         default_factory=lambda: Expression(indices=np.empty(0, np.int32), values=np.empty(0, np.float64))
     )
@@ -102,14 +102,26 @@ class LinearProgram:
     def matrix(self) -> tuple[Indices, Indices, Floats]:
         """Return the rows as compressed sparse rows: starts, column indices, values."""
         return (
-            np.asarray(self.row_start, np.int32),
+            np.array(self.row_start, np.int32),
             np.array(self._indices, np.int32),
             np.array(self._values, np.float64),
         )
 
+    def bounds(self) -> tuple[Floats, Floats]:
+        """Return the least and the largest value of each variable."""
+        return np.array(self.lower, np.float64), np.array(self.upper, np.float64)
+
+    def row_bounds(self) -> tuple[Floats, Floats]:
+        """Return the least and the largest value of each constraint."""
+        return np.array(self.row_lower, np.float64), np.array(self.row_upper, np.float64)
+
+    def is_whole(self) -> npt.NDArray[np.bool_]:
+        """Return of each variable whether it has to be a whole number."""
+        return np.array(self.integer, np.bool_)
+
     def fixed(self, values: Mapping[int, float]) -> LinearProgram:
         """Return the program with some variables held at a value."""
-        lower, upper = list(self.lower), list(self.upper)
+        lower, upper = self.lower[:], self.upper[:]
         for variable, value in values.items():
             lower[variable] = upper[variable] = value
         return dataclasses.replace(self, lower=lower, upper=upper)
@@ -120,7 +132,8 @@ class LinearProgram:
         Where one sum has to equal another, and has no variable left, those of the other are 0.
         """
         starts, indices, values = self.matrix()
-        balanced = (np.asarray(self.row_lower) == 0.0) & (np.asarray(self.row_upper) == 0.0)
+        row_lower, row_upper = self.row_bounds()
+        balanced = (row_lower == 0.0) & (row_upper == 0.0)
         left = columns.copy()
         within = np.flatnonzero(np.repeat(balanced, np.diff(starts)) & left[indices])
         rows = (np.searchsorted(starts, within, side="right") - 1).astype(np.int32)
@@ -139,25 +152,27 @@ class LinearProgram:
         starts, indices, values = self.matrix()
         new = np.full(self.columns, -1, np.int32)
         new[columns] = np.arange(len(columns), dtype=np.int32)
-        left = new[indices] >= 0
-        row_of = np.repeat(np.arange(self.rows), np.diff(starts))[left]
-        lengths = np.bincount(row_of, minlength=self.rows)
-        lower, upper = np.asarray(self.row_lower), np.asarray(self.row_upper)
+        renumbered = new[indices]
+        left = renumbered >= 0
+        lengths = np.diff(np.concatenate(([0], np.cumsum(left)))[starts])
+        lower, upper = self.row_bounds()
         rows = np.flatnonzero((lengths > 0) | (lower > 0) | (upper < 0))
-        cost = self.cost()[columns]
         cap_row = None if self.cap_row is None or self.cap_row not in rows else int(np.sum(rows < self.cap_row))
+        least, largest = self.bounds()
         return LinearProgram(
-            lower=np.asarray(self.lower)[columns].tolist(),
-            upper=np.asarray(self.upper)[columns].tolist(),
-            integer=np.asarray(self.integer, bool)[columns].tolist(),
-            row_lower=lower[rows].tolist(),
-            row_upper=upper[rows].tolist(),
-            row_start=[0, *np.cumsum(lengths[rows]).tolist()],
+            lower=array("d", least[columns].tobytes()),
+            upper=array("d", largest[columns].tobytes()),
+            integer=array("b", self.is_whole()[columns].tobytes()),
+            row_lower=array("d", lower[rows].tobytes()),
+            row_upper=array("d", upper[rows].tobytes()),
+            row_start=array("i", [0, *np.cumsum(lengths[rows]).tolist()]),
             objective=Expression(
-                indices=np.arange(len(columns), dtype=np.int32), values=cost, constant=self.objective.constant
+                indices=np.arange(len(columns), dtype=np.int32),
+                values=self.cost()[columns],
+                constant=self.objective.constant,
             ),
             cap_row=cap_row,
-            _indices=array("i", new[indices][left].tobytes()),
+            _indices=array("i", renumbered[left].tobytes()),
             _values=array("d", values[left].tobytes()),
         )
 

@@ -193,7 +193,7 @@ def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
     """Return which variable that has to be whole is nearest to 1 without being whole; None where all are whole."""
     assert relaxed.values is not None
     off = np.abs(relaxed.values - np.round(relaxed.values)) > _WHOLE
-    off &= np.asarray(program.integer, np.bool_)
+    off &= program.is_whole()
     return int(np.argmax(np.where(off, relaxed.values, -1.0))) if off.any() else None
 
 

@@ -221,12 +221,12 @@ def _highs_model(program: LinearProgram, mip: bool) -> tuple[Any, ...]:
         highspy.ObjSense.kMinimize.value,
         program.objective.constant,
         program.cost(),
-        *(np.asarray(side, np.float64) for side in (program.lower, program.upper)),
-        *(np.asarray(side, np.float64) for side in (program.row_lower, program.row_upper)),
+        *program.bounds(),
+        *program.row_bounds(),
         starts,
         indices,
         values,
-        np.where(np.asarray(program.integer, np.bool_) & mip, whole, any_).astype(np.int32),
+        np.where(program.is_whole() & mip, whole, any_).astype(np.int32),
     )
 
 
