@@ -82,7 +82,7 @@ Regather = Annotated[
     typer.Option(
         "--regather",
         help="Let linear layers have what was gathered for them gathered again for their backward, where memory is "
-        "short; takes longer.",
+        "short; seldom pays without --tensor-overlap.",
     ),
 ]
 Fused = Annotated[

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cost_model.layout import Layout, format_layout, replicated
+from planner.communication import entering, leaving
 from planner.errors import PlanMismatchError
 from planner.formulate import Formulation, Formulator
 from planner.parameter_classes import ParameterClass
@@ -53,6 +54,7 @@ class _Reader:
 
     def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames) -> None:
         self._structure = structure
+        self._formulator = formulator
         self._regions = structure.regions
         self._mesh = plan.mesh.shape
         names, modules = module.parameters, module.modules
@@ -155,6 +157,7 @@ class _Reader:
                 self._candidates[index] = self._candidates[index][:1]
                 self._narrow(unique)
         self._refuse_empty()
+        self._check_gathered_again()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
         kept = {block.kind: self._kept[block.kind] for block in self._structure.gathers if block.kind in self._kept}
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
@@ -181,8 +184,36 @@ class _Reader:
             if not candidates:
                 self._refuse(index)
 
+    def _check_gathered_again(self) -> None:
+        """Refuse what should be gathered again, and comes by another redistribution than all-gathers."""
+        for key in self._structure.edges:
+            producer, consumer = self._candidates[key.producer][0], self._candidates[key.consumer][0]
+            port, region = entering(consumer, key.consumer_slot), self._structure.representative(key.consumer)
+            value = region.slots[key.consumer_slot].value
+            source = leaving(producer, key.producer_slot)
+            if port.again and self._formulator.redistribution_price(value, source, port) is None:
+                self._refuse_regather(region, key.consumer_slot)
+
+    def _refuse_regather(self, region: Region, position: int) -> None:
+        boundary = region.slots[position].boundary
+        assert boundary is not None
+        fqn, _, path = hook_key(self._regions, boundary)
+        raise PlanMismatchError(
+            f"input_plan[{input_key(fqn)!r}], {path!r}, has regather where that cannot be priced: it is of inputs that "
+            "one linear layer reads, outside of checkpointed blocks, and that are all-gathered for it.",
+            subject="layouts",
+            expected="regather at all-gathered inputs of linear layers",
+            found=input_key(fqn),
+            what_to_do="Leave regather out there, or run the plan unpriced.",
+        )
+
     def _refuse(self, index: int) -> None:
         region = self._structure.representative(index)
+        known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.again}
+        for position, slot in enumerate(region.slots):
+            port = self._port(region, position) if slot.boundary is not None else None
+            if port is not None and port.regather and (position, port.layout) not in known:
+                self._refuse_regather(region, position)
         wanted = []
         for position, slot in enumerate(region.slots):
             if slot.parameter is not None:
@@ -197,7 +228,7 @@ class _Reader:
                     wanted.append(f"{direction} {path!r} of {fqn or '(root)'} as ({text})")
         raise PlanMismatchError(
             f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
-            + (f" ({'; '.join(wanted)})" if wanted else ""),
+            + (f" ({'; '.join(wanted)})." if wanted else "."),
             subject="layouts",
             expected="layouts that its ops can run in",
             found="; ".join(wanted),

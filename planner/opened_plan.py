@@ -21,6 +21,7 @@ from planner.grouping import Grouping
 from planner.inputs import GivenInputs, batch_of
 from planner.plan import ShardingPlan
 from planner.plan_grouping import groupings_of_plan
+from planner.regather_note import with_regather_note
 from planner.run import Run
 from planner.search import Search
 from planner.structure import Structure
@@ -57,7 +58,8 @@ def estimate_plan(
     if plan.job.fused:
         notes[fused_note(opened.search.traced.graph)] = None
     where = read.run.cluster.to_dict()
-    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=tuple(notes))
+    said = with_regather_note(notes, plan.input_plan)
+    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

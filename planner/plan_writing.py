@@ -11,6 +11,7 @@ from planner.outer_search import Found
 from planner.pipeline_plan import written
 from planner.pipeline_search import Piped
 from planner.plan import PlanMesh, ShardingPlan
+from planner.regather_note import with_regather_note
 from planner.report import MeshReport, SolverReport
 from planner.search import Candidate, Search
 from planner.stage_searches import PlannedPipeline, listed_blocks
@@ -38,7 +39,7 @@ def plan_of(
         ),
         cluster=search.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
-        notes=tuple(notes),
+        notes=with_regather_note(notes, entries.input_plan),
     )
 
 
@@ -55,6 +56,7 @@ def plan_of_pipeline(
         activation_checkpointing=dict(text.modes),
         pipeline=text.pipeline,
         estimate=text.estimate,
+        notes=with_regather_note(first.notes, text.entries.input_plan),
     )
 
 

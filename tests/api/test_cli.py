@@ -188,6 +188,13 @@ def test_real_process_shows_no_traceback_and_json_errors_are_problem_details() -
     assert json.loads(done.stdout)["error"]["title"] == "The cluster cannot be used"
 
 
+def test_real_process_prints_a_plan_as_json_and_nothing_else(planned: Planned) -> None:
+    """A library that writes to standard output by itself is not seen where Python's is replaced."""
+    done = command("plan", planned.config, *TINY, *QUICK, "--no-cache", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plan"] == json.loads(planned.printed)["plan"]
+
+
 def test_show_tells_axes_weights_memory_collectives_and_gap(plan_file: str) -> None:
     said = run("show", plan_file).stdout
     lines = [" ".join(line.split()) for line in said.splitlines()]

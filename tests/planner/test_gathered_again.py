@@ -12,6 +12,7 @@ import pytest
 from families import make
 
 from planner import PlanningSession, build_plan
+from planner.errors import PlanMismatchError
 from planner.opened_plan import estimate_plan
 from planner.plan import ShardingPlan
 from planner.ports import Port, ports_of
@@ -86,6 +87,37 @@ def test_it_costs_a_collective_in_the_backward_and_saves_memory() -> None:
         for estimate in (once.estimate, found.estimate)
     ]
     assert gathers[0] < gathers[1]
+
+
+def noted(plan: ShardingPlan) -> list[str]:
+    return [note for note in plan.notes if note.startswith("gathered again")]
+
+
+def test_a_plan_says_what_it_gathers_again() -> None:
+    found = session(True).plan(mesh=MESH, memory_bytes=short())
+    module, inputs = CASE.make(), inputs_of(CASE)
+    (note,) = noted(found)
+    assert all(key in note for key, spec in found.input_plan.items() if again(spec))
+    assert noted(estimate_plan(module, found, example_inputs=inputs)) == [note]
+    assert noted(estimate_plan(module, kept(found), example_inputs=inputs)) == []
+
+
+def test_what_is_not_gathered_for_a_linear_layer_is_refused_by_name() -> None:
+    module, inputs = CASE.make(), inputs_of(CASE)
+    plan = session(False).plan(mesh=MESH, planner="random:3")
+    refused: dict[str, str] = {}
+    for key, spec in plan.input_plan.items():
+        for name, port in ports_of(spec):
+            asked: dict[str, Port] = {**dict(ports_of(spec)), name: dataclasses.replace(port, regather=True)}
+            changed = dataclasses.replace(plan, input_plan={**plan.input_plan, key: asked.get("", asked)})
+            try:
+                estimate_plan(module, changed, example_inputs=inputs)
+            except PlanMismatchError as error:
+                refused[key] = str(error)
+    assert len(refused) >= 3
+    for key, said in refused.items():
+        assert key.replace("*", "0") in said
+        assert "has regather where that cannot be priced" in said
 
 
 def test_checkpointed_blocks_gather_anyway() -> None:
