@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from planner.graph import Value
 from planner.job import CheckpointingMode
 from planner.op_profile import GraphProfile
 from planner.op_times import OpTime, OpTimes
-from planner.overlap import Beside
+from planner.overlap import Beside, Overlap
 from planner.problem import Lifetime
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
@@ -45,6 +46,7 @@ class Pricer:
         self.communication = communication
         self._profile = profile
         self._op_times = op_times
+        self._overlap = Overlap.of(run.cluster.device)
 
     # --- activations ---------------------------------------------------------------------------------------------
 
@@ -105,21 +107,26 @@ class Pricer:
         """
         if self.run.place is None:
             return
-        calls = count * self.run.passes
         for slot, layout, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
             if is_sent(region, slot):
-                yield self._sent(self.run.place, slot.value, layout, "forward", calls, quantity.BLOCKING_FORWARD)
+                yield self._sent(self.run.place, slot.value, layout, "forward", count)
             if is_received(slot) and self.run.job.training:
-                yield self._sent(self.run.place, slot.value, gradient, "backward", calls, quantity.BLOCKING_BACKWARD)
+                yield self._sent(self.run.place, slot.value, gradient, "backward", count)
 
     def _sent(
-        self, place: StagePlace, value: Value, layout: Layout | None, phase: Phase, calls: float, prefix: str
+        self, place: StagePlace, value: Value, layout: Layout | None, phase: Literal["forward", "backward"], count: int
     ) -> Price:
-        """Return the price of ``calls`` messages from each rank to its own in the next stage, or back."""
-        group, nbytes = place.group(self.run.mesh), round(self.local_nbytes(value, layout))
+        """Return the price of ``count`` messages a micro-batch from each rank to its own in the next stage, or back."""
+        group, nbytes, calls = place.group(self.run.mesh), round(self.local_nbytes(value, layout)), self.run.passes
         time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
-        found = Collective(kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=calls, time_s=time_s)
-        return Price(charge={prefix + link_of(group): calls * time_s}, collectives=(found,))
+        ahead = self.run.passes_ahead
+        charge = self._overlap.waiting(phase, link_of(group), count * (calls - ahead) * time_s)
+        for name, amount in self._overlap.beside(phase, link_of(group), count * ahead * time_s).items():
+            charge[name] = charge.get(name, 0.0) + amount
+        found = Collective(
+            kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=count * calls, time_s=time_s
+        )
+        return Price(charge=charge, collectives=(found,))
 
     def _op_time(self, region: Region, region_op: RegionOp, strategy: Strategy) -> OpTime:
         """Return the seconds of one op on one device's pieces."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from cost_model import DeviceSpec
 from cost_model.in_step import in_step
@@ -42,6 +42,20 @@ class Overlap:
             once_backward=quantity.ONCE_BACKWARD,
             taken_share=in_step(device).taken_share,
         )
+
+    def waiting(self, phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
+        """Return what ``seconds`` of communication add to a phase that waits for them."""
+        return {(quantity.BLOCKING_FORWARD if phase == "forward" else quantity.BLOCKING_BACKWARD) + link: seconds}
+
+    def beside(self, phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
+        """Return what ``seconds`` of communication add to a phase whose compute they run beside, if they can."""
+        if not seconds:
+            return {}
+        slowdown = quantity.SLOWDOWN_FORWARD if phase == "forward" else quantity.SLOWDOWN_BACKWARD
+        return {
+            (self.forward if phase == "forward" else self.backward) + link: seconds,
+            slowdown: self.slowdown_s(seconds),
+        }
 
     def slowdown_s(self, hidden_s: float) -> float:
         """Return by how much compute takes longer where so many seconds of communication run beside it."""

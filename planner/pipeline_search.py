@@ -34,7 +34,7 @@ from planner.stage_looks import (
     Work,
 )
 from planner.stage_searches import PipelineRun, PlannedPipeline, StageSearches
-from planner.stage_steps import ALIKE, Look, Step, shared_limit_s, steps_of
+from planner.stage_steps import ALIKE, Look, Step, in_one_piece, shared_limit_s, steps_of
 from planner.stages import StageKind, least_step_s, stage_limit_s
 
 _FIRST_GAP = 0.1
@@ -312,7 +312,9 @@ class PipelineSearch:
 
     def _floor(self, step: Step) -> StageFloor | None:
         """Return a floor that holds for the stage that is looked at, choice by choice."""
-        kind, found = step.kind, self._known.get(dataclasses.replace(step, is_floor=True).look)
+        kind, pipeline = step.kind, step.pipeline
+        looked_at = pipeline if pipeline.chunks > 1 else in_one_piece(self._space, pipeline)
+        found = self._known.get(dataclasses.replace(step, is_floor=True, pipeline=looked_at).look)
         if not isinstance(found, StageFloor) or step.pipeline.ac not in found.bounds_s:
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.

@@ -23,12 +23,14 @@ class StagePlace:
         stages: how many there are.
         cluster: that all stages are on.
         chunks: of the model that each stage has; more than one are interleaved.
+        bounds_chunks: whether it is looked at, in one chunk, for what it says of interleaved stages.
     """
 
     index: int
     stages: int
     cluster: ClusterSpec
     chunks: int = 1
+    bounds_chunks: bool = False
 
     def group(self, mesh: MeshSpec) -> AxisGroup:
         """Return how the ranks that hand tensors on to each other lie on the nodes; ``mesh`` is of one stage."""
@@ -70,6 +72,19 @@ class Run:
         """
         place = self.place
         return self.micro_batches if place is None else self.micro_batches + idle_passes(place.stages, place.chunks)
+
+    @property
+    def passes_ahead(self) -> float:
+        """In how many of the passes messages between stages run beside computing.
+
+        Where chunks interleave a rank has another to run while a message is on its way (Megatron's
+        ``overlap_p2p_comm``): it waits for messages while it is idle, before its first chunk or after its last. 1F1B
+        without chunks waits for each.
+        """
+        place = self.place
+        if place is None:
+            return 0
+        return self.passes if place.bounds_chunks else self.micro_batches if place.chunks > 1 else 0
 
     @property
     def in_flight(self) -> float:

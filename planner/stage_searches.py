@@ -39,6 +39,7 @@ class PipelineRun:
         mesh: of one stage.
         counts: blocks of each stage.
         chunks: of the model that each stage has; more than one are interleaved.
+        bounds_chunks: whether it is looked at, in one chunk, for what it says of interleaved stages.
     """
 
     mesh: MeshSpec
@@ -46,6 +47,7 @@ class PipelineRun:
     micro_batches: int
     ac: str
     chunks: int = 1
+    bounds_chunks: bool = False
 
     @property
     def whole_mesh(self) -> MeshSpec:
@@ -158,7 +160,11 @@ class StageSearches:
     def run(self, search: Search, kind: StageKind, pipeline: PipelineRun) -> Run:
         """Return the run of the first stage of a kind."""
         place = StagePlace(
-            index=kind.indices[0], stages=len(pipeline.counts), cluster=self.whole.cluster, chunks=pipeline.chunks
+            index=kind.indices[0],
+            stages=len(pipeline.counts),
+            cluster=self.whole.cluster,
+            chunks=pipeline.chunks,
+            bounds_chunks=pipeline.bounds_chunks,
         )
         run = search.run_of(pipeline.mesh, pipeline.micro_batches, pipeline.ac)
         return dataclasses.replace(run, place=place)

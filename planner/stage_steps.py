@@ -3,8 +3,9 @@
 First the floor (`planner.floors`) of the most frequent stage, as if no stage were cut into chunks, and of the shortest
 that any split has in its place; then that stage's relaxation within the cap. Both serve all splits, and interleaved
 stages: those do no less, keep no less and send more, so that what holds in one piece holds for them but for the idle
-time. Of interleaved stages the floor in their chunks comes next, and then the relaxations of all kinds of stages, one
-after the other.
+time, and for messages, which they need not wait for: where there are interleaved stages, neither does the one that is
+looked at for all. Of interleaved stages the floor in their chunks comes next, and then the relaxations of all kinds of
+stages, one after the other.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Step:
     def look(self) -> Look:
         """What names the look: a floor is one for all modes of checkpointing."""
         run, kind = self.pipeline, self.kind
-        where = kind.role, len(run.counts), run.mesh, run.micro_batches, run.chunks
+        where = kind.role, len(run.counts), run.mesh, run.micro_batches, run.chunks, run.bounds_chunks
         return where if self.is_floor else (*where, kind.blocks, kind.indices[0], run.ac)
 
 
 def steps_of(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Step]:
     """Yield the looks at a pipeline's stages, in order."""
-    whole, kinds = dataclasses.replace(pipeline, chunks=1), pipeline.kinds
+    whole, kinds = in_one_piece(space, pipeline), pipeline.kinds
     shortest = shortest_alike(space, whole, whole.kinds[0])
     for is_floor in (True, False):
         yield Step(is_floor=is_floor, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
@@ -63,6 +64,12 @@ def steps_of(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Step]:
         yield Step(is_floor=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)
     for kind in kinds:
         yield Step(is_floor=False, pipeline=pipeline, kind=kind, bounded=kind, is_shared=False)
+
+
+def in_one_piece(space: PipelineSpace, pipeline: PipelineRun) -> PipelineRun:
+    """Return the pipeline whose stages bound those of ``pipeline``, and of all others with as many."""
+    interleaved = any(chunks > 1 for _, chunks in space.spreads(len(pipeline.counts)))
+    return dataclasses.replace(pipeline, chunks=1, bounds_chunks=interleaved)
 
 
 def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) -> StageKind:
@@ -76,7 +83,7 @@ def shared_limit_s(space: PipelineSpace, work: Work, step: Step, at_most_s: floa
     """Return from which seconds on no pipeline wants what a shared step looks at, however its blocks are spread."""
     run, limits = step.pipeline, [0.0]
     for counts, chunks in space.spreads(len(run.counts)):
-        other = dataclasses.replace(run, counts=counts, chunks=chunks)
+        other = dataclasses.replace(run, counts=counts, chunks=chunks, bounds_chunks=False)
         waits = run.passes / other.passes
         for kind in other.kinds:
             if _place(kind) == _place(step.kind):

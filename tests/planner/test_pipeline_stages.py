@@ -99,6 +99,50 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
         assert all(isinstance(c.count, int) for c in found.collectives)
 
 
+@pytest.mark.parametrize("device", ["h100-sxm-80gb", "cpu"])
+def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
+    six_blocks: PlanningSession, device: str
+) -> None:
+    """Micro-batches' messages run beside computing where a device can do both; 1F1B without chunks waits for each."""
+    cluster = ClusterSpec.parse(f"3x2x{device}")
+    whole = Search(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    stages = StageSearches(whole, lambda mesh: None, {3: dataclasses.replace(cluster, nodes=1)})
+    counts, chunks = spread(6, 3) or ((), 1)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
+    plain = dataclasses.replace(pipeline, chunks=1)
+
+    def messages_s(of: PipelineRun) -> tuple[float, float, float]:
+        """Return the seconds of a middle stage's messages, those that it waits for, and what they add to a step."""
+        kind = next(kind for kind in of.kinds if kind.role == "middle")
+        search = stages.of(kind, 3)
+        run = stages.run(search, kind, of)
+        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        assert formulation is not None
+        assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
+        assert assignment is not None
+        decision = decision_of(formulation, assignment)
+        price = itemise(formulator, structure, decision)
+        sent = [c for c in price.collectives if c.kind == "send_recv"]
+        assert {c.axis for c in sent} == {"pp"}
+        waited = sum(s for name, s in price.charge.items() if name.startswith("blocking.") and "between" in name)
+        slowed = sum(s for name, s in price.charge.items() if name.startswith("slowdown."))
+        return sum(c.count * c.time_s for c in sent), waited, slowed
+
+    total_s, waited_s, slowed_s = messages_s(pipeline)
+    assert total_s > 0
+    if not cluster.device.overlaps:
+        assert waited_s == pytest.approx(total_s)
+    else:
+        idle = pipeline.passes - pipeline.micro_batches
+        assert waited_s == pytest.approx(total_s * idle / pipeline.passes)
+        assert slowed_s > 0
+    plain_s, waited_s, _ = messages_s(plain)
+    assert waited_s == pytest.approx(plain_s)
+    total_s, waited_s, _ = messages_s(dataclasses.replace(plain, bounds_chunks=True))
+    assert total_s == pytest.approx(plain_s)
+    assert waited_s == pytest.approx(0.0 if cluster.device.overlaps else total_s)
+
+
 def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
     stages = StageSearches(six_blocks._search, lambda mesh: None, {2: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 2) or ((), 1)
