@@ -38,9 +38,11 @@ _OWN: dict[Callable[..., Any], OwnOp] = {
 class OwnOps(TorchFunctionMode):
     """While entered, runs our ops wherever one of their arguments is a DTensor."""
 
-    def __init__(self, redistributor: Redistributor) -> None:
+    def __init__(self, redistributor: Redistributor, linear: OwnOp | None = None) -> None:
+        """Take what runs linear layers; None leaves them to DTensor."""
         super().__init__()
         self._redistributor = redistributor
+        self._own = _OWN if linear is None else {**_OWN, F.linear: linear}
 
     def __torch_function__(
         self,
@@ -50,7 +52,7 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        own = _OWN.get(func)
+        own = self._own.get(func)
         if own is not None and any(isinstance(value, DTensor) for value in _tensors(args, kwargs)):
             result = own(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:

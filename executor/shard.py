@@ -18,6 +18,7 @@ from executor.gradients import GradientReduction
 from executor.local_outputs import apply_local_outputs
 from executor.op_experts import replace_experts
 from executor.op_fused import replace_chains
+from executor.op_linear import JoinedLinears
 from executor.ops import OwnOps
 from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.parameters import PresentedParameters, materialize_parameters
@@ -84,11 +85,12 @@ def _shard(
     opaque = apply_sharders(module, plan, sharders or {})
     redistributor = Redistributor.of_plan(device_mesh, plan)
     shared = SharedRedistributions(redistributor)
+    linear = JoinedLinears() if plan.job.fused else None
     presented = PresentedParameters(uses, compute_dtype(plan))
     contexts = RunContexts(
         clock=clock,
         shared=shared,
-        own_ops=lambda: OwnOps(redistributor),
+        own_ops=lambda: OwnOps(redistributor, linear),
         presented_parameters=presented.presented,
         device_type=device_mesh.device_type,
     )

@@ -78,7 +78,8 @@ def build_plan(
         regather: whether linear layers may have what was gathered for them gathered again for their backward, in place
             of keeping it; planning takes longer.
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own
-            code does the same: `executor.shard_module` puts them in its place, compiled on a GPU.
+            code does the same: `executor.shard_module` puts them in its place, compiled on a GPU. Linear layers that
+            read the same tensor add up its gradient in their products then.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.

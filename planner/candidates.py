@@ -31,6 +31,7 @@ class TracedModel:
         lists: patterns of the whole model's lists of blocks, where this is one stage of it.
         cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
         compiles: whether fused ops are one kernel each way on the device.
+        joins: whether linear layers that read the same tensor add up its gradient in their products.
         totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
     """
 
@@ -42,6 +43,7 @@ class TracedModel:
     lists: frozenset[str] = frozenset()
     cached_before: int | None = None
     compiles: bool = True
+    joins: bool = False
     _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
     _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class TracedModel:
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
             compiles=compiles,
+            joins=module.fused,
         )
 
     def bare(self) -> TracedModel:
@@ -77,6 +80,7 @@ class TracedModel:
             fold=self.fold,
             lists=self.lists,
             compiles=self.compiles,
+            joins=self.joins,
         )
 
     @property
@@ -130,6 +134,7 @@ class TracedModel:
                 flash_attention=self.flash_attention,
                 cached_before=self.cached_before,
                 compiles=self.compiles,
+                joins=self.joins,
             )
         return self._profiles[batch]
 

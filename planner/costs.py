@@ -152,12 +152,22 @@ class Pricer:
 
     def _sums_s(self, region: Region, region_op: RegionOp, strategy: Strategy, sums: Mapping[int, int]) -> float:
         """Return the seconds in which autograd adds the gradients of an op's inputs to those of earlier uses."""
-        found = 0.0
-        for position, times in sums.items():
-            slot = region_op.inputs[position]
-            layout = strategy.gradient[slot] or strategy.forward[slot]
-            found += times * self._op_times.sum_s(self.local_nbytes(region.slots[slot].value, layout))
-        return found
+        return sum(
+            times * self._op_times.sum_s(self._gradient_nbytes(region, region_op.inputs[position], strategy))
+            for position, times in sums.items()
+        )
+
+    def _joins_s(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
+        """Return the seconds that an op's product takes for adding to gradients that are there (of linear layers that
+        read the same tensor, as if in one layout: in two, they have a gradient each, which autograd adds)."""
+        return sum(
+            self._op_times.join_s(self._gradient_nbytes(region, region_op.inputs[position], strategy))
+            for position in self._profile.ops[region_op.op.name].joined
+        )
+
+    def _gradient_nbytes(self, region: Region, slot: int, strategy: Strategy) -> float:
+        layout = strategy.gradient[slot] or strategy.forward[slot]
+        return self.local_nbytes(region.slots[slot].value, layout)
 
     def region(
         self,
@@ -198,6 +208,7 @@ class Pricer:
             charge[quantity.COMPUTE_FORWARD] += calls * forward_s
             if self.run.job.training:
                 again = mode == "full" or (mode == "selective" and not matmul)
+                backward_s += self._joins_s(region, region_op, strategy)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
                 charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, summed)
             prices += self._inner(region, region_op, strategy, calls, recomputes)

@@ -27,6 +27,7 @@ class OpProfile:
         forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
             local pieces, the ops are the tensors that become plain and DTensors again.
         summed: which of its inputs have an earlier use: autograd adds the gradients of both.
+        joined: which of its inputs have a gradient that its product adds to one that is there, with no sum.
         cached_tokens: of each sequence, in the key-value cache behind an op of attention; 0 where there is none.
     """
 
@@ -42,6 +43,7 @@ class OpProfile:
     forward_dispatched: Dispatched = NOTHING
     backward_dispatched: Dispatched = NOTHING
     summed: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
     cached_tokens: int = 0
 
 

@@ -153,6 +153,10 @@ class OpTimes:
         stream_s = 3 * nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
         return stream_s + (self._host_op_s or self._device.kernel_launch_s)
 
+    def join_s(self, nbytes: float) -> float:
+        """Return the seconds by which a product takes longer that adds to a gradient of ``nbytes``: it reads that."""
+        return nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
+
     def _with_host(self, time: OpTime, profile: OpProfile) -> OpTime:
         if not self._host_op_s:
             return time

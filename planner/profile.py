@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from planner import experts, fused_ops
 from planner.flop_count import FlopCount
-from planner.graph import Op, OpGraph, Value, later_uses
+from planner.graph import Op, OpGraph, Value, joined_linears, later_uses
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
 from planner.op_profile import GraphProfile, OpProfile
 from planner.regions import op_signature
@@ -94,7 +94,9 @@ class _Walk:
     The tensors that the others would make are made where an op that does run reads them.
     """
 
-    def __init__(self, graph: OpGraph, flash_attention: bool, cached_before: int | None, compiles: bool) -> None:
+    def __init__(
+        self, graph: OpGraph, flash_attention: bool, cached_before: int | None, compiles: bool, joins: bool
+    ) -> None:
         self._graph = graph
         self._flash = flash_attention
         self._compiles = compiles
@@ -106,7 +108,9 @@ class _Walk:
         self._storage_nbytes: dict[str, int] = {}
         self._lie: dict[str, tuple[tuple[int, ...], int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
-        self._summed = later_uses(graph)
+        joined = joined_linears(graph) if joins else {}
+        self._summed = later_uses(graph, joined)
+        self._joined = dict.fromkeys(joined, (0,))
         self._seed = torch.empty((), device="meta", requires_grad=True)
 
     def run(self) -> GraphProfile:
@@ -138,23 +142,23 @@ class _Walk:
         return self._made[name]
 
     def _profile(self, op: Op) -> OpProfile:
-        summed = self._summed[op.name]
+        summed, joined = self._summed[op.name], self._joined.get(op.name, ())
         if not isinstance(op.target, torch._ops.OpOverload):
             return dataclasses.replace(self._run(op), summed=summed)
         key = self._key(op)
         if key not in self._seen:
-            found = dataclasses.replace(self._run(op), summed=summed)
+            found = dataclasses.replace(self._run(op), summed=summed, joined=joined)
             seen = self._remembered(op, found)
             if seen is not None:
                 self._seen[key] = seen
             return found
         seen = self._seen[key]
         self._keep_results(op, seen)
-        if not seen.saved and seen.profile.summed == summed:
+        if not seen.saved and (seen.profile.summed, seen.profile.joined) == (summed, joined):
             return seen.profile
         tensors = (*op.inputs, *op.outputs)
         saved = tuple(self._root_of[tensors[i]] for i in seen.saved)
-        return dataclasses.replace(seen.profile, saved=saved, summed=summed)
+        return dataclasses.replace(seen.profile, saved=saved, summed=summed, joined=joined)
 
     def _key(self, op: Op) -> Hashable:
         """Return what is equal for ops that do the same to tensors that lie in memory alike."""
@@ -383,7 +387,12 @@ def _own_cross_entropy(logits: Value) -> OpRun:
 
 
 def profile(
-    graph: OpGraph, *, flash_attention: bool, cached_before: int | None = None, compiles: bool = True
+    graph: OpGraph,
+    *,
+    flash_attention: bool,
+    cached_before: int | None = None,
+    compiles: bool = True,
+    joins: bool = False,
 ) -> GraphProfile:
     """Return what every op of ``graph`` costs on one device, unsplit.
 
@@ -392,6 +401,7 @@ def profile(
         flash_attention: whether attention runs in a fused kernel; otherwise its scores are kept.
         cached_before: tokens of each sequence that are in a key-value cache before the step; None: there is no cache.
         compiles: whether fused ops are one kernel each way; otherwise they run step by step.
+        joins: whether linear layers that read the same tensor add up its gradient in their products.
     """
     with torch.enable_grad():
-        return _Walk(graph, flash_attention, cached_before, compiles).run()
+        return _Walk(graph, flash_attention, cached_before, compiles, joins).run()

@@ -154,6 +154,7 @@ class StageSearches:
                 fold=traced.fold,
                 lists=frozenset(traced.blocks.lists),
                 compiles=traced.compiles,
+                joins=traced.joins,
             )
         return self._models[key]
 

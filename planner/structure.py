@@ -154,7 +154,10 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
 def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
     """Return all that a structure asks of the profile of each op."""
     return [
-        (name, op.saved, op.summed, op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0)
+        (
+            *(name, op.saved, op.summed, op.joined),
+            *(op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0),
+        )
         for name, op in profile.ops.items()
     ]
 

@@ -96,3 +96,44 @@ def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -
     assert piece.forward_dispatched == (1, 0)
     assert piece.backward_dispatched.nbytes >= 4 * 48  # zeros of the whole
     assert sorted(op.summed for op in found.values()) == [(), (), (), (0,)]
+
+
+def test_linear_layers_of_one_module_that_read_one_tensor_join_its_gradient() -> None:
+    """Of n readers n - 1 products add to what is there; any other use is summed with what they make as one."""
+    module, kwargs = families.make("llama", 4)
+    graph = trace(to_meta(module, None), as_inputs(kwargs))
+    plain, joined = (profile(graph, flash_attention=False, joins=joins).ops for joins in (False, True))
+    layer = {
+        graph.calls[op.call].fqn.rpartition(".")[2]: op.name
+        for op in graph.ops
+        if graph.calls[op.call].fqn.startswith("model.layers.1.") and op.target_name == "aten.linear.default"
+    }
+    assert {name for name, op in layer.items() if joined[op].joined} == {"q_proj", "k_proj", "gate_proj"}
+    assert all(op.joined in ((), (0,)) for op in joined.values())
+    assert not any(op.joined for op in plain.values())
+    assert {name for name, op in layer.items() if plain[op].summed} == {"k_proj", "v_proj", "up_proj"}
+    assert not any(joined[op].summed for op in layer.values())
+    others = set(joined) - set(layer.values())
+    assert sum(len(joined[op].summed) for op in others) == sum(len(plain[op].summed) for op in others) - 3
+    # Outside both layers nothing changes; the other layer loses three sums as well.
+
+
+def test_a_use_between_linear_layers_is_summed_with_them() -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            read = x * self.weight
+            return self.first(read) + read.exp() + self.second(read) + self.third(read.sin())
+
+    graph = trace(to_meta(Mixed(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False, joins=True).ops
+    names = {graph.calls[op.call].fqn or op.target_name: found[op.name] for op in graph.ops}
+    assert {name: (op.joined, op.summed) for name, op in names.items() if op.joined or op.summed} == {
+        "first": ((0,), ()),
+        "aten.exp.default": ((), (0,)),
+        "aten.sin.default": ((), (0,)),
+    }
