@@ -149,6 +149,7 @@ def estimate_command(
         str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
     ] = None,
     fused: Annotated[bool | None, typer.Option("--fused", help="As for plan; with a planner's name alone.")] = None,
+    regather: Annotated[bool | None, typer.Option("--regather", help="As for plan; likewise.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -171,6 +172,7 @@ def estimate_command(
                 "--phase": phase,
                 "--reduce-dtype": reduce_dtype,
                 "--fused": fused,
+                "--regather": regather,
             }
             wrong = [option for option, value in for_plans.items() if value is not None]
             if wrong:
@@ -210,6 +212,7 @@ def estimate_command(
             "dtype": dtype,
             "reduce_dtype": reduce_dtype,
             "fused": fused,
+            "regather": regather,
         }
         given = {key: value for key, value in options.items() if value is not None}
         if file is not None:

@@ -25,6 +25,7 @@ from api.cli_options import (
     Phase,
     Pins,
     ReduceDtype,
+    Regather,
     Seq,
     TimeLimit,
 )
@@ -62,6 +63,7 @@ def runner_ups_command(
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
+    regather: Regather = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -77,6 +79,7 @@ def runner_ups_command(
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
         "fused": fused,
+        "regather": regather,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -102,6 +105,7 @@ def pareto_command(
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
+    regather: Regather = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -124,6 +128,7 @@ def pareto_command(
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
         "fused": fused,
+        "regather": regather,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -154,13 +159,15 @@ def sizes_command(
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
+    regather: Regather = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype, "fused": fused}
+    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
+    job |= {"fused": fused, "regather": regather}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows

@@ -151,6 +151,7 @@ def test_plan_has_every_option_by_name() -> None:
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batches", "2"], "--micro-batches: for plans"),
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--reduce-dtype", "bf16"], "--reduce-dtype: for plans"),
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1", "--fused"], "--fused: for plans"),
+        (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1", "--regather"], "--regather: for plans"),
         (["calibrate", "-o", "cluster.yaml"], "torchrun"),
         (["estimate", "gpt2", "plan.json", "--batch", "8"], "--batch cannot be given with a plan file"),
         (["verify", "gpt2", "absent.json"], "absent.json"),

@@ -50,11 +50,11 @@ def test_runner_ups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["runner-ups", "pareto", "sizes"])
-def test_gradients_may_be_reduced_in_16_bits_and_ops_fused(tmp_path: Path, command: str) -> None:
-    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16", "--fused"]
+def test_gradients_may_be_reduced_in_16_bits_ops_fused_and_inputs_gathered_again(tmp_path: Path, command: str) -> None:
+    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16", "--fused", "--regather"]
     rows = rows_of(run(tmp_path, command, *options, "-o", str(tmp_path / "plans"), "--json"))
     plans = [ShardingPlan.load(tmp_path / "plans" / f"{number}.json") for number in range(1, len(rows) + 1)]
-    assert {plan.job.reduce_dtype for plan in plans} == {"bf16"}
+    assert {(plan.job.reduce_dtype, plan.job.regather) for plan in plans} == {("bf16", True)}
     assert all("run as fused ops: 1 cross_entropy." in plan.notes for plan in plans)
 
 
