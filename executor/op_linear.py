@@ -5,15 +5,18 @@ linear layers (query, key and value projections, or a gate and its factor) each 
 it left (``addmm`` in place: the kernel reads what is there as it writes).
 
 The tensor is handed to them through a node of its own (`_Read`), which autograd runs when all of them are done, those
-whose results nobody used as well; it returns what they have added up.
+whose results nobody used as well; it returns what they have added up. That goes from one to the other outside of
+autograd's edges: they are to run on one stream.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import MutableMapping
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from executor.redistribute import Redistributor
-from executor.torch_internals import like_dtensor, local_of, run_function, spec_of
+from executor.torch_internals import current_backward_pass, local_of, run_function
 
 R, P = Replicate(), Partial()
 
@@ -30,53 +33,78 @@ _Layouts = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 class JoinedLinears:
-    """Runs the linear layers of one module, and knows which tensor each of them reads."""
+    """Runs the linear layers of a sharded model, and knows which tensor each of them reads."""
 
     def __init__(self) -> None:
         self._reads: MutableMapping[torch.Tensor, _Reading] = WeakTensorKeyDictionary()
 
     def __call__(
-        self, redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, redistributor: Redistributor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Any:
-        """Return ``x @ weight.T + bias``; NotImplemented where there is no gradient of ``x``, or anything is plain."""
-        given = (x, weight) if bias is None else (x, weight, bias)
-        if not (torch.is_grad_enabled() and x.requires_grad and all(isinstance(tensor, DTensor) for tensor in given)):
+        """Return ``input @ weight.T + bias``; NotImplemented where nothing is joined.
+
+        So it is where anything is plain, where ``input`` needs no gradient or is a leaf (its node would hold it), and
+        under autocast, whose casts differ from layer to layer.
+        """
+        given = (input, weight) if bias is None else (input, weight, bias)
+        joins = torch.is_grad_enabled() and input.requires_grad and not input.is_leaf
+        if not joins or not all(isinstance(tensor, DTensor) for tensor in given):
             return NotImplemented
-        reading = self._reads.get(x)
-        if reading is None:
-            total = _Total()
-            reading = self._reads[x] = _Reading(run_function(_Read, x, total), total)
+        if torch.is_autocast_enabled(input.device.type):
+            return NotImplemented
+        reading = self._reads.get(input)
+        if reading is None or not reading.is_of(input):
+            reading = self._reads[input] = _Reading.of(input, redistributor)
         return run_function(_Linear, reading.alias, weight, bias, reading.total)
 
 
 class _Total:
-    """The gradient of one tensor [rows, width], as far as the products of its readers have been run."""
+    """The gradient of one tensor [rows, width], as far as a backward pass has run the products of its readers."""
 
-    def __init__(self) -> None:
-        self._sums: dict[_Layouts, DTensor] = {}
+    def __init__(self, redistributor: Redistributor) -> None:
+        self.redistributor = redistributor
+        self._sums: dict[int, dict[_Layouts, DTensor]] = defaultdict(dict)
 
     def add(self, gradient: DTensor, weight: DTensor) -> None:
         """Add ``gradient`` [rows, outputs] times ``weight`` [outputs, width]."""
+        # What a pass leaves that broke off, or that asked for other gradients alone, is none of another's.
+        sums = self._sums[current_backward_pass()]
         layouts = tuple(gradient.placements), tuple(weight.placements)
-        there = self._sums.get(layouts)
+        there = sums.get(layouts)
         if there is None:
-            self._sums[layouts] = cast(DTensor, gradient @ weight)
+            sums[layouts] = cast(DTensor, gradient @ weight)
         elif tuple(there.placements) == _layout_of_product(*layouts):
             local_of(there).addmm_(local_of(gradient), local_of(weight))
         else:
-            self._sums[layouts] = cast(DTensor, there + gradient @ weight)
+            sums[layouts] = cast(DTensor, there + gradient @ weight)
 
     def take(self) -> torch.Tensor | None:
-        """Return what was added, and start again; None where nothing was."""
-        found, self._sums = list(self._sums.values()), {}
+        """Return what this pass has added, and forget it; None where that is nothing."""
+        found = list(self._sums.pop(current_backward_pass(), {}).values())
         return functools.reduce(operator.add, found) if found else None
 
 
-class _Reading(NamedTuple):
-    """A tensor that linear layers read, as they are given it, and its gradient."""
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A tensor that linear layers read: as they are given it, as it was then, and its gradient."""
 
     alias: torch.Tensor
     total: _Total
+    version: tuple[int, int]
+    made_by: Any
+
+    @classmethod
+    def of(cls, x: torch.Tensor, redistributor: Redistributor) -> _Reading:
+        total = _Total(redistributor)
+        return cls(run_function(_Read, x, total), total, _version(x), x.grad_fn)
+
+    def is_of(self, x: torch.Tensor) -> bool:
+        """Tell whether ``x`` has not been changed in place since."""
+        return self.version == _version(x) and self.made_by is x.grad_fn
+
+
+def _version(x: torch.Tensor) -> tuple[int, int]:
+    return x._version, local_of(cast(DTensor, x))._version
 
 
 def _layout_of_product(left: tuple[Placement, ...], right: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
@@ -97,10 +125,10 @@ class _Read(torch.autograd.Function):
     """A tensor as linear layers are given it."""
 
     @staticmethod
-    def forward(ctx: Any, x: DTensor, total: _Total) -> DTensor:
+    def forward(ctx: Any, x: DTensor, total: _Total) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.total, ctx.shape = total, x.shape
-        return like_dtensor(local_of(x), spec_of(x))
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
@@ -115,7 +143,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, total: _Total) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.total = total
         return F.linear(x, weight, bias)
 
@@ -123,10 +151,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if gradient is None:
             return (None,) * 4
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear layers whose gradients are joined have no second derivative (create_graph=True): plan without "
+                "--fused (fused=False)"
+            )
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.needs_input_grad[0]:
-            ctx.total.add(rows, weight)
-        of_weight = rows.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        arrived = ctx.total.redistributor.as_dtensor(gradient)
+        rows = arrived.reshape(-1, arrived.shape[-1])
+        ctx.total.add(rows, weight)
+        of_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return None, of_weight, of_bias, None

@@ -150,19 +150,21 @@ class Pricer:
             exchange_ranks(region_op.op, [strategy.forward[i] for i in region_op.inputs], mesh),
         )
 
-    def _sums_s(self, region: Region, region_op: RegionOp, strategy: Strategy, sums: Mapping[int, int]) -> float:
-        """Return the seconds in which autograd adds the gradients of an op's inputs to those of earlier uses."""
+    def _sums_s(
+        self,
+        region: Region,
+        region_op: RegionOp,
+        strategy: Strategy,
+        sums: Mapping[int, int],
+        joins: Mapping[int, int],
+    ) -> float:
+        """Return the seconds in which gradients of an op's inputs are added to those of other uses: by autograd, or by
+        the op's product (as if all that join read the tensor in one layout: of two, autograd adds both)."""
+        added = ((sums, self._op_times.sum_s), (joins, self._op_times.join_s))
         return sum(
-            times * self._op_times.sum_s(self._gradient_nbytes(region, region_op.inputs[position], strategy))
-            for position, times in sums.items()
-        )
-
-    def _joins_s(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
-        """Return the seconds that an op's product takes for adding to gradients that are there (of linear layers that
-        read the same tensor, as if in one layout: in two, they have a gradient each, which autograd adds)."""
-        return sum(
-            self._op_times.join_s(self._gradient_nbytes(region, region_op.inputs[position], strategy))
-            for position in self._profile.ops[region_op.op.name].joined
+            times * seconds(self._gradient_nbytes(region, region_op.inputs[position], strategy))
+            for counts, seconds in added
+            for position, times in counts.items()
         )
 
     def _gradient_nbytes(self, region: Region, slot: int, strategy: Strategy) -> float:
@@ -180,6 +182,7 @@ class Pricer:
         throughout: Lifetime,
         arguments: Sequence[int],
         sums: Sequence[Mapping[int, int]],
+        joins: Sequence[Mapping[int, int]],
     ) -> Price:
         """Return the price of ``count`` equal regions under ``strategy``, redistributions left out.
 
@@ -190,6 +193,7 @@ class Pricer:
             arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
                 flight. Of a stage also what it hands on, which waits for its gradient.
             sums: for each op, input -> in how many of the regions its gradient is added to that of an earlier use.
+            joins: likewise, in how many the op's product adds to a gradient that is there.
         """
         charge: dict[str, float] = defaultdict(float)
         for slot in arguments:
@@ -199,7 +203,7 @@ class Pricer:
         prices = list(self._handed_over(region, strategy, count))
         calls = count * self.run.passes
         recomputes = mode is not None
-        for region_op, summed in zip(region.ops, sums, strict=True):
+        for region_op, *added in zip(region.ops, sums, joins, strict=True):
             forward_s, backward_s = self._op_time(region, region_op, strategy)
             matmul = self._profile.ops[region_op.op.name].flops > 0
             cache_nbytes = self._cache_nbytes(region, region_op, strategy)
@@ -208,9 +212,8 @@ class Pricer:
             charge[quantity.COMPUTE_FORWARD] += calls * forward_s
             if self.run.job.training:
                 again = mode == "full" or (mode == "selective" and not matmul)
-                backward_s += self._joins_s(region, region_op, strategy)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
-                charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, summed)
+                charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, *added)
             prices += self._inner(region, region_op, strategy, calls, recomputes)
         if self.run.job.counts_moments:
             if alive is not None:

@@ -170,6 +170,7 @@ class Formulator:
             throughout=structure.timeline.throughout,
             arguments=structure.arguments.get(index, ()),
             sums=structure.sums[index],
+            joins=structure.joins[index],
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:

@@ -143,39 +143,19 @@ def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
     return graph
 
 
-def later_uses(graph: OpGraph, joined: Mapping[str, str] | None = None) -> dict[str, tuple[int, ...]]:
-    """Return op -> those of its inputs that need gradients and have been used before.
-
-    Args:
-        joined: op -> the next one whose product makes the gradient of the first input of both: one use in all.
-    """
+def later_uses(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """Return op -> those of its inputs that need gradients and have been used before."""
     used: set[str] = set()
     found = {}
-    followers = set((joined or {}).values())
     for op in graph.ops:
         backward = any(graph.values[name].requires_grad for name in op.outputs)
         again = []
         for position, name in enumerate(op.inputs):
             if backward and graph.values[name].requires_grad:
-                if name in used and not (position == 0 and op.name in followers):
+                if name in used:
                     again.append(position)
                 used.add(name)
         found[op.name] = tuple(again)
-    return found
-
-
-def joined_linears(graph: OpGraph) -> dict[str, str]:
-    """Return linear layer -> the next one of the same module around them that reads the same tensor."""
-    last: dict[tuple[str, str], str] = {}
-    found = {}
-    for op in graph.ops:
-        if op.target_name != "aten.linear.default" or not graph.values[op.inputs[0]].requires_grad:
-            continue
-        around = graph.calls[op.call].fqn.rpartition(".")[0]
-        key = around, op.inputs[0]
-        if key in last:
-            found[last[key]] = op.name
-        last[key] = op.name
     return found
 
 

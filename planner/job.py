@@ -79,8 +79,8 @@ class Job:
         regather: whether linear layers may have what was gathered for them gathered again for their backward, where
             keeping it takes more memory than there is (`planner.gathered_again`).
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
-            model's own code, where that does the same (`planner.fused_modules`), and linear layers of a module that
-            read the same tensor add up its gradient in their products.
+            model's own code, where that does the same (`planner.fused_modules`), and linear layers that read
+            the same tensor add up its gradient in their products.
     """
 
     batch: int | None = None

@@ -27,7 +27,8 @@ class OpProfile:
         forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
             local pieces, the ops are the tensors that become plain and DTensors again.
         summed: which of its inputs have an earlier use: autograd adds the gradients of both.
-        joined: which of its inputs have a gradient that its product adds to one that is there, with no sum.
+        joined: which of its inputs have a gradient that its product adds to what later linear layers have left.
+        in_place: which of those have no other gradient meanwhile, so that there is one tensor in all.
         cached_tokens: of each sequence, in the key-value cache behind an op of attention; 0 where there is none.
     """
 
@@ -44,6 +45,7 @@ class OpProfile:
     backward_dispatched: Dispatched = NOTHING
     summed: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    in_place: tuple[int, ...] = ()
     cached_tokens: int = 0
 
 

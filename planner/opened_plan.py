@@ -58,7 +58,7 @@ def estimate_plan(
     if plan.job.fused:
         notes[fused_note(opened.search.traced.graph)] = None
     where = read.run.cluster.to_dict()
-    said = with_regather_note(notes, plan.input_plan, plan.job, plan.activation_checkpointing.values())
+    said = with_regather_note(notes, plan.input_plan, plan.job)
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
 
 

@@ -43,8 +43,11 @@ class Overlap:
             taken_share=in_step(device).taken_share,
         )
 
-    def waiting(self, phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
+    @staticmethod
+    def waiting(phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
         """Return what ``seconds`` of communication add to a phase that waits for them."""
+        if not seconds:
+            return {}
         return {(quantity.BLOCKING_FORWARD if phase == "forward" else quantity.BLOCKING_BACKWARD) + link: seconds}
 
     def beside(self, phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:

@@ -26,12 +26,11 @@ def plan_of(
     """Return the plan of a decision about the whole model."""
     run = candidate.run
     entries = entries_of(candidate.structure, candidate.decision, module.names)
-    modes = dict(run.grouping.modes)
     device = search.cluster.device
     return ShardingPlan(
         mesh=PlanMesh.of(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
         **entries.by_field(),
-        activation_checkpointing=fold_names(modes, module.names.modules),
+        activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         micro_batches=run.micro_batches,
         estimate=candidate.estimate,
         solver=report,
@@ -40,7 +39,7 @@ def plan_of(
         ),
         cluster=search.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
-        notes=with_regather_note(notes, entries.input_plan, search.job, modes.values()),
+        notes=with_regather_note(notes, entries.input_plan, search.job),
     )
 
 
@@ -57,7 +56,7 @@ def plan_of_pipeline(
         activation_checkpointing=dict(text.modes),
         pipeline=text.pipeline,
         estimate=text.estimate,
-        notes=with_regather_note(first.notes, text.entries.input_plan, first.job, dict(text.modes).values()),
+        notes=with_regather_note(first.notes, text.entries.input_plan, first.job),
     )
 
 

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from planner import experts, fused_ops
 from planner.flop_count import FlopCount
-from planner.graph import Op, OpGraph, Value, joined_linears, later_uses
+from planner.graph import Op, OpGraph, Value, later_uses
+from planner.joined_linears import Joins, joins_of
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
 from planner.op_profile import GraphProfile, OpProfile
 from planner.regions import op_signature
@@ -108,9 +109,7 @@ class _Walk:
         self._storage_nbytes: dict[str, int] = {}
         self._lie: dict[str, tuple[tuple[int, ...], int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
-        joined = joined_linears(graph) if joins else {}
-        self._summed = later_uses(graph, joined)
-        self._joined = dict.fromkeys(joined, (0,))
+        self._joins = joins_of(graph) if joins else Joins(frozenset(), frozenset(), later_uses(graph))
         self._seed = torch.empty((), device="meta", requires_grad=True)
 
     def run(self) -> GraphProfile:
@@ -142,23 +141,27 @@ class _Walk:
         return self._made[name]
 
     def _profile(self, op: Op) -> OpProfile:
-        summed, joined = self._summed[op.name], self._joined.get(op.name, ())
+        used: dict[str, Any] = {
+            "summed": self._joins.summed[op.name],
+            "joined": (0,) if op.name in self._joins.joined else (),
+            "in_place": (0,) if op.name in self._joins.alone else (),
+        }
         if not isinstance(op.target, torch._ops.OpOverload):
-            return dataclasses.replace(self._run(op), summed=summed)
+            return dataclasses.replace(self._run(op), **used)
         key = self._key(op)
         if key not in self._seen:
-            found = dataclasses.replace(self._run(op), summed=summed, joined=joined)
+            found = dataclasses.replace(self._run(op), **used)
             seen = self._remembered(op, found)
             if seen is not None:
                 self._seen[key] = seen
             return found
         seen = self._seen[key]
         self._keep_results(op, seen)
-        if not seen.saved and (seen.profile.summed, seen.profile.joined) == (summed, joined):
+        if not seen.saved and all(getattr(seen.profile, name) == found for name, found in used.items()):
             return seen.profile
         tensors = (*op.inputs, *op.outputs)
         saved = tuple(self._root_of[tensors[i]] for i in seen.saved)
-        return dataclasses.replace(seen.profile, saved=saved, summed=summed, joined=joined)
+        return dataclasses.replace(seen.profile, saved=saved, **used)
 
     def _key(self, op: Op) -> Hashable:
         """Return what is equal for ops that do the same to tensors that lie in memory alike."""

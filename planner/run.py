@@ -23,7 +23,7 @@ class StagePlace:
         stages: how many there are.
         cluster: that all stages are on.
         chunks: of the model that each stage has; more than one are interleaved.
-        bounds_chunks: whether it is looked at, in one chunk, for what it says of interleaved stages.
+        bounds_chunks: whether it is looked at, in one chunk, for what it says of all stages, interleaved ones too.
     """
 
     index: int

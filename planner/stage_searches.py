@@ -39,7 +39,7 @@ class PipelineRun:
         mesh: of one stage.
         counts: blocks of each stage.
         chunks: of the model that each stage has; more than one are interleaved.
-        bounds_chunks: whether it is looked at, in one chunk, for what it says of interleaved stages.
+        bounds_chunks: whether it is looked at, in one chunk, for what it says of all stages, interleaved ones too.
     """
 
     mesh: MeshSpec

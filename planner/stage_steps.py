@@ -3,9 +3,9 @@
 First the floor (`planner.floors`) of the most frequent stage, as if no stage were cut into chunks, and of the shortest
 that any split has in its place; then that stage's relaxation within the cap. Both serve all splits, and interleaved
 stages: those do no less, keep no less and send more, so that what holds in one piece holds for them but for the idle
-time, and for messages, which they need not wait for: where there are interleaved stages, neither does the one that is
-looked at for all. Of interleaved stages the floor in their chunks comes next, and then the relaxations of all kinds of
-stages, one after the other.
+time, and for messages, which they need not wait for: where there are interleaved stages, those of the one that is
+looked at for all run beside computing throughout, which is no more than either takes. Of interleaved stages the floor
+in their chunks comes next, and then the relaxations of all kinds of stages, one after the other.
 """
 
 from __future__ import annotations

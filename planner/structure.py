@@ -44,6 +44,7 @@ class Structure:
             tensor once.
         sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of an earlier
             use: of what many blocks read, the first has nothing to add to.
+        joins: likewise, in how many members the op's product adds to a gradient that is there.
     """
 
     regions: RegionGraph
@@ -62,6 +63,7 @@ class Structure:
     first_class: int | None
     arguments: Mapping[int, tuple[int, ...]]
     sums: tuple[tuple[Mapping[int, int], ...], ...]
+    joins: tuple[tuple[Mapping[int, int], ...], ...]
     gathers: tuple[BlockGather, ...]
     timeline: Timeline
 
@@ -117,6 +119,7 @@ def build_structure(
         if region.ops and any(slot.origin == "parameter" for slot in region.slots)
     ]
     order = {op.name: position for position, op in enumerate(regions.graph.ops)}
+    summed, joined = ({name: getattr(op, use) for name, op in profile.ops.items()} for use in ("summed", "joined"))
     return Structure(
         regions=regions,
         profile=profile,
@@ -128,7 +131,8 @@ def build_structure(
         alike=_alike(regions, edge_index),
         first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
         arguments=_arguments(regions),
-        sums=tuple(_sums(regions, profile, members.members) for members in regions.classes),
+        sums=tuple(_counted(regions, members.members, summed) for members in regions.classes),
+        joins=tuple(_counted(regions, members.members, joined) for members in regions.classes),
         gathers=block_gathers(regions, blocks, parameters, timeline),
         timeline=timeline,
         **tallies,
@@ -155,7 +159,7 @@ def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
     """Return all that a structure asks of the profile of each op."""
     return [
         (
-            *(name, op.saved, op.summed, op.joined),
+            *(name, op.saved, op.summed, op.joined, op.in_place),
             *(op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0),
         )
         for name, op in profile.ops.items()
@@ -176,11 +180,12 @@ def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
     return {region_class: tuple(positions) for region_class, positions in slots.items()}
 
 
-def _sums(regions: RegionGraph, profile: GraphProfile, members: tuple[int, ...]) -> tuple[Mapping[int, int], ...]:
+def _counted(
+    regions: RegionGraph, members: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
+) -> tuple[Mapping[int, int], ...]:
+    """Return for each op of a class, input -> in how many members it is one of the ``inputs`` of the op."""
     ops_of = [regions.regions[member].ops for member in members]
-    return tuple(
-        Counter(i for op in same for i in profile.ops[op.op.name].summed) for same in zip(*ops_of, strict=True)
-    )
+    return tuple(Counter(i for op in same for i in inputs[op.op.name]) for same in zip(*ops_of, strict=True))
 
 
 def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:

@@ -221,11 +221,11 @@ class _Builder:
                 into[slot, column] += 1
         for region_op in region.ops:
             for column in self._at.get(self._order.position[region_op.op.name], ()):
-                joined = self._profile.ops[region_op.op.name].joined
+                in_place = self._profile.ops[region_op.op.name].in_place
                 for position, slot in enumerate(region_op.inputs):
                     value = region.slots[slot].value
                     makes = value.kind == "parameter" or not self._order.passes_on(region_op.op)
-                    if value.requires_grad and makes and position not in joined:
+                    if value.requires_grad and makes and position not in in_place:
                         into[slot, column] += 1
 
     def _made_again(self, moments: tuple[Moment, ...]) -> dict[int, list[tuple[int, int]]]:

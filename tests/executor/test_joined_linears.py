@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from executor_cases import MESH
 from gloo import run_on_gloo
 from split_inputs import close, layouts, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_model.layout import Layout, format_layout
@@ -24,7 +24,7 @@ from executor.redistribute import Redistributor
 from executor.torch_internals import fake_process_group
 from planner.plan import ShardingPlan
 
-R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 Shape = tuple[int, ...]
 Linear = Callable[..., torch.Tensor]
 
@@ -103,7 +103,7 @@ def check_one(
     placed = (x, *zip(weights, split, strict=True))
     given = [leaf(distribute_tensor(tensor, mesh, layout)) for tensor, layout in placed]
     replicated = [distribute_tensor(factor, mesh, (R, R)) for factor in factors]
-    loss = loss_of(linear, given[0], given[1:], replicated)
+    loss = loss_of(linear, given[0] * 1.0, given[1:], replicated)
     loss.backward(torch.ones_like(loss))
     if not close(loss, expected):
         return f"loss {loss} for {expected}"
@@ -116,22 +116,49 @@ def test_gradients_are_those_of_the_layers_one_by_one() -> None:
     assert run_on_gloo(check_layouts, 4) == [[]] * 4
 
 
+class Given(NamedTuple):
+    """Layers on a fake mesh, joined and one by one."""
+
+    redistributor: Redistributor
+    linears: JoinedLinears
+    x: DTensor
+    weights: list[DTensor]
+
+    def joined(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        found = self.linears(self.redistributor, *args, **kwargs)
+        assert found is not NotImplemented
+        return found  # type: ignore[no-any-return]
+
+    def fresh(self) -> list[DTensor]:
+        """Return the input and the weights as leaves of their own."""
+        return [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]  # type: ignore[misc]
+
+
 @pytest.fixture
-def given() -> Any:
+def given() -> Iterator[Given]:
     torch.manual_seed(0)
     with fake_process_group(MESH.size):
         mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
         redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
         x = distribute_tensor(torch.randn(8, 4, 16), mesh, (S0, R), src_data_rank=None).requires_grad_()
         weights = [distribute_tensor(w, mesh, (R, S0), src_data_rank=None).requires_grad_() for w in weights_of(False)]
-        yield redistributor, x, weights
+        yield Given(redistributor, JoinedLinears(), x, weights)
 
 
-def test_products_add_to_what_is_there(given: Any) -> None:
-    redistributor, x, weights = given
-    joined, read = JoinedLinears(), x * 1.0
-    results = [joined(redistributor, read, weight) for weight in weights]
-    loss = sum(result.exp().sum() for result in results)
+def loss_by(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = sum(linear(x, weight).exp().sum() for weight in weights)  # type: ignore[assignment]
+    return loss
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's piece, of a sum its addend: no other rank answers."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def test_products_add_to_what_is_there(given: Given) -> None:
+    read = given.x * 1.0
+    loss = loss_by(given.joined, read, given.weights)
     with Ops() as ops:
         loss.backward(torch.ones_like(loss))
     assert ops.counts["addmm_"] == 2
@@ -139,39 +166,103 @@ def test_products_add_to_what_is_there(given: Any) -> None:
     assert ops.counts["add"] + ops.counts["add_"] == 0
 
 
-def test_layers_whose_results_nobody_uses_are_not_waited_for(given: Any) -> None:
-    redistributor, x, weights = given
-    joined, plain = JoinedLinears(), x.detach().requires_grad_()
-    results = [joined(redistributor, x, weight) for weight in weights]
+def test_layers_whose_results_nobody_uses_are_not_waited_for(given: Given) -> None:
+    plain = given.x.detach().requires_grad_()
+    read = given.x * 1.0
+    results = [given.joined(read, weight) for weight in given.weights]
     results[1].sum().backward()
-    F.linear(plain, weights[1]).sum().backward()
-    assert torch.equal(x.grad.to_local(), plain.grad.to_local())
-    # Of another backward through the same layers nothing of the first is left.
-    kept = [joined(redistributor, x, weight).sum() for weight in weights[:2]]
-    x.grad = plain.grad = None
+    F.linear(plain, given.weights[1]).sum().backward()
+    assert torch.equal(whole(given.x.grad), whole(plain.grad))
+
+
+def test_passes_over_the_same_layers_leave_nothing_to_each_other(given: Given) -> None:
+    """Two in a row, one that asked for the weights' gradients alone, and one that broke off."""
+    x, *weights = given.fresh()
+    loss_by(F.linear, x, weights).backward()
+    read = given.x * 1.0
+    broken = [False]
+
+    def breaking(gradient: torch.Tensor) -> None:
+        if broken[0]:
+            raise RuntimeError("broken")
+
+    results = [given.joined(read, weight) for weight in given.weights]
+    results[0].register_hook(breaking)  # the last that runs
+    loss = sum(result.exp().sum() for result in results)
+    torch.autograd.grad([loss], given.weights, retain_graph=True)
+    broken[0] = True
+    with pytest.raises(RuntimeError, match="broken"):
+        loss.backward(retain_graph=True)
+    broken[0] = False
     for _ in range(2):
-        (kept[0] + kept[1]).backward(retain_graph=True)
-    (F.linear(plain, weights[0]).sum() + F.linear(plain, weights[1]).sum()).backward()
-    torch.testing.assert_close(x.grad.to_local(), 2 * plain.grad.to_local())
+        given.x.grad = None
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
 
 
-def test_a_tensor_is_forgotten_when_it_is_gone(given: Any) -> None:
-    redistributor, x, weights = given
-    joined = JoinedLinears()
-    read = x * 1.0
-    loss = joined(redistributor, read, weights[0]).sum()
-    assert len(joined._reads) == 1
+def test_a_gradient_of_a_gradient_is_refused(given: Given) -> None:
+    loss = loss_by(given.joined, given.x * 1.0, given.weights)
+    with pytest.raises(RuntimeError, match="plan without --fused"):
+        torch.autograd.grad([loss], [given.x], create_graph=True)
+
+
+def test_a_tensor_that_is_changed_is_another_tensor(given: Given) -> None:
+    added = torch.ones_like(given.x).requires_grad_()
+    read = given.x * 1.0
+    first = given.joined(read, given.weights[0])
+    read.add_(added)
+    second = given.joined(read, given.weights[1])
+    x, plain_added = given.x.detach().requires_grad_(), added.detach().requires_grad_()
+    (F.linear(x + plain_added, given.weights[1]).sum()).backward()
+    second.sum().backward()
+    torch.testing.assert_close(whole(added.grad), whole(plain_added.grad))
+    torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
+def test_a_tensor_is_forgotten_when_it_is_gone(given: Given) -> None:
+    read = given.x * 1.0
+    loss = given.joined(read, given.weights[0]).sum()
+    assert len(given.linears._reads) == 1
     del read
     loss.backward()
     del loss
     gc.collect()
-    assert len(joined._reads) == 0
+    assert len(given.linears._reads) == 0
 
 
-def test_without_a_gradient_dtensor_runs_the_layer(given: Any) -> None:
-    redistributor, x, weights = given
-    joined = JoinedLinears()
-    assert joined(redistributor, x.detach(), weights[0]) is NotImplemented
-    assert joined(redistributor, x.to_local(), weights[0]) is NotImplemented
+def test_of_a_frozen_weight_the_input_is_not_kept(given: Given) -> None:
+    kept: list[tuple[int, ...]] = []
+    read, frozen = given.x * 1.0, given.weights[0].detach()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = given.joined(read, frozen)
+    assert kept == [tuple(frozen.shape)]
+    result.sum().backward()
+    assert given.x.grad is not None
+
+
+def test_a_plain_gradient_and_names_of_arguments_are_taken(given: Given) -> None:
+    result = given.joined(input=given.x * 1.0, weight=given.weights[0], bias=None)
+    result.backward(torch.ones(result.shape))
+    assert given.x.grad is not None
+
+
+def test_elsewhere_dtensor_runs_the_layer(given: Given) -> None:
+    def is_left(x: torch.Tensor) -> bool:
+        return given.linears(given.redistributor, x, given.weights[0]) is NotImplemented
+
+    assert is_left(given.x)  # a leaf
+    assert is_left(given.x.detach())
+    read = given.x * 1.0
+    assert is_left(read.to_local())
     with torch.no_grad():
-        assert joined(redistributor, x, weights[0]) is NotImplemented
+        assert is_left(read)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert is_left(read)
+    assert not is_left(read)

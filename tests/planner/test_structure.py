@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from families import make
+from torch import nn
 
 from planner.session import PlanningSession
 from planner.structure import Structure, build_structure
@@ -46,3 +48,26 @@ def test_at_another_batch(family: str) -> None:
             assert contents(there) == contents(afresh)
             assert there.regions is regions
     assert taken >= 3  # not all: with a batch of 1, views keep other tensors
+
+
+class _Gated(nn.Module):
+    """Its first two layers are of one class: names that differ in digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.w1, self.w3 = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.w2 = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = self.norm(x)
+        return self.w2(self.w1(read) * self.w3(read)).sum()
+
+
+def test_of_a_class_those_members_are_counted_that_join() -> None:
+    session = PlanningSession(
+        _Gated(), example_inputs=(torch.zeros(16, 8),), cluster="1x2xtoy", dtype="fp32", fused=True
+    )
+    structure = session._traced.structure(16)
+    assert {len(members.members) for members in structure.regions.classes} == {1, 2}
+    assert sum(sum(op.values()) for ops in structure.joins for op in ops) == 1
+    assert sum(sum(op.values()) for ops in structure.sums for op in ops) == 0
