@@ -17,6 +17,7 @@ from split_inputs import close, layouts, leaf
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from cost_model.layout import Layout, format_layout
 from executor.op_linear import JoinedLinears
@@ -129,6 +130,11 @@ class Given(NamedTuple):
         assert found is not NotImplemented
         return found  # type: ignore[no-any-return]
 
+    def joined_if_so(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return what is joined, where that is, as `OwnOps` does."""
+        found = self.linears(self.redistributor, x, weight)
+        return F.linear(x, weight) if found is NotImplemented else found
+
     def fresh(self) -> list[DTensor]:
         """Return the input and the weights as leaves of their own."""
         return [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]  # type: ignore[misc]
@@ -219,6 +225,25 @@ def test_a_tensor_that_is_changed_is_another_tensor(given: Given) -> None:
     torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_block_joins_what_it_runs_again(given: Given, reentrant: bool) -> None:
+    """The block's own input, which is a leaf while a reentrant one runs again, and a tensor made inside."""
+    x, *weights = given.fresh()
+    loss_by(F.linear, x, weights).backward()
+    loss_by(F.linear, x.sin(), weights).backward()
+
+    def block(read: torch.Tensor) -> torch.Tensor:
+        once = loss_by(given.joined_if_so, read, given.weights)
+        return once + loss_by(given.joined_if_so, read.sin(), given.weights)
+
+    checkpoint(block, given.x * 1.0, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
+    for mine, own in zip(given.weights, weights, strict=True):
+        torch.testing.assert_close(whole(mine.grad), whole(own.grad))
+    gc.collect()
+    assert len(given.linears._reads) == 0
 
 
 def test_a_tensor_is_forgotten_when_it_is_gone(given: Given) -> None:

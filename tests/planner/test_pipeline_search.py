@@ -198,6 +198,9 @@ def test_a_stage_in_one_piece_bounds_one_in_chunks(
             assert min(capped_s, _ANY_S) * pipeline.passes / of.passes <= bound_s * (1 + 1e-9)
         for index in kind.indices:
             assert work.bounds(pipeline)[index] <= bound_s
+        # In one piece, and waiting for messages, a stage takes no less either.
+        waiting = dataclasses.replace(whole, bounds_chunks=False)
+        assert capped_s <= RelaxStage(kind=plain, pipeline=waiting, floor=None, limit_s=math.inf)(bench) * (1 + 1e-9)
 
 
 def test_of_a_search_without_a_cap_on_time_nothing_is_left_open(session: PlanningSession) -> None:
