@@ -50,7 +50,8 @@ class JoinedLinears:
         joins = torch.is_grad_enabled() and input.requires_grad and not input.is_leaf
         if not joins or not all(isinstance(tensor, DTensor) for tensor in given):
             return NotImplemented
-        if torch.is_autocast_enabled(input.device.type):
+        kind = input.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return NotImplemented
         reading = self._reads.get(input)
         if reading is None or not reading.is_of(input):
