@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from planner import experts, fused_ops
 from planner.flop_count import FlopCount
-from planner.graph import Op, OpGraph, Value, later_uses
-from planner.joined_linears import Joins, joins_of
+from planner.graph import Op, OpGraph, Value
+from planner.joined_linears import shared_inputs
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
 from planner.op_profile import GraphProfile, OpProfile
 from planner.regions import op_signature
@@ -95,9 +95,7 @@ class _Walk:
     The tensors that the others would make are made where an op that does run reads them.
     """
 
-    def __init__(
-        self, graph: OpGraph, flash_attention: bool, cached_before: int | None, compiles: bool, joins: bool
-    ) -> None:
+    def __init__(self, graph: OpGraph, flash_attention: bool, cached_before: int | None, compiles: bool) -> None:
         self._graph = graph
         self._flash = flash_attention
         self._compiles = compiles
@@ -109,16 +107,17 @@ class _Walk:
         self._storage_nbytes: dict[str, int] = {}
         self._lie: dict[str, tuple[tuple[int, ...], int]] = {}
         self._seen: dict[Hashable, _Seen] = {}
-        self._joins = joins_of(graph) if joins else Joins(frozenset(), frozenset(), later_uses(graph))
         self._seed = torch.empty((), device="meta", requires_grad=True)
 
-    def run(self) -> GraphProfile:
+    def run(self, joins: bool) -> GraphProfile:
         produced = {name for op in self._graph.ops for name in op.outputs}
         for name, value in self._graph.values.items():
             if name not in produced:
                 tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
                 self._keep(name, tensor.requires_grad_(value.requires_grad))
         profiles = {op.name: self._profile(op) for op in self._graph.ops}
+        for name, shared in shared_inputs(self._graph, joins=joins).items():
+            profiles[name] = dataclasses.replace(profiles[name], **shared._asdict())
         return GraphProfile(ops=profiles, root=self._root_of, storage_nbytes=self._storage_nbytes)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -141,27 +140,22 @@ class _Walk:
         return self._made[name]
 
     def _profile(self, op: Op) -> OpProfile:
-        used: dict[str, Any] = {
-            "summed": self._joins.summed[op.name],
-            "joined": (0,) if op.name in self._joins.joined else (),
-            "in_place": (0,) if op.name in self._joins.alone else (),
-        }
         if not isinstance(op.target, torch._ops.OpOverload):
-            return dataclasses.replace(self._run(op), **used)
+            return self._run(op)
         key = self._key(op)
         if key not in self._seen:
-            found = dataclasses.replace(self._run(op), **used)
+            found = self._run(op)
             seen = self._remembered(op, found)
             if seen is not None:
                 self._seen[key] = seen
             return found
         seen = self._seen[key]
         self._keep_results(op, seen)
-        if not seen.saved and all(getattr(seen.profile, name) == found for name, found in used.items()):
+        if not seen.saved:
             return seen.profile
         tensors = (*op.inputs, *op.outputs)
         saved = tuple(self._root_of[tensors[i]] for i in seen.saved)
-        return dataclasses.replace(seen.profile, saved=saved, **used)
+        return dataclasses.replace(seen.profile, saved=saved)
 
     def _key(self, op: Op) -> Hashable:
         """Return what is equal for ops that do the same to tensors that lie in memory alike."""
@@ -407,4 +401,4 @@ def profile(
         joins: whether linear layers that read the same tensor add up its gradient in their products.
     """
     with torch.enable_grad():
-        return _Walk(graph, flash_attention, cached_before, compiles, joins).run()
+        return _Walk(graph, flash_attention, cached_before, compiles).run(joins)
