@@ -1,12 +1,16 @@
 """One call of an attention kernel, forward and backward apart, with the logarithm of each row's sum of exponentials.
 
 ``sums`` [batch, heads, rows] are what attention over parts of the keys is put together by. torch has such kernels for
-CPUs, and FlashAttention-2 on CUDA for half precision without a mask; the rest is computed with all scores in memory.
+CPUs, and on CUDA, for half precision without a mask, cuDNN's and FlashAttention-2: cuDNN's where torch would choose it
+for `scaled_dot_product_attention`, as it does on Hopper and Blackwell. The rest is computed with all scores in memory.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend
+
+from executor import torch_internals
 
 _aten = torch.ops.aten
 _WIDTHS, _WIDEST = 8, 256
@@ -24,7 +28,10 @@ def attend(
         mask: added to the scores, or boolean: what is seen; [batch or 1, heads or 1, rows or 1, keys].
         causal: whether each row sees the keys up to its own; there are as many rows as keys then, and no mask.
     """
-    if _runs_flash(q, v, mask):
+    if _runs_fused(q, v, mask):
+        if _prefers_cudnn(q, k, v, causal, scale):
+            found = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            return found[0], found[1].squeeze(-1)
         found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return found[0], found[1]
     if _runs_on_cpu(q, v):
@@ -53,11 +60,34 @@ def attend_backward(
 
     Where ``k`` and ``v`` are a part of the keys, ``result`` and ``sums`` are those over all of them.
     """
-    if _runs_flash(q, v, mask):
+    if _runs_fused(q, v, mask):
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # neither packed sequences nor dropout
         queries, keys = q.shape[2], k.shape[2]
-        given = (gradient, q, k, v, result, sums.contiguous(), none, none, queries, keys, 0.0, causal, none, none)
-        of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
+        if _prefers_cudnn(q, k, v, causal, scale):
+            seeds = none.new_empty(()), none.new_empty(())
+            # cuDNN takes whatever lengths it is given for those of packed sequences.
+            whole = None, None, None, queries, keys, 0.0, causal
+            of_q, of_k, of_v = _aten._scaled_dot_product_cudnn_attention_backward(
+                gradient, q, k, v, result, sums.unsqueeze(-1).contiguous(), *seeds, *whole, scale=scale
+            )
+        else:
+            of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_backward(
+                gradient,
+                q,
+                k,
+                v,
+                result,
+                sums.contiguous(),
+                none,
+                none,
+                queries,
+                keys,
+                0.0,
+                causal,
+                none,
+                none,
+                scale=scale,
+            )
     elif _runs_on_cpu(q, v):
         of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, result, sums, 0.0, causal, attn_mask=_added(mask, q.dtype), scale=scale
@@ -67,10 +97,15 @@ def attend_backward(
     return of_q, of_k, of_v
 
 
-def _runs_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def _runs_fused(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
     width = q.shape[3]
     fits = width == v.shape[3] and width % _WIDTHS == 0 and width <= _WIDEST
     return q.is_cuda and mask is None and fits and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> bool:
+    """Tell whether torch would run cuDNN's kernel. Forward and backward need not agree: sums mean the same to both."""
+    return torch_internals.chosen_attention(q, k, v, causal, scale) == SDPBackend.CUDNN_ATTENTION
 
 
 def _runs_on_cpu(q: torch.Tensor, v: torch.Tensor) -> bool:

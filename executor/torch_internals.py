@@ -2,7 +2,8 @@
 
 Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor`` and ``_spec``, the functional
 collectives, the dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of
-the autograd engine, what ``fully_shard`` keeps between passes, and the names of the operators that communicate.
+the autograd engine, what ``fully_shard`` keeps between passes, the choice of an attention kernel, and the names of the
+operators that communicate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.attention import SDPBackend
 
 from cost_model.layout import Layout
 from planner.report import CollectiveKind
@@ -85,6 +87,11 @@ def all_to_all(
 def waited(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` once it has arrived: on a GPU, for what is launched from now on."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
+
+
+def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> SDPBackend:
+    """Return the kernel that `scaled_dot_product_attention` would run: without mask or dropout, perhaps with GQA."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=True))
 
 
 def allows_implicit_replication() -> bool:

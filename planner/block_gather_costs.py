@@ -17,7 +17,6 @@ from planner.graph import Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.overlap import Overlap
 from planner.parameter_classes import BlockGather
-from planner.parameter_costs import StoredChoice, is_fully_sharded
 from planner.plan_gathers import Keeping
 from planner.problem import Lifetime
 from planner.report import CollectiveKind, Phase
@@ -62,24 +61,20 @@ class BlockGatherPricer:
     def use(
         self,
         value: Value,
-        choice: StoredChoice,
         use: Port,
         blocks: tuple[tuple[BlockGather, int], ...],
         gradients: tuple[float, Lifetime],
-    ) -> Price | None:
+    ) -> Price:
         """Return the price of parameters that are gathered with their blocks: bytes that it takes to reduce them.
 
-        None where `fully_shard` cannot: it splits on one axis, and keeps the layout on all others.
-
         Args:
+            use: to which `fully_shard` takes them.
             blocks: each kind of block that such parameters are in, and how many of them one such block holds.
             gradients: bytes of one that is reduced; and at which moments how many are there whole, waiting for their
                 block's.
         """
-        axis = choice.gathered_over
-        if axis is None or use[0] is None or not is_fully_sharded(choice, use):
-            return None
-        numel = value.nbytes // value.dtype.itemsize // split_factor(use[0], self._run.mesh.shape)
+        assert use.layout is not None
+        numel = value.nbytes // value.dtype.itemsize // split_factor(use.layout, self._run.mesh.shape)
         prices = []
         for block, held in blocks:
             reducing = numel * held * self._reduce_itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cost_model import ClusterSpec
@@ -163,11 +163,20 @@ def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
     found: list[tuple[int, ...]] = [()]
     for count in range(1, axes):
         found += [(*sizes, size) for sizes in found if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]
-    meshes = []
-    for sizes in found:
-        inner = list(zip(_NAMES, sizes, strict=False))
-        meshes.append(MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner))))
-    return meshes
+    return [_mesh(cluster, sizes) for sizes in found]
+
+
+def node_pairs(cluster: ClusterSpec) -> MeshSpec | None:
+    """Return the mesh with an axis inside a node and one of two nodes around it; None where there are no two pairs."""
+    sizes = (cluster.devices_per_node, 2)
+    pair = math.prod(sizes)
+    return _mesh(cluster, sizes) if sizes[0] > 1 and cluster.size % pair == 0 and cluster.size > pair else None
+
+
+def _mesh(cluster: ClusterSpec, sizes: Sequence[int]) -> MeshSpec:
+    """Return the mesh with axes of ``sizes``, from the innermost on, and one around them for all other devices."""
+    inner = list(zip(_NAMES, sizes, strict=False))
+    return MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner)))
 
 
 def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:

@@ -19,7 +19,7 @@ from planner.gathers import Gathers
 from planner.graph import Value
 from planner.overlap import Beside
 from planner.parameter_classes import ParameterClass
-from planner.parameter_costs import ParameterPricer, StoredChoice
+from planner.parameter_costs import ParameterPricer, ParameterUse, StoredChoice, fully_sharded_use
 from planner.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.regions import Region, RegionGraph
 from planner.stored_choices import stored_choices, stored_layouts
@@ -28,6 +28,7 @@ from planner.strategies.sliced_parameters import slices_parameters
 from planner.structure import EdgeKey, Structure
 from planner.tallies import Tally
 from planner.tensor_overlap import ProductsBeside
+from planner.use_prices import UsePrices
 
 Accepts = Callable[[Region, Strategy], bool]
 """Whether a strategy may be chosen (baselines and random plans restrict the space)."""
@@ -309,20 +310,29 @@ class Formulator:
         self, parameter: ParameterClass, use: tuple[int, int], choice: StoredChoice, port: Port
     ) -> Price | None:
         """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
+        found = self._use(parameter, use)
+        if choice.gathered_over is not None:
+            return self._block_price(parameter, found, choice, port)
+        return self.parameter_pricer.use(found, choice, port)
+
+    def _block_price(
+        self, parameter: ParameterClass, use: ParameterUse, choice: StoredChoice, port: Port
+    ) -> Price | None:
+        if fully_sharded_use(choice) != (port.layout, port.gradient):
+            return None
+        gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
+        return self.gathers.use_price(parameter, port, gradient_nbytes)
+
+    def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterUse:
         index, slot = use
         structure = self._structure
         region = structure.representative(index)
         value = region.slots[slot].value
-        if choice.gathered_over is not None:
-            gradient_nbytes = self.parameter_pricer.gradient_nbytes(value, choice.stored)
-            return self.gathers.use_price(parameter, choice, port, gradient_nbytes)
-        saved = any(structure.profile.root[value.name] in structure.profile.ops[o.op.name].saved for o in region.ops)
-        return self.parameter_pricer.use(
-            value,
-            choice,
-            port,
+        root, ops = structure.profile.root[value.name], structure.profile.ops
+        return ParameterUse(
+            value=value,
             count=len(parameter.values) * parameter.uses[use],
-            saved=saved,
+            saved=any(root in ops[o.op.name].saved for o in region.ops),
             recomputed=structure.mode(region) is not None,
             first=index == structure.first_class,
             working=parameter.working[use],
@@ -338,16 +348,32 @@ class Formulator:
             for use in parameter.uses:
                 index, slot = use
                 shown = [self._ports.number(leaving(s, slot)) for s in strategies[index]]
-                pairs: dict[tuple[int, int], Charge] = {}
-                for c, choice in enumerate(choices):
-                    for q in dict.fromkeys(shown):
-                        price = self.use_price(parameter, use, choice, self._ports.port(q))
-                        if price is not None:
-                            pairs[c, q] = price.charge
                 yield Edge(
                     producer=len(strategies) + position,
                     consumer=index,
                     producer_ports=tuple(range(len(choices))),
                     consumer_ports=tuple(shown),
-                    pairs=pairs,
+                    pairs=self._use_charges(parameter, self._use(parameter, use), choices, tuple(dict.fromkeys(shown))),
                 )
+
+    def _use_charges(
+        self, parameter: ParameterClass, use: ParameterUse, choices: Sequence[StoredChoice], shown: Sequence[int]
+    ) -> dict[tuple[int, int], Charge]:
+        """Return what a use costs by number of choice and of port; where it cannot be, nothing."""
+        ports = [self._ports.port(q) for q in shown]
+        by_layouts: dict[tuple[Layout | None, Layout | None], list[int]] = defaultdict(list)
+        for q, port in zip(shown, ports, strict=True):
+            by_layouts[port.layout, port.gradient].append(q)
+        alone = UsePrices(self.parameter_pricer, use, ports)
+        pairs: dict[tuple[int, int], Charge] = {}
+        for c, choice in enumerate(choices):
+            if choice.gathered_over is None:
+                found = zip(shown, alone.charges(choice), strict=True)
+                pairs.update(((c, q), charge) for q, charge in found if charge is not None)
+                continue
+            layouts = fully_sharded_use(choice)
+            for q in () if layouts is None else by_layouts.get(layouts, ()):
+                price = self._block_price(parameter, use, choice, self._ports.port(q))
+                if price is not None:
+                    pairs[c, q] = price.charge
+        return pairs

@@ -49,13 +49,11 @@ class Gathers:
             for position, held in block.held.items():
                 self._holders[structure.parameters[position].values[0]].append((block, held))
 
-    def use_price(
-        self, parameter: ParameterClass, choice: StoredChoice, port: Port, gradient_nbytes: float
-    ) -> Price | None:
-        """Return the price of using parameters that are gathered with their blocks; None where they cannot be."""
+    def use_price(self, parameter: ParameterClass, port: Port, gradient_nbytes: float) -> Price | None:
+        """Return the price of using parameters that `fully_shard` gathers with their blocks; None where none are in."""
         held = tuple(self._holders.get(parameter.values[0], ()))
         gradients = gradient_nbytes, parameter.unreduced
-        return self._pricer.use(self._value(parameter), choice, port, held, gradients) if held else None
+        return self._pricer.use(self._value(parameter), port, held, gradients) if held else None
 
     def nodes(self) -> list[Node]:
         """Return the node of the axis, and one for each kind of block: how long it keeps what it gathers."""

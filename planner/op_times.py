@@ -202,12 +202,11 @@ class OpTimes:
 
     def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
         kernel = Kernel(shapes[0][2], shapes[2][2], _is_causal(op))
-        return self._kernels((kernel,), shapes[0], shapes[2], profile, dtype, share, self._kernel)
+        return self._kernels((kernel,), shapes[0], shapes[2], profile, dtype, share)
 
     def _context(self, work: ContextWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
         """Return the seconds of attention whose sequence is split: of its kernels, and of putting pieces in order."""
-        name = "flash2" if self._kernel == "flash" else self._kernel  # whose sums of exponentials the op works with
-        found = self._kernels(work.kernels, work.query, work.value, profile, dtype, share, name)
+        found = self._kernels(work.kernels, work.query, work.value, profile, dtype, share)
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
         backward_s = found.backward_s + work.backward_nbytes / bytes_per_s if found.backward_s else 0.0
         return OpTime(found.forward_s + work.forward_nbytes / bytes_per_s, backward_s)
@@ -220,7 +219,6 @@ class OpTimes:
         profile: OpProfile,
         dtype: str,
         share: float,
-        name: str,
     ) -> OpTime:
         counted = bool(self._host_op_s) and self._kernel == "unfused"
         shipped = shipped_efficiency()
@@ -240,7 +238,7 @@ class OpTimes:
                     backward=backward,
                     device=self._device,
                     dtype=dtype,
-                    kernel=name,
+                    kernel=self._kernel,
                     efficiency=efficiency,
                 )
                 for kernel in kernels

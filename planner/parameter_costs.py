@@ -40,6 +40,31 @@ class StoredChoice:
     gathered_over: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterUse:
+    """One use of equal parameters.
+
+    Attributes:
+        value: one of them.
+        count: how many there are, as often as a micro-batch uses each.
+        saved: whether autograd keeps the parameter for the backward, which then gathers it again.
+        recomputed: whether the use is inside a checkpointed block.
+        first: whether nothing is left of the backward that could hide its gradient's reduction.
+        working: moment's quantity -> how many of them an op uses at that moment, backward, or forward in inference.
+        pending: moment's quantity -> how many of their gradients from this use wait for those from others.
+        gradients: moment's quantity -> how many of them have their gradients by then.
+    """
+
+    value: Value
+    count: int
+    saved: bool
+    recomputed: bool
+    first: bool
+    working: Lifetime
+    pending: Lifetime
+    gradients: Lifetime
+
+
 class ParameterPricer:
     """Prices of parameters in one `Run`."""
 
@@ -47,11 +72,8 @@ class ParameterPricer:
         self._run = run
         self._communication = communication
         self._overlap = Overlap.of(run.cluster.device)
-
-    @property
-    def stored_dtype(self) -> str:
+        self.stored_dtype: str = run.job.master_dtype or run.job.dtype
         """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
-        return self._run.job.master_dtype or self._run.job.dtype
 
     def resting(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> Price | None:
         """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
@@ -126,59 +148,48 @@ class ParameterPricer:
 
     # --- by itself -----------------------------------------------------------------------------------------------
 
-    def use(
-        self,
-        value: Value,
-        choice: StoredChoice,
-        use: Port,
-        *,
-        count: int,
-        saved: bool,
-        recomputed: bool,
-        first: bool,
-        working: Lifetime,
-        pending: Lifetime,
-        gradients: Lifetime,
-    ) -> Price | None:
-        """Return the price of using ``count`` equal parameters, each gathered by itself, and of their gradients.
+    def use(self, use: ParameterUse, choice: StoredChoice, port: Port) -> Price | None:
+        """Return the price of one use, and of its gradients; None where nothing leads there.
 
         Args:
-            use: layouts of the parameter and of its gradient in the op.
-            saved: whether autograd keeps the parameter for the backward, which then gathers it again.
-            recomputed: whether the use is inside a checkpointed block.
-            first: whether nothing is left of the backward that could hide its gradient's reduction.
-            working: moment's quantity -> how many of them an op uses at that moment, backward, or forward in inference.
-            pending: moment's quantity -> how many of their gradients from this use wait for those from others.
-            gradients: moment's quantity -> how many of them have their gradients by then.
+            port: layouts of the parameter and of its gradient in the op.
         """
-        layout, gradient, _ = use
+        halves = [self.gathering(use, choice.stored, port.layout), self.reducing(use, choice, port.gradient)]
+        found = [price for price in halves if price is not None]
+        return add_prices(found) if len(found) == len(halves) else None
+
+    def gathering(self, use: ParameterUse, stored: Layout, layout: Layout | None) -> Price | None:
+        """Return the price of taking parameters from rest to the ``layout`` of their use, each by itself."""
         assert layout is not None
-        calls = count * self._run.passes
-        forward = self._gather(value, choice.stored, layout, "forward", calls, quantity.BLOCKING_FORWARD)
+        value, calls = use.value, use.count * self._run.passes
+        forward = self._gather(value, stored, layout, "forward", calls, quantity.BLOCKING_FORWARD)
         if forward is None:
             return None
         prices = [forward]
-        training = self._run.job.training
-        if layout != choice.stored and self._run.job.phase != "training":
-            prices.append(self._presented(value, choice.stored, layout, calls, working))
-        if training and (recomputed or saved):
-            phase: Phase = "recompute" if recomputed else "backward"
-            again = self._gather(value, choice.stored, layout, phase, calls, quantity.BLOCKING_BACKWARD)
+        if layout != stored and self._run.job.phase != "training":
+            prices.append(self._presented(value, stored, layout, calls, use.working))
+        if self._run.job.training and (use.recomputed or use.saved):
+            phase: Phase = "recompute" if use.recomputed else "backward"
+            again = self._gather(value, stored, layout, phase, calls, quantity.BLOCKING_BACKWARD)
             assert again is not None
             prices.append(again)
-            if layout != choice.stored:
+            if layout != stored:
                 copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
-                prices.append(Price(charge=working.charge(copy)))
-        if gradient is not None and training:
-            target = choice.accumulated or choice.stored
-            reduced = self._reduction(value, gradient, target, count, first, once=choice.accumulated is None)
-            if reduced is None:
-                return None
-            prices.append(reduced)
-            waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
-            prices.append(Price(charge=pending.charge(waiting)))
-            if self._run.micro_batches > 1 and choice.accumulated is None:
-                prices.append(self._accumulating(value, choice, gradient, count, gradients))
+                prices.append(Price(charge=use.working.charge(copy)))
+        return add_prices(prices)
+
+    def reducing(self, use: ParameterUse, choice: StoredChoice, gradient: Layout | None) -> Price | None:
+        """Return the price of reducing a use's gradients to where they accumulate, or rest."""
+        if gradient is None or not self._run.job.training:
+            return FREE
+        value, target, once = use.value, choice.accumulated or choice.stored, choice.accumulated is None
+        reduced = self._reduction(value, gradient, target, use.count, use.first, once=once)
+        if reduced is None:
+            return None
+        waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
+        prices = [reduced, Price(charge=use.pending.charge(waiting))]
+        if self._run.micro_batches > 1 and once:
+            prices.append(self._accumulating(value, choice, gradient, use.count, use.gradients))
         return add_prices(prices)
 
     def _presented(self, value: Value, stored: Layout, layout: Layout, calls: float, working: Lifetime) -> Price:
@@ -244,19 +255,18 @@ class ParameterPricer:
         return add_prices([price, Price(charge=more)])
 
 
-def is_fully_sharded(choice: StoredChoice, use: Port) -> bool:
-    """Tell whether `fully_shard` takes a parameter from rest to its use, and its gradient to where it accumulates."""
-    axis, accumulated = choice.gathered_over, choice.accumulated
-    layout, gradient, _ = use
-    if axis is None or accumulated is None or layout is None or gradient is None:
-        return False
-    others = [a for a in range(len(choice.stored)) if a != axis]
-    split = choice.stored[axis]
-    if not isinstance(split, Shard) or any(sharded_dim(placement) == split.dim for placement in layout[axis + 1 :]):
-        return False  # an axis further in splits the dim again: no single gather leads there
-    return (
-        accumulated[axis] == split
-        and layout[axis] == Replicate()
-        and gradient[axis] == Partial()
-        and all(choice.stored[a] == layout[a] and gradient[a] == accumulated[a] for a in others)
-    )
+def fully_sharded_use(choice: StoredChoice) -> tuple[Layout, Layout] | None:
+    """Return the layouts of parameter and gradient in the one use that `fully_shard` takes it to, and from.
+
+    None where there is none: it splits on one axis, and keeps the layout on all others.
+    """
+    axis, accumulated, stored = choice.gathered_over, choice.accumulated, choice.stored
+    if axis is None or accumulated is None:
+        return None
+    split = stored[axis]
+    if not isinstance(split, Shard) or any(sharded_dim(placement) == split.dim for placement in stored[axis + 1 :]):
+        return None  # an axis further in splits the dim again: no single gather leads there
+    if accumulated[axis] != split:
+        return None
+    whole = (*stored[:axis], Replicate(), *stored[axis + 1 :])
+    return whole, (*accumulated[:axis], Partial(), *accumulated[axis + 1 :])

@@ -1,10 +1,13 @@
 """Which pipelines of a job are searched.
 
 A number of stages that divides the nodes, or the devices of a node; in a stage one axis, or a second one within a node,
-or three where they are asked for; the batch split evenly over the first axis, or, where that leaves too few
+or any three where they are asked for; the batch split evenly over the first axis, or, where that leaves too few
 micro-batches and there is no third axis, the sequence of one sample, in pieces of 128 tokens or more; three ways to
 spread the blocks, and interleaved stages of as many chunks as can be. What stages hand to each other has one layout on
 both sides, split so on the first axis and on others by anything or nothing.
+
+Where two axes are asked for and the cluster has more devices than the batch has samples, interleaved stages have one
+mesh of three as well: the innermost a whole node, the one around it two of them, which is there to split sequences.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner.balance import balanced
-from planner.candidates import meshes_of
+from planner.candidates import meshes_of, node_pairs
 from planner.chunks import interleaved
 from planner.search import Search
 from planner.stage_looks import Work
@@ -52,13 +55,18 @@ class PipelineSpace:
     def pipelines(self, counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
         """Yield every pipeline in one of these numbers of micro-batches and modes of checkpointing."""
         for stages, mesh in self._meshes():
-            for (split, chunks), count, ac in itertools.product(self.spreads(stages), counts, modes):
+            spreads = [found for found in self.spreads(stages) if found[1] > 1 or self.has_single_chunks(mesh)]
+            for (split, chunks), count, ac in itertools.product(spreads, counts, modes):
                 if self._may_split(mesh, stages, count) and (chunks == 1 or count % stages == 0):
                     yield PipelineRun(mesh=mesh, counts=split, micro_batches=count, ac=ac, chunks=chunks)
 
     def splits_samples(self, mesh: MeshSpec, count: int) -> bool:
         """Tell whether a stage's first axis splits the samples of a micro-batch, one of ``count``."""
         return self.search.batch // count % mesh.shape[0] == 0
+
+    def has_single_chunks(self, mesh: MeshSpec) -> bool:
+        """Tell whether stages on ``mesh`` may have one chunk each: not where it is there for interleaved ones."""
+        return self.only is not None or len(mesh.shape) <= self.axes
 
     def splits(self, stages: int) -> list[tuple[int, ...]]:
         """Return ways to spread the blocks over so many stages, one chunk on each."""
@@ -91,8 +99,11 @@ class PipelineSpace:
         if self.only is not None:
             yield self.only
             return
+        # Where devices outnumber samples, an axis inside a node is seldom enough to split sequences.
+        beside = self.axes == 2 and self.search.batch < self.search.cluster.size
         for stages, cluster in self.clusters.items():
-            for mesh in meshes_of(cluster, self.axes):
+            pairs = node_pairs(cluster) if beside else None
+            for mesh in (*meshes_of(cluster, self.axes), *([] if pairs is None else [pairs])):
                 # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
                 inner = max(mesh.shape[1:], default=1)
                 if inner <= cluster.devices_per_node:

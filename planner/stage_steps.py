@@ -4,8 +4,9 @@ First the floor (`planner.floors`) of the most frequent stage, as if no stage we
 that any split has in its place; then that stage's relaxation within the cap. Both serve all splits, and interleaved
 stages: those do no less, keep no less and send more, so that what holds in one piece holds for them but for the idle
 time, and for messages, which they need not wait for: where there are interleaved stages, those of the one that is
-looked at for all run beside computing throughout, which is no more than either takes. Of interleaved stages the floor
-in their chunks comes next, and then the relaxations of all kinds of stages, one after the other.
+looked at for all run beside computing throughout, which is no more than either takes. On a mesh for interleaved stages
+alone these looks are left out. Of interleaved stages the floor in their chunks comes next, and then the relaxations of
+all kinds of stages, one after the other.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def steps_of(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Step]:
     """Yield the looks at a pipeline's stages, in order."""
     whole, kinds = in_one_piece(space, pipeline), pipeline.kinds
     shortest = shortest_alike(space, whole, whole.kinds[0])
-    for is_floor in (True, False):
+    for is_floor in (True, False) if space.has_single_chunks(pipeline.mesh) else ():
         yield Step(is_floor=is_floor, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
     if pipeline.chunks > 1:
         yield Step(is_floor=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor import attention_kernels
+from executor import attention_kernels, torch_internals
 from executor.attention_kernels import attend, attend_backward
 from executor.redistribute import stride_as
+
+_ATEN = torch.ops.aten
 
 
 def test_a_result_lies_as_its_piece_does() -> None:
@@ -54,10 +60,82 @@ def test_result_and_gradients_are_torchs(mask: str) -> None:
     torch.testing.assert_close(list(found), [leaf.grad for leaf in leaves])
 
 
-def test_kernel_for_gpus_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "_runs_flash", lambda q, v, mask: True)
+@pytest.mark.parametrize("chosen", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_kernels_for_gpus_take_what_they_are_given(monkeypatch: pytest.MonkeyPatch, chosen: SDPBackend) -> None:
+    monkeypatch.setattr(attention_kernels, "_runs_fused", lambda q, v, mask: True)
+    monkeypatch.setattr(torch_internals, "chosen_attention", lambda q, k, v, causal, scale: chosen)
     q, k = (torch.empty(2, heads, 6, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    result, sums = attend(q, k, k, None, True, 0.4)
-    assert (result.shape, sums.shape, sums.dtype) == (q.shape, (2, 4, 6), torch.float32)
-    found = attend_backward(result, q, k, k, None, result, sums, True, 0.4)
+    with _Called() as called:
+        result, sums = attend(q, k, k, None, True, 0.4)
+        assert (result.shape, sums.shape, sums.dtype) == (q.shape, (2, 4, 6), torch.float32)
+        found = attend_backward(result, q, k, k, None, result, sums, True, 0.4)
     assert [gradient.shape for gradient in found] == [q.shape, k.shape, k.shape]
+    kernel = "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION else "flash"
+    names = [name for name in called.names if "attention" in name]
+    assert names == [f"_scaled_dot_product_{kernel}_attention", f"_scaled_dot_product_{kernel}_attention_backward"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnns_sums_are_as_the_others(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    """cuDNN's have a dim of one more, in and out: the same numbers come back through it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    expected, expected_sums = attend(q, k, v, None, causal, 0.4)
+    gradient = torch.randn_like(expected)
+    gradients = attend_backward(gradient, q, k, v, None, expected, expected_sums, causal, 0.4)
+    monkeypatch.setattr(attention_kernels, "_runs_fused", lambda q, v, mask: True)
+    monkeypatch.setattr(attention_kernels, "_aten", _CudnnOnCpu)
+    monkeypatch.setattr(torch_internals, "chosen_attention", lambda *_: SDPBackend.CUDNN_ATTENTION)
+    result, sums = attend(q, k, v, None, causal, 0.4)
+    found = attend_backward(gradient, q, k, v, None, result, sums, causal, 0.4)
+    torch.testing.assert_close((result, sums), (expected, expected_sums))
+    torch.testing.assert_close(found, gradients)
+
+
+class _CudnnOnCpu:
+    """cuDNN's operators, by torch's schema of them, computed by the CPU's."""
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        bound = _bound(_ATEN._scaled_dot_product_cudnn_attention.default, args, kwargs)
+        assert bound["attn_bias"] is None
+        assert bound["compute_log_sumexp"]
+        given = (bound["query"], bound["key"], bound["value"], bound["dropout_p"], bound["is_causal"])
+        result, sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(*given, scale=bound["scale"])
+        return result, sums.unsqueeze(-1)
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention_backward(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        bound = _bound(_ATEN._scaled_dot_product_cudnn_attention_backward.default, args, kwargs)
+        sums = bound["logsumexp"]
+        assert sums.shape == (*bound["query"].shape[:3], 1)
+        assert sums.is_contiguous()
+        assert [bound[name] for name in ("attn_bias", "cum_seq_q", "cum_seq_k")] == [None, None, None]
+        assert (bound["max_q"], bound["max_k"]) == (bound["query"].shape[2], bound["key"].shape[2])
+        given = [bound[name] for name in ("grad_out", "query", "key", "value", "out")]
+        ends = (bound["dropout_p"], bound["is_causal"])
+        return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+            *given, sums.squeeze(-1), *ends, scale=bound["scale"]
+        )
+
+
+def _bound(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments by the names that ``op`` has for them."""
+    arguments = op._schema.arguments
+    positional = [argument for argument in arguments if not argument.kwarg_only]
+    found = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return {**found, **{argument.name: value for argument, value in zip(positional, args, strict=False)}, **kwargs}
+
+
+class _Called(TorchDispatchMode):
+    """Notes the names of what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})

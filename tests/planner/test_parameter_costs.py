@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layout import Layout
-from planner.communication import Port
-from planner.parameter_costs import StoredChoice, is_fully_sharded
+from planner.parameter_costs import StoredChoice, fully_sharded_use
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
 
@@ -92,7 +91,7 @@ def test_what_fully_shard_can_do(
     stored: Layout, accumulated: Layout, compute: Layout, gradient: Layout, axis: int, accepted: bool
 ) -> None:
     choice = StoredChoice(stored=stored, accumulated=accumulated, gathered_over=axis)
-    assert is_fully_sharded(choice, Port(compute, gradient)) is accepted
+    assert (fully_sharded_use(choice) == (compute, gradient)) is accepted
 
 
 def test_all_blocks_gather_over_one_axis() -> None:
