@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 import pytest
 from pipeline_sessions import BATCH, CONFIG, session_of
@@ -96,6 +97,50 @@ def test_the_search_finds_what_solving_every_pipeline_finds(session: PlanningSes
     assert found is not None
     assert found.step_time_s == pytest.approx(min(times.values()), rel=2e-3)
     assert len(times) > 5
+
+
+def test_more_devices_than_samples_bring_interleaved_stages_on_pairs_of_nodes() -> None:
+    """One mesh of three axes beside those of two: a node, two nodes around it, and the batch around these."""
+
+    def three_axes(batch: int, axes: int = 2) -> set[tuple[str, bool]]:
+        walk = walk_of(session_of("8x2xtoy", blocks=6, batch=batch), [2, 4, 8], ["none"])
+        found = dataclasses.replace(walk._space, axes=axes).pipelines([2, 4, 8], ["none"])
+        return {(str(p.whole_mesh), p.chunks > 1) for p in found if len(p.mesh.shape) == 3}
+
+    assert three_axes(8) == {("pp=2,dp=2,fsdp=2,tp=2", True)}
+    assert three_axes(16) == three_axes(8, axes=1) == set()
+    assert ("pp=2,dp=2,fsdp=2,tp=2", False) in three_axes(16, axes=3)
+
+
+@pytest.mark.parametrize("cap", [10**12, 1_300_000])
+def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(cap: int) -> None:
+    """Though no look at a stage in one piece bounds them."""
+    counts, modes = [2, 4], ["none", "full"]
+    search = session_of("8x2xtoy", blocks=6, batch=8)._search
+    search.memory_bytes = cap
+    walk = PipelineSearch(search, counts, modes, lambda mesh: None)
+    every = list(walk._space.pipelines(counts, modes))
+    pairs = [pipeline for pipeline in every if len(pipeline.mesh.shape) == 3]
+    times = {}
+    for pipeline in pairs:
+        bounds = (0.0,) * len(pipeline.counts)
+        task = SolvePipeline(pipeline=pipeline, bounds=bounds, floors={}, at_most_s=math.inf, mip_gap=1e-3, left_s=None)
+        solved = task(walk._bench)
+        if solved.best is not None:
+            times[pipeline] = solved.best.step_time_s
+    walk._space = PairsAlone(walk._space.search, walk._space.work, walk._space.clusters, None, 2)
+    found = walk.best().plan
+    assert found is not None
+    assert len(times) > 1
+    assert found.step_time_s == pytest.approx(min(times.values()), rel=2e-3)
+
+
+class PairsAlone(PipelineSpace):
+    """Of the pipelines those on pairs of nodes."""
+
+    def pipelines(self, counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
+        found = PipelineSpace.pipelines(self, counts, modes)
+        return (pipeline for pipeline in found if len(pipeline.mesh.shape) == 3)
 
 
 @pytest.mark.parametrize("cap", [10**12, 400_000])

@@ -44,6 +44,26 @@ def test_whole_numbers_and_fractions(solver: str) -> None:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    ("cap", "at_most", "objective"),
+    [(9.0, math.inf, -2.0), (6.0, math.inf, 1.75), (6.0, 1.7, None), (-1.0, math.inf, None)],
+)
+def test_a_cap_on_memory_holds(solver: str, cap: float, at_most: float, objective: float | None) -> None:
+    """One that is kept anyhow, one that binds, one beyond what is wanted, one that nothing keeps."""
+    program = knapsack(cap)
+    program.cap_row = 0
+    found = solvers.solve_relaxation(program, at_most=at_most, solver=solver)
+    if objective is not None:
+        assert found.objective == pytest.approx(objective)
+        assert found.reduced_costs is not None
+        plain = knapsack(cap)
+        same = solvers.solve_relaxation(plain, solver=solver)
+        assert np.allclose(found.reduced_costs, same.reduced_costs)
+    elif solver == "highs" or cap < 0:  # CBC is not told what is wanted
+        assert found.values is None or found.objective >= at_most
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_reduced_costs_bound_what_a_variable_would_cost(solver: str) -> None:
     """Minimise x + 3 y where x + y >= 1: taking y costs 2 more than the optimum of 1."""
     program = LinearProgram()
