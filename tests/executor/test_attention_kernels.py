@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor import attention_kernels, torch_internals
@@ -139,3 +139,11 @@ class _Called(TorchDispatchMode):
     ) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **kwargs or {})
+
+
+def test_torch_says_which_kernel_it_would_run() -> None:
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert torch_internals.chosen_attention(q, k, k, True, 0.4) == SDPBackend.MATH
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert torch_internals.chosen_attention(q, k, k, True, 0.4) == SDPBackend.FLASH_ATTENTION
