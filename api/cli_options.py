@@ -53,7 +53,11 @@ DataAxes = Annotated[
 Axes = Annotated[
     int,
     typer.Option(
-        "--axes", min=1, max=3, help="The most axes of a mesh that is tried; of three the outermost splits the batch."
+        "--axes",
+        min=1,
+        max=3,
+        help="The most axes of a mesh that is tried; of three the outermost splits the batch. With 2, "
+        "interleaved stages have one mesh of three as well where devices outnumber samples.",
     ),
 ]
 VaryBlocks = Annotated[

@@ -70,7 +70,8 @@ class PlanRequest(BaseModel):
     data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
     """Mesh axes that split the batch alone."""
     axes: Annotated[int, Field(ge=1, le=3)] = 2
-    """The most axes of a mesh, where none is given; of three the outermost splits the batch alone."""
+    """The most axes of a mesh, where none is given; of three the outermost splits the batch alone. With 2, interleaved
+    stages have one mesh of three as well where devices outnumber samples."""
     vary_blocks: bool = False
     """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
     executable_only: bool = True

@@ -164,6 +164,18 @@ def cached_attention_time_s(
     return max(nbytes / stream_bytes_per_s(device), flops / rate) + device.kernel_launch_s
 
 
+def causal_imbalance(device: DeviceSpec, kernel: str = "flash") -> float:
+    """Return by which share, at most, scores take longer where the kernel itself masks half of them, in either pass.
+
+    0.0 without a fused kernel. Where the sequence is in pieces, keys that all lie before the queries are no triangle.
+    """
+    chosen = _kernel_on(device, kernel)
+    if chosen == "unfused" or not device.processors:
+        return 0.0
+    flash = dict(shipped_efficiency().flash)[chosen]
+    return max(flash.forward.imbalance, flash.backward.imbalance)
+
+
 def _kernel_on(device: DeviceSpec, kernel: str) -> str:
     """Return the kernel that runs: ``kernel``, or the device's default where it cannot run there."""
     if kernel == "unfused" or (kernel in _ON and device.architecture in _ON[kernel]):

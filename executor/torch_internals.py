@@ -90,8 +90,13 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> SDPBackend:
-    """Return the kernel that `scaled_dot_product_attention` would run: without mask or dropout, perhaps with GQA."""
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=True))
+    """Return the kernel that `scaled_dot_product_attention` would run in training: no mask, no dropout, perhaps GQA.
+
+    Some kernels take widths forward that they do not take backward, and are left out where a gradient is wanted.
+    """
+    with torch.enable_grad():
+        q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
+        return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=True))
 
 
 def allows_implicit_replication() -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cost_model import DeviceSpec, op_time_s
-from cost_model.attention import attention_time_s, cached_attention_time_s
+from cost_model.attention import attention_time_s, cached_attention_time_s, causal_imbalance
 from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
 from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
@@ -142,11 +142,15 @@ class OpTimes:
     def least_share(self, op: Op, inputs: Sequence[Value]) -> float:
         """Return of an op's seconds unsplit the part that all ranks together take at least, however it is split.
 
-        Not all of them where attention forms all scores, also those that a causal mask hides: where its sequence is
-        split most of these are not formed, and nearly half of the scores are left.
+        Not all of them where a causal mask is the kernel's own and the sequence is split. Most of what it hides is not
+        formed then: of all scores nearly half are left where all were formed, and where the kernel forms no more than
+        it has to, most of them are no triangle any more, whose rows keep processors busy for unequal times.
         """
-        halves = self._kernel == "unfused" and op.target is ATTENTION and is_causal(op) and may_split(op, inputs)
-        return 0.5 if halves else 1.0
+        if op.target is not ATTENTION or not is_causal(op) or not may_split(op, inputs):
+            return 1.0
+        if self._kernel == "unfused":
+            return 0.5
+        return 1.0 / (1.0 + causal_imbalance(self._device, self._kernel))
 
     def sum_s(self, nbytes: float) -> float:
         """Return the seconds of adding a gradient of ``nbytes`` to another."""

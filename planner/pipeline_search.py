@@ -184,9 +184,10 @@ class PipelineSearch:
     def _likely_first(self, items: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
         """Return the pipelines of which one is solved first, to give the others something to beat, and the others.
 
-        They are as wide inside as people take it, recompute, since that fits, and split samples evenly.
+        They are as wide inside as people take it, recompute, since that fits, and split samples evenly. None are on a
+        mesh that is there beside those that were asked for: its programs are the largest.
         """
-        sizes = [math.prod(item.pipeline.mesh.shape[1:]) if self._splits_evenly(item) else 0 for item in items]
+        sizes = [math.prod(item.pipeline.mesh.shape[1:]) if self._is_usual(item) else 0 for item in items]
         widest = max((size for size in sizes if size <= _WIDE), default=0)
         likely, others = list[_Item](), list[_Item]()
         for item, size in zip(items, sizes, strict=True):
@@ -194,8 +195,9 @@ class PipelineSearch:
             (likely if is_likely else others).append(item)
         return likely, others
 
-    def _splits_evenly(self, item: _Item) -> bool:
-        return self._space.splits_samples(item.pipeline.mesh, item.pipeline.micro_batches)
+    def _is_usual(self, item: _Item) -> bool:
+        mesh = item.pipeline.mesh
+        return self._space.splits_samples(mesh, item.pipeline.micro_batches) and self._space.has_single_chunks(mesh)
 
     # --- what comes next -----------------------------------------------------------------------------------------
 

@@ -103,7 +103,9 @@ class PipelineSpace:
         beside = self.axes == 2 and self.search.batch < self.search.cluster.size
         for stages, cluster in self.clusters.items():
             pairs = node_pairs(cluster) if beside else None
-            for mesh in (*meshes_of(cluster, self.axes), *([] if pairs is None else [pairs])):
+            # Without an axis for the batch alone all three would be free, and programs many times as large.
+            more = [] if pairs is None or not self.search.batch_axes(pairs) else [pairs]
+            for mesh in (*meshes_of(cluster, self.axes), *more):
                 # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
                 inner = max(mesh.shape[1:], default=1)
                 if inner <= cluster.devices_per_node:

@@ -193,7 +193,8 @@ def _highs_relaxation(program: LinearProgram, at_most: float, time_limit_s: floa
     if found.values is None or solver.getSolution().row_value[row] <= program.row_upper[row]:
         return found
     solver.changeRowBounds(row, -math.inf, program.row_upper[row])
-    return _highs_run(solver, time_limit_s, mip=False, at_most=at_most)
+    left_s = None if time_limit_s is None else max(time_limit_s - solver.getRunTime(), 0.0)
+    return _highs_run(solver, left_s, mip=False, at_most=at_most)
 
 
 def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, at_most: float = math.inf) -> Answer:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_models import TINY_LLAMA
 
+from api.models import load_model, quiet_libraries
+from cost_model import ClusterSpec
+from cost_model.attention import attention_time_s
+from cost_model.compute import stream_bytes_per_s
+from cost_model.in_step import in_step
+from cost_model.layout import MeshSpec
+from planner.candidates import least_compute_s
 from planner.graph import Op, Value
+from planner.op_profile import OpProfile
+from planner.op_times import OpTimes
+from planner.session import PlanningSession
 from planner.strategies.context_parallel import SEQUENCE, ContextWork, Kernel, may_split
 from planner.strategies.own_rules import inner_collectives, own_rules
 
@@ -71,3 +82,54 @@ def test_rule_is_refused_where_it_would_be_wrong() -> None:
     one_row = [*inputs[:3], value("mask", (1, 1, 1, 64), requires_grad=False)]
     (rule,) = [rule for rule in own_rules(op, one_row) or [] if rule.inputs[0] == SEQUENCE]
     assert rule.inputs[3] != SEQUENCE
+
+
+@pytest.mark.parametrize("device", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm-180gb"])
+def test_no_plan_computes_less_than_what_bounds_all(device: str) -> None:
+    """A causal kernel's rows keep processors busy for unequal times, those of most pieces of a sequence do not."""
+    config = {**TINY_LLAMA, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config |= {"num_hidden_layers": 1, "max_position_embeddings": 1 << 18}
+    with quiet_libraries():
+        source = load_model({"hf_config": config}, seq=1 << 17)
+    session = PlanningSession(
+        source.module,
+        cluster=f"1x8x{device}",
+        batch=1,
+        seq=1 << 17,
+        ac="none",
+        micro_batches=1,
+        memory_gb=1e4,
+        fused=True,
+    )
+    for mesh in ("dp=8", "dp=4,tp=2", "dp=2,tp=4"):
+        run = session._search.run_of(MeshSpec.parse(mesh), 1, "none")
+        least_s = least_compute_s(session._traced, session._search.op_times, run, 1)
+        estimate = session.plan(mesh=mesh).estimate
+        assert estimate is not None
+        assert 0.5 * estimate.compute_s < least_s <= estimate.compute_s
+
+
+def test_pieces_run_in_the_devices_own_kernel() -> None:
+    """As attention does that is whole: cuDNN's on Hopper, which is much faster there than FlashAttention-2."""
+    op, inputs = attention()
+    shape, device = (1, 8, 1 << 14, 128), ClusterSpec.parse("1x8xh100-sxm-80gb").device
+    none = {"saved_extra_nbytes": 0, "cached_extra_nbytes": 0, "forward_peak_nbytes": 0, "backward_extra_nbytes": 0}
+    profile = OpProfile(flops=1.0, backward_flops=1.0, nbytes=1, backward_nbytes=1, saved=(), **none)
+    work = ContextWork(shape, shape, shape, 2, 2, causal=True)
+    times = OpTimes(device, flash_attention=True)
+    found = times.of(op, inputs, inputs[0], [shape] * 3, shape, profile, 1.0, 1, context=work)
+
+    def kernels_s(kernel: str, backward: bool) -> float:
+        return sum(
+            attention_time_s(
+                batch=1, heads=8, kv_heads=8, seq_q=k.queries, seq_k=k.keys, head_dim=128, causal=k.causal,
+                backward=backward, device=device, dtype="bf16", kernel=kernel,
+            )
+            for k in work.kernels
+        )  # fmt: skip
+
+    bytes_per_s = stream_bytes_per_s(device) * in_step(device).stream_share
+    expected = kernels_s("cudnn", False) + work.forward_nbytes / bytes_per_s
+    assert found.forward_s == pytest.approx(expected)
+    assert found.backward_s == pytest.approx(kernels_s("cudnn", True) + work.backward_nbytes / bytes_per_s)
+    assert kernels_s("cudnn", False) < 0.8 * kernels_s("flash2", False)

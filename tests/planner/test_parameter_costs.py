@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import families
@@ -9,7 +10,7 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cost_model.layout import Layout
+from cost_model.layout import Layout, MeshSpec
 from planner.parameter_costs import StoredChoice, fully_sharded_use
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
@@ -131,3 +132,25 @@ def test_in_16_bits_a_gradient_takes_half_the_wire_and_half_the_memory_until_it_
     head = dict(module.named_parameters())["lm_head.weight"].numel()
     saved = estimates[0].memory["gradients"] - estimates[1].memory["gradients"]
     assert numel * 2 - head * 2 <= saved <= numel * 2
+
+
+@pytest.mark.parametrize(("family", "micro_batches", "ac"), [("gpt2", 2, "none"), ("llama", 1, "selective")])
+def test_uses_in_a_program_are_priced_as_in_an_estimate(family: str, micro_batches: int, ac: str) -> None:
+    """Put together from parts that are priced once, or each by itself: the same."""
+    module, inputs = families.make(family, 8)
+    session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32")
+    search = session._search
+    formulator, _, built = search.formulate(search.run_of(MeshSpec.parse("dp=2,tp=2"), micro_batches, ac), None)
+    assert built is not None
+    uses = [(parameter, use) for parameter in built.structure.parameters for use in parameter.uses]
+    edges = formulator._parameter_edges(built.strategies, built.stored)
+    compared = 0
+    for (parameter, use), edge in zip(uses, edges, strict=True):
+        choices = built.stored[edge.producer - len(built.strategies)]
+        for (c, choice), q in itertools.product(enumerate(choices), dict.fromkeys(edge.consumer_ports)):
+            price = formulator.use_price(parameter, use, choice, formulator._ports.port(q))
+            assert (price is None) == ((c, q) not in edge.pairs)
+            if price is not None:
+                assert edge.pairs[c, q] == pytest.approx(dict(price.charge))
+                compared += 1
+    assert compared > 100

@@ -108,8 +108,19 @@ def test_more_devices_than_samples_bring_interleaved_stages_on_pairs_of_nodes() 
         return {(str(p.whole_mesh), p.chunks > 1) for p in found if len(p.mesh.shape) == 3}
 
     assert three_axes(8) == {("pp=2,dp=2,fsdp=2,tp=2", True)}
+    assert three_axes(9) == three_axes(1) == set()  # which the axis around the nodes does not divide
     assert three_axes(16) == three_axes(8, axes=1) == set()
     assert ("pp=2,dp=2,fsdp=2,tp=2", False) in three_axes(16, axes=3)
+
+
+def test_the_walk_does_not_begin_on_pairs_of_nodes() -> None:
+    """Theirs are the largest programs; a first plan is to come soon."""
+    walk = walk_of(session_of("8x2xtoy", blocks=6, batch=8), [2, 4], ["none", "full"])
+    items = list(walk._items())
+    likely, others = walk._likely_first(items)
+    assert likely
+    assert {str(item.pipeline.mesh) for item in likely} == {"dp=2,tp=2", "dp=4,tp=2"}
+    assert any(len(item.pipeline.mesh.shape) == 3 for item in others)
 
 
 @pytest.mark.parametrize("cap", [10**12, 1_300_000])

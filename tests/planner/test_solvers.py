@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,23 @@ def test_a_cap_on_memory_holds(solver: str, cap: float, at_most: float, objectiv
         assert np.allclose(found.reduced_costs, same.reduced_costs)
     elif solver == "highs" or cap < 0:  # CBC is not told what is wanted
         assert found.values is None or found.objective >= at_most
+
+
+def test_a_time_limit_is_for_both_runs_of_a_capped_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the cap first, and from there within it."""
+    program, told = knapsack(6.0), list[float]()
+    program.cap_row = 0
+    run = solvers._highs_run
+
+    def noted(solver: Any, time_limit_s: float | None, **options: Any) -> Answer:
+        assert time_limit_s is not None
+        told.append(time_limit_s)
+        return run(solver, time_limit_s, **options)
+
+    monkeypatch.setattr(solvers, "_highs_run", noted)
+    solvers.solve_relaxation(program, time_limit_s=5.0, solver="highs")
+    assert len(told) == 2
+    assert told[1] < told[0] == 5.0
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
