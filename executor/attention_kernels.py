@@ -65,28 +65,15 @@ def attend_backward(
         queries, keys = q.shape[2], k.shape[2]
         if _prefers_cudnn(q, k, v, causal, scale):
             seeds = none.new_empty(()), none.new_empty(())
-            # cuDNN takes whatever lengths it is given for those of packed sequences.
-            whole = None, None, None, queries, keys, 0.0, causal
+            # Lengths that are there are those of packed sequences to it (torch's _cudnn_attention_backward, is_nested).
+            lengths = None, None, None, queries, keys, 0.0, causal
             of_q, of_k, of_v = _aten._scaled_dot_product_cudnn_attention_backward(
-                gradient, q, k, v, result, sums.unsqueeze(-1).contiguous(), *seeds, *whole, scale=scale
+                gradient, q, k, v, result, sums.unsqueeze(-1).contiguous(), *seeds, *lengths, scale=scale
             )
         else:
+            options = none, none, queries, keys, 0.0, causal, none, none
             of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_backward(
-                gradient,
-                q,
-                k,
-                v,
-                result,
-                sums.contiguous(),
-                none,
-                none,
-                queries,
-                keys,
-                0.0,
-                causal,
-                none,
-                none,
-                scale=scale,
+                gradient, q, k, v, result, sums.contiguous(), *options, scale=scale
             )
     elif _runs_on_cpu(q, v):
         of_q, of_k, of_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

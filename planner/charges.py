@@ -37,15 +37,19 @@ class Charges:
             else:
                 units.append(Unit(charge=charge, members=members))
         for edge, own in alone.items():
-            pairs = {pair: _sum(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
+            pairs = {pair: sum_charges(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
             edges[edge] = dataclasses.replace(edges[edge], pairs=pairs)
         return tuple(units)
 
 
-def _sum(charge: Charge, more: Charge | None) -> Charge:
+def sum_charges(charge: Charge, more: Charge | None) -> Charge:
+    """Return what both add; one of them itself where the other adds nothing."""
     if not more or not charge:
         return more or charge
-    return {name: charge.get(name, 0.0) + more.get(name, 0.0) for name in {**charge, **more}}
+    found = dict(charge)
+    for name, amount in more.items():
+        found[name] = found.get(name, 0.0) + amount
+    return found
 
 
 def meeting(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:

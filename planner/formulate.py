@@ -311,15 +311,16 @@ class Formulator:
     ) -> Price | None:
         """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
         found = self._use(parameter, use)
-        if choice.gathered_over is not None:
-            return self._block_price(parameter, found, choice, port)
-        return self.parameter_pricer.use(found, choice, port)
+        if choice.gathered_over is None:
+            return self.parameter_pricer.use(found, choice, port)
+        if fully_sharded_use(choice) != (port.layout, port.gradient):
+            return None
+        return self._block_price(parameter, found, choice, port)
 
     def _block_price(
         self, parameter: ParameterClass, use: ParameterUse, choice: StoredChoice, port: Port
     ) -> Price | None:
-        if fully_sharded_use(choice) != (port.layout, port.gradient):
-            return None
+        """Return the same of parameters that `fully_shard` gathers with their blocks, to ``port``."""
         gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
         return self.gathers.use_price(parameter, port, gradient_nbytes)
 

@@ -99,17 +99,21 @@ class PipelineSpace:
         if self.only is not None:
             yield self.only
             return
-        # Where devices outnumber samples, an axis inside a node is seldom enough to split sequences.
-        beside = self.axes == 2 and self.search.batch < self.search.cluster.size
         for stages, cluster in self.clusters.items():
-            pairs = node_pairs(cluster) if beside else None
-            # Without an axis for the batch alone all three would be free, and programs many times as large.
-            more = [] if pairs is None or not self.search.batch_axes(pairs) else [pairs]
-            for mesh in (*meshes_of(cluster, self.axes), *more):
+            for mesh in (*meshes_of(cluster, self.axes), *self._beside(cluster)):
                 # Of three axes the innermost stays within a node, and the one around it has no more ranks than a node.
                 inner = max(mesh.shape[1:], default=1)
                 if inner <= cluster.devices_per_node:
                     yield stages, mesh
+
+    def _beside(self, cluster: ClusterSpec) -> Iterator[MeshSpec]:
+        """Yield the mesh of pairs of nodes where devices outnumber samples: a node is seldom enough to split sequences.
+
+        Not where its first axis does not divide the batch: all three would be free, and programs many times as large.
+        """
+        pairs = node_pairs(cluster) if self.axes == 2 and self.search.batch < self.search.cluster.size else None
+        if pairs is not None and self.search.batch_axes(pairs):
+            yield pairs
 
     @property
     def _ends(self) -> tuple[float, float]:

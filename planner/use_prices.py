@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from cost_model.layout import Layout
+from planner.charges import sum_charges
 from planner.communication import Port, Price
 from planner.parameter_costs import ParameterPricer, ParameterUse, StoredChoice
 from planner.problem import Charge
-
-_Key = tuple[int, ...]
 
 
 class UsePrices:
@@ -24,44 +23,26 @@ class UsePrices:
         self._use = use
         self._numbers: dict[Layout | None, int] = {}
         self._ports = [(port, self._number(port.layout), self._number(port.gradient)) for port in ports]
-        self._gathering: dict[_Key, Charge | None] = {}
-        self._reducing: dict[_Key, Charge | None] = {}
+        self._known: dict[tuple[int, ...], Charge | None] = {}
 
     def charges(self, choice: StoredChoice) -> Iterator[Charge | None]:
         """Yield what the pricer's `use` charges for ``choice`` at each port, None where nothing leads there."""
         pricer, use = self._pricer, self._use
         stored, accumulated = self._number(choice.stored), self._number(choice.accumulated)
         for port, layout, gradient in self._ports:
-            gathering = _known(
-                self._gathering,
-                (stored, layout),
-                lambda port=port: pricer.gathering(use, choice.stored, port.layout),  # type: ignore[misc]
-            )
+            gathering = self._once((stored, layout), pricer.gathering, use, choice.stored, port.layout)
             if gathering is None:
                 yield None
                 continue
-            reducing = _known(
-                self._reducing,
-                (stored, accumulated, gradient),
-                lambda port=port: pricer.reducing(use, choice, port.gradient),  # type: ignore[misc]
-            )
-            yield None if reducing is None else _sum(gathering, reducing)
+            reducing = self._once((stored, accumulated, gradient), pricer.reducing, use, choice, port.gradient)
+            yield None if reducing is None else sum_charges(gathering, reducing)
 
     def _number(self, layout: Layout | None) -> int:
         return self._numbers.setdefault(layout, len(self._numbers))
 
-
-def _known(known: dict[_Key, Charge | None], key: _Key, price: Callable[[], Price | None]) -> Charge | None:
-    if key not in known:
-        found = price()
-        known[key] = None if found is None else found.charge
-    return known[key]
-
-
-def _sum(a: Charge, b: Charge) -> Charge:
-    if not a or not b:
-        return a or b
-    found = dict(a)
-    for name, amount in b.items():
-        found[name] = found.get(name, 0.0) + amount
-    return found
+    def _once(self, key: tuple[int, ...], price: Callable[..., Price | None], *given: object) -> Charge | None:
+        """Return the charge of a part: its ``key`` is of two numbers where it gathers, of three where it reduces."""
+        if key not in self._known:
+            found = price(*given)
+            self._known[key] = None if found is None else found.charge
+        return self._known[key]

@@ -60,8 +60,10 @@ def test_a_cap_on_memory_holds(solver: str, cap: float, at_most: float, objectiv
         plain = knapsack(cap)
         same = solvers.solve_relaxation(plain, solver=solver)
         assert np.allclose(found.reduced_costs, same.reduced_costs)
-    elif solver == "highs" or cap < 0:  # CBC is not told what is wanted
-        assert found.values is None or found.objective >= at_most
+    elif cap < 0:
+        assert found.status == "infeasible"
+    else:  # CBC is not told what is wanted, and HiGHS may be there before it looks
+        assert found.status == "unwanted" or found.objective == pytest.approx(1.75)
 
 
 def test_a_time_limit_is_for_both_runs_of_a_capped_relaxation(monkeypatch: pytest.MonkeyPatch) -> None:
