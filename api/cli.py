@@ -18,6 +18,7 @@ from api.cli_options import (
     Cluster,
     DataAxes,
     Dtype,
+    EvenOrder,
     ExecutableOnly,
     Fused,
     Jobs,
@@ -76,6 +77,7 @@ def plan_command(
     tensor_overlap: TensorOverlap = False,
     regather: Regather = False,
     fused: Fused = False,
+    even_order: EvenOrder = False,
     time_limit: TimeLimit = None,
     jobs: Jobs = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
@@ -108,6 +110,7 @@ def plan_command(
             tensor_overlap=tensor_overlap,
             regather=regather,
             fused=fused,
+            even_order=even_order,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
         if output is not None:
@@ -150,6 +153,7 @@ def estimate_command(
     ] = None,
     fused: Annotated[bool | None, typer.Option("--fused", help="As for plan; with a planner's name alone.")] = None,
     regather: Annotated[bool | None, typer.Option("--regather", help="As for plan; likewise.")] = None,
+    even_order: Annotated[bool | None, typer.Option("--even-order", help="As for plan; likewise.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -173,6 +177,7 @@ def estimate_command(
                 "--reduce-dtype": reduce_dtype,
                 "--fused": fused,
                 "--regather": regather,
+                "--even-order": even_order,
             }
             wrong = [option for option, value in for_plans.items() if value is not None]
             if wrong:
@@ -213,6 +218,7 @@ def estimate_command(
             "reduce_dtype": reduce_dtype,
             "fused": fused,
             "regather": regather,
+            "even_order": even_order,
         }
         given = {key: value for key, value in options.items() if value is not None}
         if file is not None:

@@ -97,6 +97,14 @@ Fused = Annotated[
         "Llama kind take less memory and time.",
     ),
 ]
+EvenOrder = Annotated[
+    bool,
+    typer.Option(
+        "--even-order",
+        help="Where attention's sequences are split over ranks, have the model's tokens in an order that makes their "
+        "work even: no queries are exchanged; logits come in that order.",
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
 ]

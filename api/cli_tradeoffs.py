@@ -15,6 +15,7 @@ from api.cli_options import (
     Cluster,
     DataAxes,
     Dtype,
+    EvenOrder,
     Fused,
     Json,
     MemoryGb,
@@ -64,6 +65,7 @@ def runner_ups_command(
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
     regather: Regather = False,
+    even_order: EvenOrder = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -80,6 +82,7 @@ def runner_ups_command(
         "reduce_dtype": reduce_dtype,
         "fused": fused,
         "regather": regather,
+        "even_order": even_order,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -106,6 +109,7 @@ def pareto_command(
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
     regather: Regather = False,
+    even_order: EvenOrder = False,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -129,6 +133,7 @@ def pareto_command(
         "reduce_dtype": reduce_dtype,
         "fused": fused,
         "regather": regather,
+        "even_order": even_order,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -160,6 +165,7 @@ def sizes_command(
     reduce_dtype: ReduceDtype = "fp32",
     fused: Fused = False,
     regather: Regather = False,
+    even_order: EvenOrder = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
@@ -167,7 +173,7 @@ def sizes_command(
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
     job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
-    job |= {"fused": fused, "regather": regather}
+    job |= {"fused": fused, "regather": regather, "even_order": even_order}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows

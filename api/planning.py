@@ -118,6 +118,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "tensor_overlap": request.tensor_overlap,
         "regather": request.regather,
         "fused": request.fused,
+        "even_order": request.even_order,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)

@@ -85,6 +85,9 @@ class PlanRequest(BaseModel):
     fused: bool = False
     """Whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own code
     does the same: what ``executor.shard_module`` then puts in its place."""
+    even_order: bool = False
+    """Whether, where attention's sequences are split, the model has its tokens in an order that makes work under a
+    causal mask even: no queries are exchanged, and logits come in that order."""
     planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property

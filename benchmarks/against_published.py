@@ -16,7 +16,8 @@ own, communication in pieces beside products). No search may do worse than that,
 
 ``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them, and
 ``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`) and ``--regather``
-with inputs of linear layers gathered again for the backward (`planner.gathered_again`), as Megatron and NeMo have them.
+with inputs of linear layers gathered again for the backward (`planner.gathered_again`), and ``--even-order`` with
+sequences in an even order where attention's are split (`planner.even_order`), as Megatron and NeMo have them.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -253,6 +254,7 @@ def main() -> int:
         "--tensor-overlap", action="store_true", help="plan with communication beside products; needs --pipelines"
     )
     parser.add_argument("--regather", action="store_true", help="plan with inputs gathered again for the backward")
+    parser.add_argument("--even-order", action="store_true", help="plan with split sequences in an even order")
     parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
@@ -273,6 +275,7 @@ def main() -> int:
         "fused": arguments.fused,
         "tensor_overlap": arguments.tensor_overlap,
         "regather": arguments.regather,
+        "even_order": arguments.even_order,
         "axes": arguments.axes,
     }
     return show_planned(wanted, options, own=arguments.own_mesh)

@@ -12,6 +12,7 @@ _HOMES = {
     "Sharder": "executor.sharder",
     "device_mesh_for": "executor.mesh",
     "local_batch": "executor.batch",
+    "natural_order": "executor.even_order",
     "shard_module": "executor.shard",
 }
 

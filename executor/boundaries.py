@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.names import module_fqns, parameter_names, path_text
+from executor.names import module_fqns, parameter_names
+from executor.paths import changed_arguments, changed_results
 from executor.saved_copies import save_no_copies
 from executor.sharing import SharedRedistributions
 from planner.errors import PlanTypeError, UnmatchedKeyError
@@ -90,26 +91,7 @@ class _Entry:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = self.names
-        first = "0" if args else next(iter(kwargs), "0")
-        ports = {name or first: port for name, port in self.ports.items()}
-
-        def change(path: tuple[Any, ...], leaf: Any) -> Any:
-            head, *rest = (path_text((key,)) for key in path[1:])
-            by_position = path[0] == pytree.SequenceKey(0)
-            aliases = [head]
-            if by_position and int(head) < len(names):
-                aliases.append(names[int(head)])
-            elif not by_position and head in names:
-                aliases.append(str(names.index(head)))
-            for alias in aliases:
-                port = ports.get(".".join((alias, *rest)))
-                if port is not None:
-                    return self._changed(leaf, port, alias)
-            return leaf
-
-        changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(change, (args, kwargs))
-        return changed
+        return changed_arguments(self.ports, self.names, self._changed, args, kwargs)
 
     def _changed(self, leaf: Any, port: Port, name: str) -> Any:
         if leaf is None:
@@ -130,22 +112,7 @@ class _Exit:
     shared: SharedRedistributions
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        met: set[str] = set()
-        lone = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1
-
-        def change(path: tuple[Any, ...], leaf: Any) -> Any:
-            text = path_text(path)
-            # A lone tensor is also the first of a list.
-            spellings = [text] if text else ["", "0"]
-            if lone and isinstance(leaf, torch.Tensor):
-                spellings.append("")
-            for name in spellings:
-                if name in self.ports:
-                    met.add(name)
-                    return self._changed(leaf, self.ports[name], name)
-            return leaf
-
-        changed = pytree.tree_map_with_path(change, output)
+        changed, met = changed_results(self.ports, self._changed, output)
         self._check_met(met)
         return changed
 
@@ -156,7 +123,7 @@ class _Exit:
             raise _no_tensor("output_plan", self.fqn, name, leaf)
         return through_port(leaf, port, self.shared, local_piece=port.source is None)
 
-    def _check_met(self, met: set[str]) -> None:
+    def _check_met(self, met: Collection[str]) -> None:
         # What a traced model returned it may leave out in another call (no loss without labels); a person mistypes.
         missed = sorted(name for name, port in self.ports.items() if name not in met and port.source is None)
         if missed:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cost_model.layout import Layout, divides, format_layout, shard_counts, sharded_dim
+from executor.even_order import order_places
 from executor.gather_groups import gather_groups
 from executor.names import module_fqns
 from executor.place import parameter_layouts, stored_layouts
@@ -24,7 +25,7 @@ from planner.errors import (
 )
 from planner.fingerprint import model_fingerprint, torch_fingerprint
 from planner.patterns import resolve_keys
-from planner.plan import PlanMesh, PortSpec, ShardingPlan
+from planner.plan import PlanMesh, ShardingPlan
 from planner.ports import ports_of, resolve_input_ports, resolve_output_ports
 
 
@@ -62,6 +63,8 @@ def check_plan(
     local = resolve_keys(locals_, names, field="return_local_tensor", what="module")
     modes = resolve_keys(plan.activation_checkpointing, names, field="activation_checkpointing", what="module")
     _check_parameters(module, plan)
+    for fqn, dims in order_places(module, plan)[0].items():
+        _check_argument_names(module.get_submodule(fqn), fqn, dims, field="even_order")
     groups = gather_groups(module, plan)
     if groups and mesh.mesh_dim_names is None:
         raise _nameless(plan.mesh)
@@ -79,7 +82,8 @@ def check_plan(
     }
     _check_sharder_trees(module, paths, fields)
     for fqn, spec in inputs.items():
-        _check_argument_names(module.get_submodule(fqn), fqn, spec)
+        names_of = [name for name, _ in ports_of(spec)]
+        _check_argument_names(module.get_submodule(fqn), fqn, names_of, field="input_plan")
 
 
 def _check_mesh(planned: PlanMesh, mesh: DeviceMesh) -> None:
@@ -225,18 +229,18 @@ def _check_sharder_trees(module: nn.Module, paths: Mapping[str, str], fields: Ma
                 )
 
 
-def _check_argument_names(module: nn.Module, fqn: str, spec: PortSpec) -> None:
+def _check_argument_names(module: nn.Module, fqn: str, names: Iterable[str], *, field: str) -> None:
     parameters = inspect.signature(module.forward).parameters.values()
     if any(item.kind in (item.VAR_KEYWORD, item.VAR_POSITIONAL) for item in parameters):
         return
     known = [item.name for item in parameters]
-    for name, _ in ports_of(spec):
+    for name in names:
         first = name.partition(".")[0]
         if first in known or first == "" or (first.isdigit() and int(first) < len(known)):
             continue
         raise UnmatchedKeyError(
-            f"input_plan names the argument {name!r} of {fqn or 'the root'!r}; its forward takes {', '.join(known)}.",
-            field="input_plan",
+            f"{field} names the argument {name!r} of {fqn or 'the root'!r}; its forward takes {', '.join(known)}.",
+            field=field,
             key=name,
             what_to_do="Name arguments by position (0, 1, ...) or as forward does.",
         )

@@ -41,7 +41,10 @@ def attention(
     layout = tuple(inputs[0].placements)
     if any(tensor.dim() != 4 or tuple(tensor.placements) != layout for tensor in inputs):
         return NotImplemented
+    order = redistributor.order
     split = [axis for axis, place in enumerate(layout) if place == SEQUENCE and redistributor.axis_size(axis) > 1]
+    if order is not None:
+        order.check_attention(split if attn_mask is None else [])
     if any(placement not in (*_SPLITS, SEQUENCE) for placement in layout):
         return NotImplemented
     if split and (len(split) > 1 or dropout_p or (attn_mask is not None and attn_mask.requires_grad)):
@@ -54,7 +57,8 @@ def attention(
             return NotImplemented
         mask = _local_mask(redistributor, redistributor.as_dtensor(attn_mask), layout)
     if split:
-        return context_parallel_attention(redistributor, split[0], inputs, mask, is_causal, options.get("scale"))
+        scale, is_even = options.get("scale"), order is not None
+        return context_parallel_attention(redistributor, split[0], inputs, mask, is_causal, scale, is_even=is_even)
     # The op is linear in its output's gradient, which has the layout of the output, and the inputs' have it too.
     pieces = [tensor.to_local(grad_placements=layout) for tensor in inputs]
     found = F.scaled_dot_product_attention(

@@ -2,8 +2,9 @@
 
 Queries, keys, values and the result [batch, heads, sequence, width] are this rank's rows. Keys and values of all ranks
 are gathered for the kernel, in the backward again, and their gradients scattered as sums. Under a causal mask ranks
-exchange halves of their queries (`_Exchange`), so that all do the same work; `planner.strategies.context_parallel` says
-how, and prices it.
+exchange halves of their queries (`_Halves`), so that all do the same work; `planner.strategies.context_parallel` says
+how, and prices it. Where sequences are in an even order already, nothing is exchanged, and gathered keys are put in
+their own order.
 
 Each part of the keys that a part of the queries sees is one call of the kernel. The results of two parts are put
 together by the logarithms of their sums of exponentials, and the kernel's backward, given the joint result and
@@ -23,6 +24,7 @@ from executor import torch_internals
 from executor.attention_kernels import attend, attend_backward
 from executor.redistribute import Redistributor, contiguous_stride, stride_as
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
+from planner.even_order import even_halves, half_range
 
 SEQUENCE = Shard(2)
 
@@ -34,38 +36,44 @@ def context_parallel_attention(
     mask: torch.Tensor | None,
     is_causal: bool,
     scale: float | None,
+    *,
+    is_even: bool = False,
 ) -> DTensor:
     """Return attention in the layout of ``inputs``: query, key, value, in one layout.
 
     Args:
         axis: of the mesh, the one on which the sequence is split.
         mask: this rank's rows and all keys; None where it is ``is_causal`` or there is none.
+        is_even: whether sequences are in an even order already, keys as well; without a mask.
     """
     scale = inputs[0].shape[3] ** -0.5 if scale is None else scale
-    found: DTensor = run_function(_ContextParallel, *inputs, mask, redistributor, axis, is_causal, scale)
+    found: DTensor = run_function(_ContextParallel, *inputs, mask, redistributor, axis, is_causal, scale, is_even)
     return found
 
 
-class _Exchange(NamedTuple):
-    """The exchange of halves among the ranks of an axis: of 2n halves, rank r holds 2r and 2r + 1, and gets r and
-    2n - 1 - r.
+class _Halves(NamedTuple):
+    """The halves of a sequence on the ranks of an axis, and their exchange.
 
-    Where a rank has an odd number of rows, its first half has one fewer. A rank gets one first and one second half, as
-    r and 2n - 1 - r are never both even.
+    Of 2n halves, rank r holds 2r and 2r + 1, and works on r and 2n - 1 - r: one first and one second half, as both are
+    never even. Where a rank has an odd number of rows, its first half has one fewer.
+
+    Attributes:
+        is_even: whether ranks hold those that they work on.
     """
 
     group: Any
     ranks: int
     rank: int
     rows: int
+    is_even: bool
+
+    def range(self, half: int) -> range:
+        """Return the rows of a half, in the whole sequence."""
+        return half_range(half, self.rows)
 
     def length(self, half: int) -> int:
         """Return the rows of a half."""
-        return self.rows - self.rows // 2 if half % 2 else self.rows // 2
-
-    def start(self, half: int) -> int:
-        """Return the first row of a half, in the whole sequence."""
-        return half // 2 * self.rows + (self.rows // 2 if half % 2 else 0)
+        return len(self.range(half))
 
     @property
     def own(self) -> tuple[int, int]:
@@ -75,18 +83,42 @@ class _Exchange(NamedTuple):
     @property
     def even(self) -> tuple[int, int]:
         """The halves that make work even."""
-        return self.rank, 2 * self.ranks - 1 - self.rank
+        return even_halves(self.rank, self.ranks)
 
     def _worker(self, half: int) -> int:
         return min(half, 2 * self.ranks - 1 - half)
 
     def to_even(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows ``[batch, heads, rows, width]`` of the even halves, one after the other."""
+        if self.is_even:
+            return tensor
         return self._exchange(tensor, self.own, self.even, self._worker, lambda half: half // 2)
 
     def to_own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Undo ``to_even``."""
+        if self.is_even:
+            return tensor
         return self._exchange(tensor, self.even, self.own, lambda half: half // 2, self._worker)
+
+    def gathered(self, local: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' keys or values ``[batch, heads, rows, width]``, in their own order."""
+        if not self.is_even:
+            return _gathered(local, self.group)
+        by_rank = torch_internals.all_gather(local, 0, self.group).split(local.shape[0])
+        pieces: dict[int, torch.Tensor] = {}
+        for rank, rows in enumerate(by_rank):
+            halves = even_halves(rank, self.ranks)
+            pieces |= zip(halves, rows.split([self.length(half) for half in halves], 2), strict=True)
+        return torch.cat([pieces[half] for half in sorted(pieces)], 2)
+
+    def scattered(self, addend: torch.Tensor) -> torch.Tensor:
+        """Return this rank's rows of the sum over ranks of ``addend``, as `gathered` is."""
+        if not self.is_even:
+            return _scattered(addend, self.rows, self.group)
+        held = (self.range(half) for rank in range(self.ranks) for half in even_halves(rank, self.ranks))
+        halves = [addend[:, :, rows.start : rows.stop] for rows in held]
+        pieces = torch.cat([torch.cat(halves[i : i + 2], 2) for i in range(0, len(halves), 2)])
+        return waited(torch_internals.reduce_scatter(pieces, 0, "sum", self.group))
 
     def _exchange(
         self,
@@ -118,19 +150,19 @@ class _Part(NamedTuple):
     causal: bool
 
 
-def _parts(exchange: _Exchange | None, queries: int, keys: int) -> list[list[_Part]]:
+def _parts(halves: _Halves | None, queries: int, keys: int) -> list[list[_Part]]:
     """Return the parts of each piece of this rank's queries."""
-    if exchange is None:
+    if halves is None:
         return [[_Part(slice(0, queries), slice(0, keys), causal=False)]]
     found = []
     first = 0
-    for half in exchange.even:
-        start, length = exchange.start(half), exchange.length(half)
-        rows = slice(first, first + length)
-        before = [_Part(rows, slice(0, start), causal=False)] if start else []
-        if length:
-            found.append([*before, _Part(rows, slice(start, start + length), causal=True)])
-        first += length
+    for half in halves.even:
+        held = halves.range(half)
+        rows = slice(first, first + len(held))
+        before = [_Part(rows, slice(0, held.start), causal=False)] if held.start else []
+        if held:
+            found.append([*before, _Part(rows, slice(held.start, held.stop), causal=True)])
+        first += len(held)
     return found
 
 
@@ -148,44 +180,55 @@ class _ContextParallel(torch.autograd.Function):
         axis: int,
         is_causal: bool,
         scale: float,
+        is_even: bool,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         layout = tuple(query.placements)
-        group = redistributor.device_mesh.get_group(axis)
+        group, ranks = redistributor.device_mesh.get_group(axis), redistributor.axis_size(axis)
         q, k, v = (local_of(tensor) for tensor in (query, key, value))
-        ranks = redistributor.axis_size(axis)
-        exchange = _Exchange(group, ranks, redistributor.coordinate(axis), q.shape[2]) if is_causal else None
-        q = q if exchange is None else exchange.to_even(q)
+        halves = _Halves(group, ranks, redistributor.coordinate(axis), q.shape[2], is_even) if is_causal else None
+        q = q if halves is None else halves.to_even(q)
         ctx.redistributor, ctx.group, ctx.layout, ctx.scale = redistributor, group, layout, scale
         ctx.shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
-        ctx.exchange, ctx.parts = exchange, _parts(exchange, q.shape[2], k.shape[2] * ranks)
-        result, sums = _forward(q, _gathered(k, group), _gathered(v, group), mask, ctx.parts, scale)
+        ctx.halves, ctx.parts = halves, _parts(halves, q.shape[2], k.shape[2] * ranks)
+        keys, values = (_all_rows(tensor, group, halves) for tensor in (k, v))
+        result, sums = _forward(q, keys, values, mask, ctx.parts, scale)
+        del keys, values
         ctx.save_for_backward(q, k, v, mask, result, sums)
-        own = result if exchange is None else exchange.to_own(result)
+        own = result if halves is None else halves.to_own(result)
         shape = (*query.shape[:3], value.shape[3])
         return make_dtensor(own, redistributor.device_mesh, layout, shape, stride_as(own, shape, query))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
-            return (None,) * 8
+            return (None,) * 9
         redistributor: Redistributor = ctx.redistributor
         arrived = redistributor.to_layout(redistributor.as_dtensor(gradient), ctx.layout)
-        exchange: _Exchange | None = ctx.exchange
+        halves: _Halves | None = ctx.halves
         of_result = local_of(arrived)
-        of_result = of_result if exchange is None else exchange.to_even(of_result)
+        of_result = of_result if halves is None else halves.to_even(of_result)
         q, k, v, mask, result, sums = ctx.saved_tensors
-        keys, values = _gathered(k, ctx.group), _gathered(v, ctx.group)
+        keys, values = (_all_rows(tensor, ctx.group, halves) for tensor in (k, v))
         of_q, of_k, of_v = _backward(of_result, q, keys, values, mask, result, sums, ctx.parts, ctx.scale)
         del keys, values
-        of_q = of_q if exchange is None else exchange.to_own(of_q)
-        of_k = _scattered(of_k, k.shape[2], ctx.group)
-        of_v = _scattered(of_v, k.shape[2], ctx.group)
+        of_q = of_q if halves is None else halves.to_own(of_q)
+        of_k, of_v = (_own_rows(tensor, k.shape[2], ctx.group, halves) for tensor in (of_k, of_v))
         made = [
             _made(local.contiguous(), redistributor, ctx.layout, shape)
             for local, shape in zip((of_q, of_k, of_v), ctx.shapes, strict=True)
         ]
-        return *made, None, None, None, None, None
+        return *made, None, None, None, None, None, None
+
+
+def _all_rows(local: torch.Tensor, group: Any, halves: _Halves | None) -> torch.Tensor:
+    """Return all ranks' keys or values [batch, heads, all rows, width], in their own order."""
+    return _gathered(local, group) if halves is None else halves.gathered(local)
+
+
+def _own_rows(addend: torch.Tensor, rows: int, group: Any, halves: _Halves | None) -> torch.Tensor:
+    """Return this rank's ``rows`` of the sum over ranks of ``addend`` [batch, heads, all rows, width]."""
+    return _scattered(addend, rows, group) if halves is None else halves.scattered(addend)
 
 
 def _gathered(local: torch.Tensor, group: Any) -> torch.Tensor:

@@ -61,8 +61,8 @@ def cross_entropy(
             what_to_do="Shard only logits [rows, classes] with class indices, reduction mean or sum, no weights.",
         )
     rows = tuple(placement if placement == Shard(0) else Replicate() for placement in layout)
-    labels = redistributor.to_layout(redistributor.as_dtensor(target), rows)
-    return run_function(_CrossEntropy, logits, local_of(labels), redistributor, ignore_index, reduction == "mean")
+    labels = redistributor.labels(target, rows)
+    return run_function(_CrossEntropy, logits, labels, redistributor, ignore_index, reduction == "mean")
 
 
 class _CrossEntropy(torch.autograd.Function):

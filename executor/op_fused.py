@@ -101,7 +101,7 @@ def fused_cross_entropy(
     given = redistributor.as_dtensor(logits)
     _check_layout("a loss", given, range(2))
     rows = tuple(placement if placement == Shard(0) else R for placement in given.placements)
-    held = local_of(redistributor.to_layout(redistributor.as_dtensor(labels), rows))
+    held = redistributor.labels(labels, rows)
     found: DTensor = run_function(_CrossEntropy, given, held, redistributor, ignore_index, mean)
     return found
 

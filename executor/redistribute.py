@@ -14,6 +14,7 @@ from cost_model.collectives import axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
 from executor import torch_internals
+from executor.even_order import SequenceOrder
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
 from planner.plan import ShardingPlan
 
@@ -54,14 +55,25 @@ def _in_own_memory(piece: torch.Tensor) -> torch.Tensor:
 class Redistributor:
     """Takes tensors from one layout to another on one device mesh, along the paths that the planner prices."""
 
-    def __init__(self, device_mesh: DeviceMesh, cluster: ClusterSpec, mesh_spec: MeshSpec) -> None:
-        """Choose paths by what they cost on ``mesh_spec`` of ``cluster``, and run them on ``device_mesh``."""
+    def __init__(
+        self,
+        device_mesh: DeviceMesh,
+        cluster: ClusterSpec,
+        mesh_spec: MeshSpec,
+        order: SequenceOrder | None = None,
+    ) -> None:
+        """Choose paths by what they cost on ``mesh_spec`` of ``cluster``, and run them on ``device_mesh``.
+
+        Args:
+            order: that sequences are in; None: their own.
+        """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
         def price_step(kind: CollectiveKind, axis: int, nbytes: int) -> float:
             return moving_time_s(kind, nbytes, groups[axis], cluster)
 
         self.device_mesh = device_mesh
+        self.order = order
         self._mesh_shape = mesh_spec.shape
         self._coordinate = device_mesh.get_coordinate() or [0] * len(mesh_spec.shape)
         self._paths = RedistributionPlanner(mesh_spec.shape, price_step)
@@ -71,7 +83,7 @@ class Redistributor:
         """Return the redistributor for ``plan``; one written by hand, without a cluster, is priced on toy devices."""
         described = dict(plan.cluster)
         cluster = ClusterSpec.from_dict(described) if described else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
-        return cls(device_mesh, cluster, plan.mesh.spec)
+        return cls(device_mesh, cluster, plan.mesh.spec, SequenceOrder.of_plan(plan))
 
     @property
     def replicated(self) -> Layout:
@@ -97,6 +109,11 @@ class Redistributor:
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
+
+    def labels(self, labels: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return this rank's piece of labels [rows] in ``layout``, in the order that sequences are in."""
+        given = self.as_dtensor(labels)
+        return local_of(self.to_layout(given if self.order is None else self.order.labels(given), layout))
 
     def to_layout(self, tensor: DTensor, target: Layout) -> DTensor:
         """Return ``tensor`` in ``target``, outside autograd.

@@ -12,6 +12,7 @@ from executor.boundaries import attach_boundaries
 from executor.checkpointing import checkpoint_blocks
 from executor.checks import check_plan
 from executor.contexts import PhaseClock, RunContexts
+from executor.even_order import attach_order
 from executor.fully_sharded import gather_together
 from executor.gather_groups import gather_groups, members_of, unfinished_gradients, uses_outside
 from executor.gradients import GradientReduction
@@ -98,6 +99,7 @@ def _shard(
     if plan.job.fused:
         replace_chains(module, redistributor, opaque=opaque)
     concatenate_keys(module)
+    attach_order(module, plan, redistributor.order)
     attach_boundaries(module, plan, shared, opaque=opaque)
     apply_local_outputs(module, plan, opaque=opaque)
     # From the inside out: a recomputed block gathers its own parameters again.

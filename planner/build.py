@@ -41,6 +41,7 @@ def build_plan(
     tensor_overlap: bool = False,
     regather: bool = False,
     fused: bool = False,
+    even_order: bool = False,
     axes: int = 2,
     vary_blocks: bool = False,
     executable_only: bool = True,
@@ -80,6 +81,9 @@ def build_plan(
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own
             code does the same: `executor.shard_module` puts them in its place, compiled on a GPU. Linear layers that
             read the same tensor add up its gradient in their products then.
+        even_order: whether, where attention's sequences are split, the model has its tokens in an order that makes work
+            under a causal mask even, so that ranks exchange no queries; what the model returns beside its loss then
+            comes in that order (`executor.natural_order` undoes it).
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
@@ -118,6 +122,7 @@ def build_plan(
         tensor_overlap=tensor_overlap,
         regather=regather,
         fused=fused,
+        even_order=even_order,
         axes=axes,
         vary_blocks=vary_blocks,
         executable_only=executable_only,

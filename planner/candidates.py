@@ -17,6 +17,7 @@ from planner.op_profile import GraphProfile
 from planner.op_times import OpTimes
 from planner.profile import profile
 from planner.regions import RegionGraph, block_of, build_regions, in_parts
+from planner.reordering import Reordering, find_reordering, in_any_order
 from planner.run import Run
 from planner.structure import Structure, at_another_batch, build_structure
 from planner.traced_module import BASE_BATCH, TracedModule
@@ -32,6 +33,8 @@ class TracedModel:
         cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
         compiles: whether fused ops are one kernel each way on the device.
         joins: whether linear layers that read the same tensor add up its gradient in their products.
+        reordering: how sequences are brought into an even order, or why they cannot be; None: nobody asked. Attention
+            in ``graph`` is said to be handed them so.
         totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
     """
 
@@ -44,6 +47,7 @@ class TracedModel:
     cached_before: int | None = None
     compiles: bool = True
     joins: bool = False
+    reordering: Reordering | str | None = None
     _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
     _profiles: dict[int, GraphProfile] = field(default_factory=dict)
     _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
@@ -52,22 +56,31 @@ class TracedModel:
 
     @classmethod
     def of(
-        cls, module: TracedModule, *, flash_attention: bool, seq: int | None = None, compiles: bool = True
+        cls,
+        module: TracedModule,
+        *,
+        flash_attention: bool,
+        seq: int | None = None,
+        compiles: bool = True,
+        even_order: bool = False,
     ) -> TracedModel:
         """Return the model of which ``module`` is the graph.
 
         Args:
             seq: tokens in the cache before a decoding step.
+            even_order: whether sequences are to be in an even order where they are split.
         """
+        reordering = find_reordering(module.graph) if even_order and module.phase == "training" else None
         cached = module.phase != "training" and module.decodes
         return cls(
-            graph=module.graph,
+            graph=in_any_order(module.graph) if isinstance(reordering, Reordering) else module.graph,
             traced_batch=module.traced_batch,
             is_open=module.is_open,
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
             compiles=compiles,
             joins=module.fused,
+            reordering=reordering,
         )
 
     def bare(self) -> TracedModel:
@@ -81,6 +94,7 @@ class TracedModel:
             lists=self.lists,
             compiles=self.compiles,
             joins=self.joins,
+            reordering=self.reordering,
         )
 
     @property

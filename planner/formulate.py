@@ -14,6 +14,7 @@ from planner.block_gather_costs import BlockGatherPricer
 from planner.charges import Charges, meeting
 from planner.communication import Port, Price, entering, leaving
 from planner.costs import Pricer
+from planner.even_attention import agreements, even_length, may_reorder
 from planner.gathered_again import gathering_again
 from planner.gathers import Gathers
 from planner.graph import Value
@@ -82,6 +83,7 @@ class Formulator:
         overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
         self._products = ProductsBeside(structure, pricer.run) if overlapped else None
         self.gathers = Gathers(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
+        self._even_length = even_length(structure.regions.graph)
 
     def build(
         self,
@@ -129,6 +131,9 @@ class Formulator:
         edges += [*agreed, *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.alike)]
         edges += list(self._parameter_edges(strategies, stored))
         edges += self.gathers.edges(len(strategies), stored, axis_node, len(edges), charges)
+        if self._even_length is not None:
+            regions = [self._structure.representative(index) for index in range(len(strategies))]
+            edges += agreements(regions, strategies, self._mesh)
         units = charges.settle(edges)
         problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
         return Formulation(
@@ -148,6 +153,8 @@ class Formulator:
         region = self._structure.representative(index)
         found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
         job = self.pricer.run.job
+        if self._even_length is not None:
+            found = tuple(s for s in found if may_reorder(region, s, self._even_length, self._mesh))
         if job.phase != "training":
             return tuple(s for s in found if not slices_parameters(region, s))
         # It saves memory: where nobody asks for the peak, nothing.

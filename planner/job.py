@@ -81,6 +81,8 @@ class Job:
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.fused_modules`), and linear layers that read
             the same tensor add up its gradient in their products.
+        even_order: whether the model has its sequences in the order in which ranks that hold a part of them do the same
+            work under a causal mask (`planner.even_order`), where attention's are split and the model allows it.
     """
 
     batch: int | None = None
@@ -103,6 +105,7 @@ class Job:
     tensor_overlap: bool = False
     regather: bool = False
     fused: bool = False
+    even_order: bool = False
 
     def __post_init__(self) -> None:
         if self.phase != "training":

@@ -19,6 +19,7 @@ from planner.formulate import Formulator
 from planner.fused_note import fused_note, other_notes
 from planner.grouping import Grouping
 from planner.inputs import GivenInputs, batch_of
+from planner.order_writing import check_order, order_of
 from planner.plan import ShardingPlan
 from planner.plan_grouping import groupings_of_plan
 from planner.regather_note import with_regather_note
@@ -121,6 +122,8 @@ def _read_on(
     formulator, structure = search.formulator(run)
     with search.clock.stage("costs_s"):
         decision = decision_from_plan(structure, formulator, plan, names)
+    reordering = search.traced.reordering
+    check_order(plan, order_of(reordering, structure, decision, run, names), reordering)
     return ReadPlan(run=run, formulator=formulator, structure=structure, decision=decision)
 
 
@@ -171,7 +174,13 @@ def open_plan(
     # A plan written by hand may ask for it at a module's input alone.
     job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
     plan = dataclasses.replace(plan, job=job)
-    model_traced = TracedModel.of(module, flash_attention=flash, seq=plan.job.seq, compiles=cluster.device.compiles)
+    model_traced = TracedModel.of(
+        module,
+        flash_attention=flash,
+        seq=plan.job.seq,
+        compiles=cluster.device.compiles,
+        even_order=plan.even_order is not None or plan.job.even_order,
+    )
     search = Search(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

@@ -11,6 +11,7 @@ from typing import Any
 from cost_model.layout import Layout, LayoutError, MeshSpec, parse_layout
 from planner import plan_file, plan_json
 from planner.errors import MeshError, PlanError, PlannerError
+from planner.even_order import EvenOrder
 from planner.job import CheckpointingMode, Job, JobPhase
 from planner.patterns import check_pattern
 from planner.plan_checks import check_layout, check_names, check_ports, wrong_type
@@ -92,6 +93,7 @@ class ShardingPlan:
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
         activation_checkpointing: modules -> "full" or "selective".
         micro_batches: per step; their gradients accumulate.
+        even_order: the order that sequences have where attention's are split over ranks; None: their own.
         pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
             other axes. None: every device has a part of every module.
         estimate: seconds and bytes of a step; None where nobody has priced the plan.
@@ -116,6 +118,7 @@ class ShardingPlan:
     return_local_tensor: tuple[str, ...] = ()
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     micro_batches: int = 1
+    even_order: EvenOrder | None = None
     pipeline: Pipeline | None = None
     estimate: Estimate | None = None
     solver: SolverReport | None = None
@@ -248,6 +251,7 @@ class ShardingPlan:
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "micro_batches": self.micro_batches,
+            "even_order": None if self.even_order is None else dataclasses.asdict(self.even_order),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
             "estimate": None if self.estimate is None else _json_values(self.estimate),
             "solver": None if self.solver is None else _json_values(self.solver),

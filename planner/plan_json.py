@@ -12,6 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from cost_model.layout import Layout, format_layout, parse_layout
 from planner.errors import JobError, PlanFormatError
+from planner.even_order import EvenOrder
 from planner.job import CheckpointingMode, Job
 from planner.ports import Port, PortSpec
 from planner.report import Estimate, Pipeline, SolverReport
@@ -106,6 +107,8 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> mode."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step, whose gradients accumulate."""
+    even_order: EvenOrder | None = None
+    """The order that sequences have where attention's are split over ranks; null: their own."""
     pipeline: Pipeline | None = None
     """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""
     estimate: Estimate | None = None

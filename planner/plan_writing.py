@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from planner.entries import entries_of, fold_names
 from planner.fingerprint import torch_fingerprint
+from planner.order_writing import order_notes, order_of
 from planner.outer_search import Found
 from planner.pipeline_plan import written
 from planner.pipeline_search import Piped
@@ -26,12 +27,14 @@ def plan_of(
     """Return the plan of a decision about the whole model."""
     run = candidate.run
     entries = entries_of(candidate.structure, candidate.decision, module.names)
-    device = search.cluster.device
+    device, reordering = search.cluster.device, search.traced.reordering
+    order = order_of(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
         mesh=PlanMesh.of(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
         **entries.by_field(),
         activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         micro_batches=run.micro_batches,
+        even_order=order,
         estimate=candidate.estimate,
         solver=report,
         job=dataclasses.replace(
@@ -39,7 +42,7 @@ def plan_of(
         ),
         cluster=search.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
-        notes=with_regather_note(notes, entries.input_plan, search.job),
+        notes=with_regather_note([*notes, *order_notes(reordering, order)], entries.input_plan, search.job),
     )
 
 

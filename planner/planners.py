@@ -35,6 +35,7 @@ class _LocalPlanner(ShardingPlanner):
     data_axes: Sequence[str] = ()
     regather: bool = False
     fused: bool = False
+    even_order: bool = False
     axes: int = 2
 
     kind: ClassVar[str]
@@ -76,6 +77,7 @@ class _LocalPlanner(ShardingPlanner):
             data_axes=self.data_axes,
             regather=self.regather,
             fused=self.fused,
+            even_order=self.even_order,
             axes=self.axes,
             executable_only=self._executable_only(),
             tensor_overlap=self._tensor_overlap(),

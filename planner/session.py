@@ -81,6 +81,7 @@ class PlanningSession:
         tensor_overlap: bool = False,
         regather: bool = False,
         fused: bool = False,
+        even_order: bool = False,
         axes: int = 2,
         vary_blocks: bool = False,
         executable_only: bool = True,
@@ -116,6 +117,7 @@ class PlanningSession:
             tensor_overlap=checked_tensor_overlap(tensor_overlap, executable_only),
             regather=regather,
             fused=fused,
+            even_order=even_order,
         )
         self._batch = batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
@@ -132,7 +134,11 @@ class PlanningSession:
                 self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = TracedModel.of(
-            self._module, flash_attention=flash, seq=seq, compiles=self.cluster.device.compiles
+            self._module,
+            flash_attention=flash,
+            seq=seq,
+            compiles=self.cluster.device.compiles,
+            even_order=self.job.even_order,
         )
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
         self._pool = Pool(Bench(self._search), jobs, begun)

@@ -13,6 +13,7 @@ from planner.bench import Bench
 from planner.candidates import least_recompute_s, op_seconds
 from planner.chunks import Role
 from planner.errors import SolverError
+from planner.even_attention import NOT_SPLIT, axis_of, even_length
 from planner.floors import Floor, floor_of
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
@@ -352,7 +353,8 @@ class SolvePipeline:
                 weight = pipeline.micro_batches + (len(kinds[0].indices) - 1) / pipeline.chunks
                 loose = tight * weight * pipeline.chunks / (len(kind.indices) * (len(kinds) - 1))
                 slowest_s = max(priced.solution.objective_s for _, priced in found)
-                priced = self._stage(stages, kind, look.layout, limit_s, deadline, [loose, tight], None, slowest_s)
+                gaps, even_axis = [loose, tight], self._even_axis(stages, *found[0])
+                priced = self._stage(stages, kind, look.layout, limit_s, deadline, gaps, None, slowest_s, even_axis)
             if priced is None:
                 return None
             found.append((kind, priced))
@@ -362,6 +364,14 @@ class SolvePipeline:
         in_order = [estimates[index] for index in sorted(estimates)]
         step_s = pipeline_step_s(in_order, pipeline.micro_batches, pipeline.chunks)
         return SentPipeline(pipeline=pipeline, layout=look.layout, kinds=tuple(found), step_time_s=step_s)
+
+    def _even_axis(self, stages: StageSearches, kind: StageKind, priced: Priced) -> int | None:
+        """Return on which axis a stage has sequences in an even order, as `StageSearches.restriction` takes it."""
+        structure = stages.of(kind, len(self.pipeline.counts)).candidate(priced).structure
+        if even_length(structure.regions.graph) is None:
+            return None
+        axis = axis_of(structure.regions, priced.decision.strategies, priced.run.mesh.shape)
+        return NOT_SPLIT if axis is None else axis
 
     def _stage(
         self,
@@ -373,16 +383,18 @@ class SolvePipeline:
         gaps: Sequence[float],
         formulated: Formulated | None = None,
         slowest_s: float = 0.0,
+        even_axis: int | None = None,
     ) -> Priced | None:
         """Return the plan of a stage; None where none fits or takes less than ``limit_s``.
 
         Args:
             gaps: to be solved to, one after the other, for as long as the stage takes more than ``slowest_s``.
             formulated: its problem, where that is there already.
+            even_axis: as in `StageSearches.restriction`.
         """
         search = stages.of(kind, len(self.pipeline.counts))
         run, at_most_s = stages.run(search, kind, self.pipeline), None if math.isinf(limit_s) else limit_s
-        restriction = stages.restriction(search, run, layout)
+        restriction = stages.restriction(search, run, layout, even_axis)
         formulated = formulated or search.formulate(run, restriction, self.floors.get(kind), at_most_s)
         priced: Priced | None = None
         for gap in gaps:

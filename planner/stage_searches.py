@@ -20,6 +20,7 @@ from planner import cut as cutting
 from planner.baselines import Restriction
 from planner.candidates import TracedModel
 from planner.chunks import Role, chunk_sizes
+from planner.even_attention import has_attention, split_axes
 from planner.regions import Region, Slot, is_sent
 from planner.run import PIPELINE_AXIS, Run, StagePlace
 from planner.search import Candidate, Search
@@ -155,6 +156,7 @@ class StageSearches:
                 lists=frozenset(traced.blocks.lists),
                 compiles=traced.compiles,
                 joins=traced.joins,
+                reordering=traced.reordering,
             )
         return self._models[key]
 
@@ -181,13 +183,21 @@ class StageSearches:
         found: list[Layout] = [(outer, *rest) for rest in inner]
         return [layout for layout in found if all(divides(shape, layout, mesh.shape) for shape in shapes)]
 
-    def restriction(self, search: Search, run: Run, layout: Layout | None) -> Restriction:
-        """Return what a stage may choose: tensors handed over in ``layout``, or in any; its inputs split alike."""
+    def restriction(self, search: Search, run: Run, layout: Layout | None, even_axis: int | None = None) -> Restriction:
+        """Return what a stage may choose: tensors handed over in ``layout``, or in any; its inputs split alike.
+
+        Args:
+            even_axis: on which other stages have sequences in an even order, or `even_attention.NOT_SPLIT`; None:
+                there are none yet.
+        """
         layouts = [layout] if layout is not None else self.layouts(search, run.mesh, search.micro_batch(run))
         pinned = self.restrict(run.mesh)
 
         def accepts(region: Region, strategy: Strategy) -> bool:
             if pinned is not None and not pinned.accepts(region, strategy):
+                return False
+            elsewhere = even_axis is not None and has_attention(region)
+            if elsewhere and split_axes(region, strategy, run.mesh.shape) != {even_axis}:
                 return False
             for slot, forward, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
                 if is_sent(region, slot) or (is_root_input(slot) and is_handed_over(_path(slot))):

@@ -4,7 +4,8 @@ Every rank keeps its own keys and values and gathers the others' where they are 
 backward, which scatters the sums of their gradients. Under a causal mask the rows of the last rank see most keys. So
 the sequence is cut into two halves a rank, and while the kernel runs rank r of n holds halves r and 2n - 1 - r in place
 of 2r and 2r + 1: each pair sees as many keys as any other. Queries, results and both gradients change places in an
-all-to-all each, in which a rank sends whole halves.
+all-to-all each, in which a rank sends whole halves. Nothing is exchanged where the model has its sequences in that
+order throughout (`planner.even_order`).
 
 A half of h rows that begins at row s runs as two kernels: all keys before s, and h keys under a square causal mask.
 Both results are put together by their sums of exponentials. ``executor.op_context_parallel`` does all this.
@@ -78,6 +79,7 @@ class ContextWork(NamedTuple):
         query, key, value: shapes of its pieces, [batch, heads, rows, width].
         itemsize: bytes of a value.
         causal: whether rows see only those before them.
+        is_even: whether they come in an even order, so that no rank needs another's queries.
     """
 
     query: tuple[int, ...]
@@ -86,11 +88,17 @@ class ContextWork(NamedTuple):
     itemsize: int
     ranks: int
     causal: bool
+    is_even: bool = False
 
     @classmethod
     def of(cls, op: Op, shapes: Sequence[tuple[int, ...]], itemsize: int, ranks: int) -> ContextWork:
         """Return the work on pieces of ``shapes``, those of the inputs."""
-        return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op))
+        return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op), op.is_even)
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether ranks exchange halves of their queries and results."""
+        return self.causal and not self.is_even
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -130,7 +138,7 @@ class ContextWork(NamedTuple):
     @property
     def forward_peak_nbytes(self) -> int:
         """Alive at once in the forward, beside the inputs."""
-        moved = self.query_nbytes if self.causal else 0
+        moved = self.query_nbytes if self.exchanged else 0
         # Values arrive by rank, and are put in order.
         return (
             sum(self.gathered_nbytes) + moved + max(self.gathered_nbytes[1], self.products_nbytes + self.result_nbytes)
@@ -144,20 +152,26 @@ class ContextWork(NamedTuple):
         if not self.causal:
             return 2 * gathered + self.query_nbytes - leaves
         # Gathered, their gradients, and those of the part that runs; queries' likewise; the result's, on its place.
-        return 3 * gathered + 2 * self.query_nbytes + self.result_nbytes - leaves
+        arrived = self.result_nbytes if self.exchanged else 0
+        return 3 * gathered + 2 * self.query_nbytes + arrived - leaves
 
     @property
     def forward_nbytes(self) -> int:
         """Moved beside kernels and collectives: gathered pieces put in order; halves too, and two results made one."""
-        joined = 2 * (self.query_nbytes + self.result_nbytes) + 3 * self.result_nbytes if self.causal else 0
-        return 2 * sum(self.gathered_nbytes) + joined
+        joined = 3 * self.result_nbytes if self.causal else 0
+        return 2 * sum(self.gathered_nbytes) + self._exchanged_nbytes + joined
 
     @property
     def backward_nbytes(self) -> int:
         """Likewise of the backward: gradients of keys are added up over the parts, and ordered for their scatter."""
         gathered = sum(self.gathered_nbytes)
-        joined = 3 * gathered + 2 * (self.query_nbytes + self.result_nbytes) + 3 * self.query_nbytes
-        return 4 * gathered + (joined if self.causal else 0)
+        joined = 3 * gathered + 3 * self.query_nbytes if self.causal else 0
+        return 4 * gathered + self._exchanged_nbytes + joined
+
+    @property
+    def _exchanged_nbytes(self) -> int:
+        """Moved around the exchange of queries and results, or of their gradients: read and written."""
+        return 2 * (self.query_nbytes + self.result_nbytes) if self.exchanged else 0
 
 
 def collectives(
@@ -172,7 +186,7 @@ def collectives(
     if axis is None:
         return ()
     work = ContextWork.of(op, shapes, inputs[0].dtype.itemsize, mesh_shape[axis])
-    moved = (work.query_nbytes, work.result_nbytes) if work.causal else ()
+    moved = (work.query_nbytes, work.result_nbytes) if work.exchanged else ()
     found = []
     for phase in ("forward", "backward") if inputs[0].requires_grad else ("forward",):
         kinds = [("all_gather", work.gathered_nbytes), ("all_to_all", moved)]

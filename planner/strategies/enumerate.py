@@ -59,13 +59,14 @@ def canonical_size(size: int) -> int:
     return 2 if size & (size - 1) == 0 else size
 
 
-class _AxisRules:
+class AxisRules:
     """Forward and backward of one op on one axis: our rules first, DTensor's where we have none."""
 
     def __init__(self, rules: DTensorRules) -> None:
         self._rules = rules
 
     def forward(self, op: Op, inputs: Sequence[Value], placements: Placements) -> tuple[Placement, ...] | None:
+        """Return the placements of what an op makes of inputs so placed (None: plain); None where it does not run."""
         own = own_rules(op, inputs)
         if own is not None:
             return next(((rule.output,) for rule in own if rule.inputs == placements), None)
@@ -77,6 +78,7 @@ class _AxisRules:
     def backward(
         self, op: Op, inputs: Sequence[Value], placements: Placements, gradients: Placements
     ) -> Placements | None:
+        """Return the placements of its inputs' gradients, given those of its outputs'; None where it does not run."""
         own = own_rules(op, inputs)
         if own is not None:
             return next(
@@ -110,7 +112,7 @@ def _passes_on(placement: Placement) -> bool:
 class _RegionSearch:
     """Depth-first search over the placements of one region on one axis."""
 
-    def __init__(self, region: Region, rules: _AxisRules, axis_size: int) -> None:
+    def __init__(self, region: Region, rules: AxisRules, axis_size: int) -> None:
         self._region = region
         self._rules = rules
         self._size = axis_size
@@ -275,12 +277,16 @@ class StrategyTable:
             self._rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs)
         return self._rules[mesh_shape]
 
+    def axis_rules(self, axis_size: int) -> AxisRules:
+        """Return how single ops run on one axis of ``axis_size`` ranks."""
+        return AxisRules(self._rules_on((canonical_size(axis_size),)))
+
     def on_axis(self, region: Region, axis_size: int) -> tuple[AxisStrategy, ...]:
         """Return the strategies of ``region`` on one axis of ``axis_size`` ranks."""
         size = canonical_size(axis_size)
         key = ((region.signature, region.exits), size)
         if key not in self._axis:
-            search = _RegionSearch(region, _AxisRules(self._rules_on((size,))), size)
+            search = _RegionSearch(region, self.axis_rules(size), size)
             with quiet():
                 self._axis[key] = tuple(dict.fromkeys(search.run()))
         return self._axis[key]

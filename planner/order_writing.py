@@ -1,0 +1,63 @@
+"""An even order of sequences, as a plan says it, and as it is read from one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from planner.assemble import Decision
+from planner.entries import fold_names
+from planner.errors import PlanMismatchError
+from planner.even_attention import axis_of
+from planner.even_order import EvenOrder
+from planner.plan import ShardingPlan
+from planner.ports import input_key, output_key
+from planner.reordering import Reordering
+from planner.run import Run
+from planner.structure import Structure
+from planner.traced_module import ModuleNames
+
+
+def order_of(
+    reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
+) -> EvenOrder | None:
+    """Return the order that sequences have under ``decision``; None: their own."""
+    axis = axis_of(structure.regions, decision.strategies, run.mesh.shape)
+    if axis is None or not isinstance(reordering, Reordering):
+        return None
+    inputs, outputs = defaultdict[str, dict[str, int]](dict), defaultdict[str, dict[str, int]](dict)
+    for place, dim in reordering.places.items():
+        (inputs if place.direction == "input" else outputs)[place.fqn][place.path] = dim
+    return EvenOrder(
+        axis=run.mesh.names[axis],
+        length=reordering.length,
+        inputs={input_key(fqn): dims for fqn, dims in fold_names(inputs, names.modules).items()},
+        outputs={output_key(fqn): dims for fqn, dims in fold_names(outputs, names.modules).items()},
+    )
+
+
+def check_order(plan: ShardingPlan, found: EvenOrder | None, reordering: Reordering | str | None) -> None:
+    """Check that a plan says the order that its layouts ask for.
+
+    Raises:
+        PlanMismatchError: it does not.
+    """
+    if plan.even_order == found:
+        return
+    reason = f": {reordering}" if isinstance(reordering, str) else "."
+    raise PlanMismatchError(
+        f"the plan's even_order is not the one in which this model's attention is split as it says{reason}",
+        subject="even_order",
+        expected=str(plan.even_order),
+        found=str(found),
+        what_to_do="Split all attention along the sequence on even_order's axis; or plan again.",
+    )
+
+
+def order_notes(reordering: Reordering | str | None, order: EvenOrder | None) -> list[str]:
+    """Return what a person should know of the order of sequences."""
+    if isinstance(reordering, str):
+        return [f"sequences stay in their own order: {reordering}."]
+    if reordering is None or order is None:
+        return []
+    results = f": {', '.join(reordering.results)} too" if reordering.results else ""
+    return [f"sequences are in an even order over {order.axis}{results}; executor.natural_order undoes it."]
