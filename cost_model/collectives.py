@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from cost_model.cluster import ClusterSpec
 from cost_model.correction import Correction, Curve, architecture_class, corrected, shipped_correction
-from cost_model.groups import AxisGroup, axis_group, card_rate_bytes_per_s
+from cost_model.groups import AxisGroup, axes_group, axis_group, card_rate_bytes_per_s
 from cost_model.kinds import COLLECTIVE_KINDS, CollectiveKind
 from cost_model.nccl import CostLine, ring_and_tree_lines
 from cost_model.nvls import nvls_line
@@ -34,6 +34,7 @@ __all__ = [
     "AxisGroup",
     "CollectiveKind",
     "CostLine",
+    "axes_group",
     "axis_group",
     "card_rate_bytes_per_s",
     "collective_lines",

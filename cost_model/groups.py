@@ -41,10 +41,16 @@ class AxisGroup:
         return self.nodes * self.ranks_per_node
 
 
-@functools.lru_cache(maxsize=4096)
 def axis_group(mesh: MeshSpec, axis: str, cluster: ClusterSpec) -> AxisGroup:
-    """Return how the groups of ``axis`` lie on the nodes, where ranks are row-major and rank r is on node r //
-    devices_per_node.
+    """Return how the groups of ``axis`` lie on the nodes: see `axes_group`."""
+    return axes_group(mesh, (axis,), cluster)
+
+
+@functools.lru_cache(maxsize=4096)
+def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> AxisGroup:
+    """Return how the groups of one axis, or of several taken as one, lie on the nodes.
+
+    Ranks are row-major, and rank r is on node r // devices_per_node.
 
     Where groups lie differently (6 devices per node, an axis of 4), the one that spans most nodes stands for all, and
     uneven groups are rounded up.
@@ -56,19 +62,20 @@ def axis_group(mesh: MeshSpec, axis: str, cluster: ClusterSpec) -> AxisGroup:
         raise ClusterError(
             f"mesh {mesh} has {mesh.size} devices, the cluster {cluster.name} only {cluster.size}; take a smaller mesh"
         )
-    if axis not in mesh.names:
-        raise ClusterError(f"mesh {mesh} has no axis {axis!r}; it has {', '.join(mesh.names)}")
-    ranks = np.moveaxis(np.arange(mesh.size).reshape(mesh.shape), mesh.names.index(axis), -1)
-    node_of = (
-        ranks.reshape(-1, mesh.axis_size(axis)) // cluster.devices_per_node
-    )  # [group, rank along the axis], rising
+    for axis in axes:
+        if axis not in mesh.names:
+            raise ClusterError(f"mesh {mesh} has no axis {axis!r}; it has {', '.join(mesh.names)}")
+    places = sorted(mesh.names.index(axis) for axis in axes)
+    size = math.prod(mesh.shape[place] for place in places)
+    ranks = np.moveaxis(np.arange(mesh.size).reshape(mesh.shape), places, range(-len(places), 0))
+    node_of = ranks.reshape(-1, size) // cluster.devices_per_node  # [group, rank along the axes], rising
     starts = np.concatenate([np.ones((len(node_of), 1), dtype=bool), node_of[:, 1:] != node_of[:, :-1]], axis=1)
     spans = starts.sum(axis=1)
     nodes = int(spans.max())
     groups_on_node = np.bincount(node_of[starts])
     return AxisGroup(
         nodes=nodes,
-        ranks_per_node=math.ceil(mesh.axis_size(axis) / nodes),
+        ranks_per_node=math.ceil(size / nodes),
         groups_per_node=int(groups_on_node.max()),
     )
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.torch_internals import collective_of, is_communication
+from executor.torch_internals import collective_of, flattened_groups, is_communication
 from planner.report import CollectiveKind, Phase
 
 UNKNOWN_AXIS = "?"
@@ -33,10 +33,14 @@ Counts = Counter[Row]
 
 
 def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
-    """Return name of the process group -> axis, for this rank's groups; the axes must be named."""
+    """Return name of the process group -> axis, for this rank's groups; the axes must be named.
+
+    Axes that are taken as one are joined by commas, as estimates name them.
+    """
     names = device_mesh.mesh_dim_names
     assert names is not None, "a planned mesh has names"
-    return {str(device_mesh.get_group(axis).group_name): name for axis, name in enumerate(names)}
+    found = {group: ",".join(axes) for axes, group in flattened_groups(device_mesh).items()}
+    return found | {str(device_mesh.get_group(axis).group_name): name for axis, name in enumerate(names)}
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -12,6 +12,7 @@ inside the module, but not with the rest of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -75,8 +76,8 @@ def gather_together(
     if not isinstance(module, FSDPModule):
         # Without parameters of its own: the modules that gather share streams and prefetch under one root.
         module.register_forward_hook(_without_bases)
-        axis = DataParallelMeshDims(shard=_axis_name(device_mesh, next(iter(groups))))
-        fully_shard(module, mesh=device_mesh, dp_mesh_dims=axis, ignored_params=set(module.parameters()))
+        axes = _axes_of(device_mesh, next(iter(groups)))
+        fully_shard(module, mesh=device_mesh, dp_mesh_dims=axes, ignored_params=set(module.parameters()))
     until_backward = [group.fqn for group in groups if group.keeping is Keeping.MICRO_BATCH]
     keeping = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in until_backward]
     _Passes(cast(FSDPModule, module), keeping, for_step).attach(module)
@@ -105,11 +106,13 @@ def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, polic
         shard_placement_fn=lambda parameter: Shard(gathered[parameter].dim),
         mp_policy=policy,
         ignored_params=set(module.parameters()) - set(gathered),
-        dp_mesh_dims=DataParallelMeshDims(shard=_axis_name(device_mesh, group)),
+        dp_mesh_dims=_axes_of(device_mesh, group),
     )
     for member in group.members:
         split = tuple(cast(DTensor, _registered(member)).placements)
-        assert split == member.stored, f"{member.fqn} is stored in {member.stored}, fully_shard has {split}"
+        # Where it splits on several axes, torch has one in their place.
+        wanted = tuple(place for axis, place in enumerate(member.stored) if axis not in group.axes[1:])
+        assert split == wanted, f"{member.fqn} is stored in {member.stored}, fully_shard has {split}"
         _register(member, resting[member.fqn])
     sharded = cast(FSDPModule, owner)
     torch_internals.adopt_parameters(sharded)
@@ -120,10 +123,10 @@ def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, polic
     return sharded
 
 
-def _axis_name(device_mesh: DeviceMesh, group: GatherGroup) -> str:
+def _axes_of(device_mesh: DeviceMesh, group: GatherGroup) -> DataParallelMeshDims:
     names = device_mesh.mesh_dim_names
     assert names is not None, "check_plan refuses meshes without names"
-    return names[group.axis]
+    return DataParallelMeshDims(shard=tuple(names[axis] for axis in group.axes))
 
 
 def _registered(member: Member) -> nn.Parameter:
@@ -145,14 +148,11 @@ def _whole_on_meta(member: Member, device_mesh: DeviceMesh) -> nn.Parameter:
     """Return a stand-in for the parameter in its compute layout: ``fully_shard`` splits it, and nothing is copied."""
     resting = cast(DTensor, _registered(member))
     size = list(torch_internals.local_of(resting).shape)
-    size[member.dim] *= device_mesh.size(_differing_axis(member))
+    differing = (axis for axis, (a, b) in enumerate(zip(member.stored, member.compute, strict=True)) if a != b)
+    size[member.dim] *= math.prod(device_mesh.size(axis) for axis in differing)
     local = torch.empty(size, dtype=resting.dtype, device="meta")
     whole = make_dtensor(local, device_mesh, member.compute, resting.shape, resting.stride())
     return torch_internals.parameter_on(device_mesh, whole)
-
-
-def _differing_axis(member: Member) -> int:
-    return next(axis for axis, (a, b) in enumerate(zip(member.stored, member.compute, strict=True)) if a != b)
 
 
 def _without_bases(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -185,7 +185,7 @@ class _WithoutBase(torch.autograd.Function):
 class _GradientCheck:
     """A forward pre-hook that has every gradient of a group checked before it is reduced.
 
-    ``fully_shard`` sums what arrives over its axis, whatever it is: a gradient that is whole already would come out
+    ``fully_shard`` sums what arrives over its axes, whatever it is: a gradient that is whole already would come out
     too large, and one that is partial on another axis as well would be reduced there too, in every backward.
     """
 
@@ -206,7 +206,8 @@ class _GradientCheck:
 
     def _checked(self, member: Member) -> Callable[[torch.Tensor], torch.Tensor | None]:
         wanted, shown = list(member.accumulated), list(member.stored)
-        wanted[self._group.axis] = shown[self._group.axis] = Partial("sum")
+        for axis in self._group.axes:
+            wanted[axis] = shown[axis] = Partial("sum")
 
         def check(gradient: torch.Tensor) -> torch.Tensor | None:
             layout = tuple(gradient.placements) if isinstance(gradient, DTensor) else ()

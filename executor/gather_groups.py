@@ -1,4 +1,4 @@
-"""Which parameters are gathered together, and on which axis: read off the plan, and checked, before anything runs."""
+"""Which parameters are gathered together, and on which axes: read off the plan, and checked, before anything runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Member:
         fqn: of the parameter, from the root.
         slots: where it is registered; a parameter that is tied within its group has several.
         stored: layout at rest.
-        compute: layout at use: that of ``stored`` but whole on the group's axis.
+        compute: layout at use: that of ``stored`` but whole on the group's axes.
         accumulated: layout that its gradient is left in by every backward: ``stored``, but for sums over other axes
             that are taken once a step.
-        dim: of the tensor, that ``stored`` splits on the group's axis.
+        dim: of the tensor, that ``stored`` splits on the group's axes.
     """
 
     fqn: str
@@ -47,14 +47,15 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherGroup:
-    """Parameters that are gathered in one collective over mesh axis ``axis``, when the module ``fqn`` needs them.
+    """Parameters that are gathered in one collective, when the module ``fqn`` needs them.
 
     Attributes:
+        axes: of the mesh, one or several that follow each other, over which they are gathered as if these were one.
         keeping: how long they stay so.
     """
 
     fqn: str
-    axis: int
+    axes: tuple[int, ...]
     members: tuple[Member, ...]
     keeping: Keeping = Keeping.NOT
 
@@ -137,24 +138,24 @@ class _Reader:
         self._check_module(fqn)
         paths = [f"{fqn}.{name}" if fqn else name for name in names]
         members: dict[nn.Parameter, Member] = {}
-        axes: dict[str, int] = {}
+        axes: dict[str, tuple[int, ...]] = {}
         for path in paths:
             if path not in self._parameters:
                 raise unmatched(path, self._parameters, field=_FIELD, what="parameter")
             parameter = self._parameters[path]
-            axis, member = self._member(path, parameter)
+            over, member = self._member(path, parameter)
             self._check_whose(parameter, fqn, paths)
-            axes[path] = axis
+            axes[path] = over
             if members.setdefault(parameter, member).compute != member.compute:
                 raise _wrong_layout(path, "is tied, and its names have different compute layouts")
         first = paths[0]
-        for path, axis in axes.items():
-            if axis != axes[first]:
-                mesh = self._plan.mesh.names
-                raise _wrong_layout(path, f"is gathered on {mesh[axis]}, but {first!r} on {mesh[axes[first]]}")
+        for path, over in axes.items():
+            if over != axes[first]:
+                detail = f"is gathered on {self._names_of(over)}, but {first!r} on {self._names_of(axes[first])}"
+                raise _wrong_layout(path, detail)
         self._check_dtypes(fqn, members)
         keeping = self._kept.get(fqn, Keeping.NOT)
-        return GatherGroup(fqn=fqn, axis=axes[first], members=tuple(members.values()), keeping=keeping)
+        return GatherGroup(fqn=fqn, axes=axes[first], members=tuple(members.values()), keeping=keeping)
 
     def _check_module(self, fqn: str) -> None:
         submodule = self._module.get_submodule(fqn)
@@ -210,7 +211,7 @@ class _Reader:
                 what_to_do="Leave tied parameters out of fully_shard, or name all their names in one group.",
             )
 
-    def _member(self, path: str, parameter: nn.Parameter) -> tuple[int, Member]:
+    def _member(self, path: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], Member]:
         if not parameter.requires_grad:
             raise PlanKeyError(
                 f"fully_shard gathers {path!r}, which needs no gradient.",
@@ -222,9 +223,9 @@ class _Reader:
             raise _wrong_layout(path, "has no stored layout")
         stored = self._stored[parameter]
         compute = self._compute.get(path, stored)
-        axis, dim = self._axis_and_dim(path, stored, compute)
+        axes, dim = self._axes_and_dim(path, stored, compute)
         accumulated = self._gradient.get(path, ())
-        if not _is_left_by_reduction(accumulated, stored, axis):
+        if not _is_left_by_reduction(accumulated, stored, axes):
             text = ", ".join(format_layout(stored))
             raise _wrong_layout(
                 path, f"is reduced in every backward, so gradient_plan must give it ({text}), P(sum) for R at most"
@@ -234,32 +235,37 @@ class _Reader:
             owner, _, attribute = name.rpartition(".")
             slots.append((self._module.get_submodule(owner), attribute))
         member = Member(fqn=path, slots=tuple(slots), stored=stored, compute=compute, accumulated=accumulated, dim=dim)
-        return axis, member
+        return axes, member
 
-    def _axis_and_dim(self, path: str, stored: Layout, compute: Layout) -> tuple[int, int]:
+    def _axes_and_dim(self, path: str, stored: Layout, compute: Layout) -> tuple[tuple[int, ...], int]:
         mesh = self._plan.mesh
-        axes = [axis for axis, (a, b) in enumerate(zip(stored, compute, strict=True)) if a != b]
+        axes = tuple(axis for axis, (a, b) in enumerate(zip(stored, compute, strict=True)) if a != b)
         texts = f"({', '.join(format_layout(stored))}) and computed in ({', '.join(format_layout(compute))})"
-        if len(axes) != 1:
-            raise _wrong_layout(path, f"is stored in {texts}: they differ on {len(axes)} axes, not on one")
-        (axis,) = axes
-        place = stored[axis]
+        if not axes or axes != tuple(range(axes[0], axes[-1] + 1)):
+            raise _wrong_layout(
+                path, f"is stored in {texts}: they differ on {len(axes)} axes, not on one or on some in a row"
+            )
+        place = stored[axes[0]]
         # A strided shard is a Shard too.
-        if type(place) is not Shard or compute[axis] != Replicate():
-            raise _wrong_layout(path, f"is stored in {texts}: on {mesh.names[axis]} that is not S(d) and R")
-        for inner in range(axis + 1, len(mesh.shape)):
+        if type(place) is not Shard or any(stored[a] != place or compute[a] != Replicate() for a in axes):
+            raise _wrong_layout(path, f"is stored in {texts}: on {self._names_of(axes)} that is not S(d) and R")
+        for inner in range(axes[-1] + 1, len(mesh.shape)):
             if sharded_dim(compute[inner]) == place.dim and mesh.shape[inner] > 1:
                 detail = f"is stored in {texts}: {mesh.names[inner]}, which is further in, splits dim {place.dim} too"
                 raise _wrong_layout(path, detail)
-        if mesh.shape[axis] == 1:
-            raise _wrong_layout(path, f"is gathered on {mesh.names[axis]}, which has one rank")
-        return axis, place.dim
+        for axis in axes:
+            if mesh.shape[axis] == 1:
+                raise _wrong_layout(path, f"is gathered on {mesh.names[axis]}, which has one rank")
+        return axes, place.dim
+
+    def _names_of(self, axes: tuple[int, ...]) -> str:
+        return ",".join(self._plan.mesh.names[axis] for axis in axes)
 
 
-def _is_left_by_reduction(accumulated: Layout, stored: Layout, axis: int) -> bool:
-    """Tell whether a gradient may be so once it is scattered over ``axis``: as the parameter is, or to be summed."""
+def _is_left_by_reduction(accumulated: Layout, stored: Layout, axes: tuple[int, ...]) -> bool:
+    """Tell whether a gradient may be so once it is scattered over ``axes``: as the parameter is, or to be summed."""
     return len(accumulated) == len(stored) and all(
-        found == rests or (index != axis and rests == Replicate() and found == Partial("sum"))
+        found == rests or (index not in axes and rests == Replicate() and found == Partial("sum"))
         for index, (found, rests) in enumerate(zip(accumulated, stored, strict=True))
     )
 
@@ -269,6 +275,6 @@ def _wrong_layout(path: str, detail: str) -> PlanLayoutError:
         f"fully_shard gathers {path!r}, which {detail}.",
         field=_FIELD,
         key=path,
-        what_to_do="Store it in S(d) and compute it in R on one axis, the same for all parameters of the module; or "
-        "leave it out of fully_shard.",
+        what_to_do="Store it in S(d) and compute it in R on one axis, or on some in a row, the same for all parameters "
+        "of the module; or leave it out of fully_shard.",
     )

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -159,12 +159,26 @@ def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
     return parameter
 
 
+def flattened_groups(mesh: DeviceMesh) -> dict[tuple[str, ...], str]:
+    """Return axes in a row that torch has made one of -> the name of their process group."""
+    found, names = {}, mesh.mesh_dim_names or ()
+    made = mesh._get_root_mesh()._flatten_mapping
+    for first in range(len(names)):
+        for end in range(first + 2, len(names) + 1):
+            flat = made.get("_".join(names[first:end]))
+            if flat is not None:
+                found[names[first:end]] = str(flat.get_group().group_name)
+    return found
+
+
 def adopt_parameters(module: FSDPModule) -> None:
     """Have ``module`` gather what is registered now in place of the parameters that ``fully_shard`` made."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for held in group.fsdp_params:
             info = held._module_info
             held.sharded_param = getattr(info.module, info.param_name)
+            # Where it splits on several axes, torch has a mesh of its own, with one in their place.
+            held._sharding_spec = cast(DTensor, held.sharded_param)._spec
             held.reset_sharded_param()
 
 

@@ -170,7 +170,7 @@ class _Reader:
         return StoredChoice(
             stored=stored,
             accumulated=self._accumulated(parameter.uses, name),
-            gathered_over=changing[0] if name in self._with_block else None,
+            gathered_over=tuple(changing) if name in self._with_block else None,
         )
 
     def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:

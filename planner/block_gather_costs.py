@@ -7,6 +7,7 @@ gathered again for its backward, or kept until then, or until the last backward 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cost_model.compute import stream_bytes_per_s
@@ -42,7 +43,7 @@ class BlockGatherPricer:
         self._run = run
         self._communication = communication
         self._overlap = Overlap.of(run.cluster.device)
-        self._lines: dict[tuple[CollectiveKind, int, int, int], CollectiveLine] = {}
+        self._lines: dict[tuple[CollectiveKind, tuple[int, ...], int, int], CollectiveLine] = {}
 
     @property
     def keepings(self) -> tuple[Keeping, ...]:
@@ -85,32 +86,32 @@ class BlockGatherPricer:
             prices.append(Price(charge=gradients[1].charge(more)))
         return add_prices(prices)
 
-    def by_size(self, block: BlockGather, axis: int, numel: int, itemsize: int, keeping: Keeping) -> Price:
+    def by_size(self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: Keeping) -> Price:
         """Return what it costs that a kind of block gathers and reduces ``numel`` elements: that of bytes alone.
 
         Dropped after the forward, they are there while their block or the one after it runs. Kept until the backward,
         they take memory from the block's forward on; kept for the step, all the time, as do unreduced gradients.
         """
-        gather, reduce = self._line("all_gather", axis, block, itemsize), self._reduction(axis, block)
+        gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
         gather_s = numel * itemsize * gather.seconds_per_byte
-        charge = self._times(block, axis, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
+        charge = self._times(block, axes, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
         nbytes = float(numel * itemsize)
         if keeping is Keeping.NOT:
             charge |= block.whole.charge(nbytes)
         elif keeping is Keeping.MICRO_BATCH:
             charge |= block.gathered.charge(nbytes)
         else:
-            charge |= self._for_the_step(block, axis, numel, itemsize)
+            charge |= self._for_the_step(block, axes, numel, itemsize)
         return Price(charge=charge)
 
-    def _for_the_step(self, block: BlockGather, axis: int, numel: int, itemsize: int) -> dict[str, float]:
+    def _for_the_step(self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int) -> dict[str, float]:
         """Return the bytes that are there from the first forward to the last backward, and the seconds of adding up.
 
         Whole gradients are there in place of the shards that `ParameterPricer.resting` counts. While a block runs
         backward, those of its micro-batch come one by one, unless it is to them that they are added.
         """
         reduced = self._reduce_itemsize
-        shard = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype] / self._run.mesh.shape[axis]
+        shard = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype] / self._ranks(axes)
         charge = {
             quantity.MEMORY + "parameters": float(block.count * numel * itemsize),
             quantity.MEMORY + "gradients": block.count * numel * (reduced - shard),
@@ -122,14 +123,16 @@ class BlockGatherPricer:
         charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
         return charge
 
-    def latency(self, block: BlockGather, axis: int, itemsize: int, keeping: Keeping) -> Price:
+    def latency(self, block: BlockGather, axes: tuple[int, ...], itemsize: int, keeping: Keeping) -> Price:
         """Return what a kind of block's gathers and reductions cost before their first byte."""
-        gather, reduce = self._line("all_gather", axis, block, itemsize), self._reduction(axis, block)
-        return Price(charge=self._times(block, axis, gather.latency_s, reduce.latency_s, keeping))
+        gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
+        return Price(charge=self._times(block, axes, gather.latency_s, reduce.latency_s, keeping))
 
-    def collectives(self, block: BlockGather, axis: int, numel: int, itemsize: int, keeping: Keeping) -> Price:
+    def collectives(
+        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: Keeping
+    ) -> Price:
         """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
-        name, for_step = self._run.mesh.names[axis], keeping is Keeping.STEP
+        name, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), keeping is Keeping.STEP
         calls = block.count * (1 if for_step else self._run.passes)
         rows: list[tuple[CollectiveKind, Phase, int]] = [
             ("all_gather", "param_gather" if for_step else "forward", itemsize)
@@ -139,7 +142,7 @@ class BlockGatherPricer:
         rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", self._reduce_itemsize))
         collectives = []
         for kind, phase, size in rows:
-            line = self._line(kind, axis, block, size)
+            line = self._line(kind, axes, block, size)
             time_s = line.latency_s + numel * size * line.seconds_per_byte
             collectives.append(
                 Collective(kind=kind, axis=name, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
@@ -151,14 +154,14 @@ class BlockGatherPricer:
         return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
 
     def _times(
-        self, block: BlockGather, axis: int, gather_s: float, reduce_s: float, keeping: Keeping
+        self, block: BlockGather, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: Keeping
     ) -> dict[str, float]:
         """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
         Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
         a gather per micro-batch before each further chunk of the model.
         """
-        link, for_step = self._communication.link(axis), keeping is Keeping.STEP
+        link, for_step = self._communication.flat_link(axes), keeping is Keeping.STEP
         passes = 1 if for_step else self._run.passes
         calls = block.count * passes
         exposed_gathers = passes * (block.is_first + (0 if for_step else block.leading))
@@ -174,8 +177,8 @@ class BlockGatherPricer:
             quantity.SLOWDOWN_BACKWARD: overlap.slowdown_s(backward_s),
         }
 
-    def _reduction(self, axis: int, block: BlockGather) -> CollectiveLine:
-        return self._line("reduce_scatter", axis, block, self._reduce_itemsize)
+    def _reduction(self, axes: tuple[int, ...], block: BlockGather) -> CollectiveLine:
+        return self._line("reduce_scatter", axes, block, self._reduce_itemsize)
 
     @property
     def _copying_s_per_byte(self) -> float:
@@ -186,13 +189,16 @@ class BlockGatherPricer:
         device = self._run.cluster.device
         return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0
 
-    def _line(self, kind: CollectiveKind, axis: int, block: BlockGather, itemsize: int) -> CollectiveLine:
+    def _ranks(self, axes: tuple[int, ...]) -> int:
+        return math.prod(self._run.mesh.shape[axis] for axis in axes)
+
+    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], block: BlockGather, itemsize: int) -> CollectiveLine:
         high = block.numel * itemsize
-        key = (kind, axis, high, itemsize)
+        key = (kind, axes, high, itemsize)
         if key not in self._lines:
-            others = self._run.mesh.size // self._run.mesh.shape[axis]
+            others = self._run.mesh.size // self._ranks(axes)
             low = max(high // max(others, 2), 1)
-            at_low, at_high = (self._communication.time_s(kind, axis, nbytes) for nbytes in (low, high))
+            at_low, at_high = (self._communication.flat_time_s(kind, axes, nbytes) for nbytes in (low, high))
             slope = (at_high - at_low) / (high - low) if high > low else 0.0
             latency_s = max(at_low - low * slope, 0.0)
             self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cost_model import AxisGroup, ClusterSpec, axis_group, moving_time_s
+from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, moving_time_s
 from cost_model.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
@@ -149,9 +149,18 @@ class Communication:
             self._times_s[key] = moving_time_s(kind, nbytes, self._groups[axis], self._cluster)
         return self._times_s[key]
 
-    def link(self, axis: int) -> str:
-        """Name the wires that an axis communicates over."""
-        return self._links[axis]
+    def flat_time_s(self, kind: CollectiveKind, axes: tuple[int, ...], nbytes: int) -> float:
+        """Return the seconds of one collective on all of these axes, taken as one."""
+        if len(axes) == 1:
+            return self.time_s(kind, axes[0], nbytes)
+        return moving_time_s(kind, nbytes, self._flat_group(axes), self._cluster)
+
+    def flat_link(self, axes: tuple[int, ...]) -> str:
+        """Name the wires that these axes, taken as one, communicate over."""
+        return link_of(self._flat_group(axes))
+
+    def _flat_group(self, axes: tuple[int, ...]) -> AxisGroup:
+        return axes_group(self._mesh, tuple(self._mesh.names[axis] for axis in axes), self._cluster)
 
     def path(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution | None:
         """Return the cheapest redistribution, None where there is none."""

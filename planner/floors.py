@@ -34,7 +34,7 @@ class Floor:
     backward_s: float
     bound_s: float
     strategies: tuple[Mapping[Strategy, float], ...]
-    stored: tuple[Mapping[tuple[Layout, int | None], float], ...]
+    stored: tuple[Mapping[tuple[Layout, tuple[int, ...] | None], float], ...]
     _relaxing: Relaxing | None
 
     def below(self, time_s: float) -> Promising:
@@ -96,9 +96,9 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float, back
         dict(zip(choices, times, strict=True))
         for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
     ]
-    stored: list[dict[tuple[Layout, int | None], float]] = []
+    stored: list[dict[tuple[Layout, tuple[int, ...] | None], float]] = []
     for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:axis_node], strict=True):
-        least: dict[tuple[Layout, int | None], float] = {}
+        least: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
             key = choice.stored, choice.gathered_over
             least[key] = min(least.get(key, math.inf), time_s)

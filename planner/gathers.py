@@ -1,13 +1,14 @@
-"""The part of the program that decides how blocks gather: over which axis, and how long they keep what they gather.
+"""The part of the program that decides how blocks gather: over which axes, and how long they keep what they gather.
 
-A node for the axis holds all blocks to one (`fully_shard` splits a module on one), and a node for each kind of block
-holds its parameters to one `Keeping`, since one flat collective serves all: dropped after the forward and gathered
-again, kept until the backward, or for the step. What gathering and reducing costs is on the edges from parameters to
-the latter.
+A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
+and a node for each kind of block holds its parameters to one `Keeping`, since one flat collective serves all: dropped
+after the forward and gathered again, kept until the backward, or for the step. What gathering and reducing costs is on
+the edges from parameters to the latter.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +22,22 @@ from planner.parameter_classes import BlockGather, ParameterClass
 from planner.parameter_costs import StoredChoice
 from planner.plan_gathers import Keeping
 from planner.problem import Charge, Edge, Node
+from planner.stored_choices import gathering_axes
 from planner.structure import Structure
 
 _APART = -1
-"""Port of a parameter that is not gathered with its block, on the edge to the axis."""
+"""Port of a parameter that is not gathered with its block, on the edge to the axes."""
+
+Size = tuple[tuple[int, ...], int]
+"""The axes that a block gathers over, and the elements that it gathers of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gather:
-    """What the blocks of a kind gather under a decision: ``numel`` elements each, over a mesh axis."""
+    """What the blocks of a kind gather under a decision: ``numel`` elements each, over mesh axes taken as one."""
 
     block: BlockGather
-    axis: int
+    axes: tuple[int, ...]
     numel: int
     keeping: Keeping
 
@@ -44,6 +49,7 @@ class Gathers:
         self._structure = structure
         self._pricer = pricer
         self._mesh = mesh_shape
+        self._over = gathering_axes(mesh_shape)
         self._holders: dict[str, list[tuple[BlockGather, int]]] = defaultdict(list)
         for block in structure.gathers:
             for position, held in block.held.items():
@@ -59,7 +65,7 @@ class Gathers:
         """Return the node of the axis, and one for each kind of block: how long it keeps what it gathers."""
         ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
         return [
-            Node(name="gathering axis", charges=tuple({} for _ in self._mesh)),
+            Node(name="gathering axes", charges=tuple({} for _ in self._over)),
             *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.gathers),
         ]
 
@@ -75,7 +81,7 @@ class Gathers:
         """
         edges = list(self._axis_edges(parameters, stored, axis_node))
         for number, block in enumerate(self._structure.gathers):
-            members: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+            members: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
             for position in block.held:
                 sizes = self._sizes(block, position, stored[position])
                 if any(sizes):
@@ -83,41 +89,39 @@ class Gathers:
                         for way in range(len(self._pricer.keepings)):
                             members[size[0], way].append((first + len(edges), _number(sizes, size), way))
                     edges.append(self._kept_edge(block, sizes, parameters + position, axis_node + 1 + number))
-            for (axis, way), pairs in members.items():
-                latency = self._pricer.latency(block, axis, self._itemsize(block), self._pricer.keepings[way])
+            for (axes, way), pairs in members.items():
+                latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.keepings[way])
                 charges.add(tuple(pairs), latency.charge)
         return edges
 
     def _axis_edges(
         self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int
     ) -> Iterator[Edge]:
-        axes = range(len(self._mesh))
+        over = range(len(self._over))
         for position, choices in enumerate(stored):
             if any(choice.gathered_over is not None for choice in choices):
                 yield Edge(
                     producer=parameters + position,
                     consumer=axis_node,
-                    producer_ports=tuple(_APART if c.gathered_over is None else c.gathered_over for c in choices),
-                    consumer_ports=tuple(axes),
-                    pairs={(p, q): {} for p in (_APART, *axes) for q in axes if p in (_APART, q)},
+                    producer_ports=tuple(
+                        _APART if c.gathered_over is None else self._over.index(c.gathered_over) for c in choices
+                    ),
+                    consumer_ports=tuple(over),
+                    pairs={(p, q): {} for p in (_APART, *over) for q in over if p in (_APART, q)},
                 )
 
-    def _sizes(
-        self, block: BlockGather, position: int, choices: Sequence[StoredChoice]
-    ) -> list[tuple[int, int] | None]:
-        """Return, by choice of a parameter class, the axis and the elements that a block gathers of it, if it does."""
+    def _sizes(self, block: BlockGather, position: int, choices: Sequence[StoredChoice]) -> list[Size | None]:
+        """Return, by choice of a parameter class, the axes and the elements that a block gathers of it, if it does."""
         value = self._value(self._structure.parameters[position])
         numel = block.held[position] * (value.nbytes // value.dtype.itemsize)
         return [
             None
-            if (axis := choice.gathered_over) is None
-            else (axis, numel * self._mesh[axis] // split_factor(choice.stored, self._mesh))
+            if (axes := choice.gathered_over) is None
+            else (axes, numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh))
             for choice in choices
         ]
 
-    def _kept_edge(
-        self, block: BlockGather, sizes: Sequence[tuple[int, int] | None], producer: int, consumer: int
-    ) -> Edge:
+    def _kept_edge(self, block: BlockGather, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
         """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
         ways, itemsize = self._pricer.keepings, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
@@ -156,15 +160,15 @@ class Gathers:
             if sizes:
                 numel = sum(numel for _, numel in sizes)
                 keeping = kept.get(block.kind, Keeping.NOT)
-                yield Gather(block=block, axis=sizes[0][0], numel=numel, keeping=keeping)
+                yield Gather(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
 
     def price(self, gather: Gather) -> Price:
         """Return the price of a kind of block's gathers and reductions, with all collectives."""
-        block, axis, itemsize = gather.block, gather.axis, self._itemsize(gather.block)
+        block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
         return add_prices([
-            self._pricer.latency(block, axis, itemsize, gather.keeping),
-            self._pricer.by_size(block, axis, gather.numel, itemsize, gather.keeping),
-            self._pricer.collectives(block, axis, gather.numel, itemsize, gather.keeping),
+            self._pricer.latency(block, axes, itemsize, gather.keeping),
+            self._pricer.by_size(block, axes, gather.numel, itemsize, gather.keeping),
+            self._pricer.collectives(block, axes, gather.numel, itemsize, gather.keeping),
         ])  # fmt: skip
 
     def _value(self, parameter: ParameterClass) -> Value:
@@ -174,6 +178,6 @@ class Gathers:
         return self._value(self._structure.parameters[next(iter(block.held))]).dtype.itemsize
 
 
-def _number(sizes: Sequence[tuple[int, int] | None], size: tuple[int, int] | None) -> int:
+def _number(sizes: Sequence[Size | None], size: Size | None) -> int:
     """Return the port of choices that gather as much over the same axis, or nothing."""
     return list(dict.fromkeys(sizes)).index(size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.compute import stream_bytes_per_s
@@ -32,12 +33,12 @@ class StoredChoice:
         stored: the layout that it rests in.
         accumulated: the layout that its gradient is brought to in every backward; None: the gradient accumulates in
             the layout that its one use gives it, and is reduced once a step.
-        gathered_over: index of the mesh axis over which it is gathered with its block; None: by itself.
+        gathered_over: indices of the mesh axes over which it is gathered with its block; None: by itself.
     """
 
     stored: Layout
     accumulated: Layout | None
-    gathered_over: int | None = None
+    gathered_over: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,15 +259,18 @@ class ParameterPricer:
 def fully_sharded_use(choice: StoredChoice) -> tuple[Layout, Layout] | None:
     """Return the layouts of parameter and gradient in the one use that `fully_shard` takes it to, and from.
 
-    None where there is none: it splits on one axis, and keeps the layout on all others.
+    None where there is none: it splits one dim on the axes that it gathers over, and keeps the layout on all others.
     """
-    axis, accumulated, stored = choice.gathered_over, choice.accumulated, choice.stored
-    if axis is None or accumulated is None:
+    axes, accumulated, stored = choice.gathered_over, choice.accumulated, choice.stored
+    if axes is None or accumulated is None:
         return None
-    split = stored[axis]
-    if not isinstance(split, Shard) or any(sharded_dim(placement) == split.dim for placement in stored[axis + 1 :]):
+    split = stored[axes[0]]
+    if not isinstance(split, Shard) or any(stored[axis] != split or accumulated[axis] != split for axis in axes):
+        return None
+    if any(sharded_dim(placement) == split.dim for placement in stored[axes[-1] + 1 :]):
         return None  # an axis further in splits the dim again: no single gather leads there
-    if accumulated[axis] != split:
-        return None
-    whole = (*stored[:axis], Replicate(), *stored[axis + 1 :])
-    return whole, (*accumulated[:axis], Partial(), *accumulated[axis + 1 :])
+
+    def at_use(layout: Layout, place: Placement) -> Layout:
+        return tuple(place if axis in axes else other for axis, other in enumerate(layout))
+
+    return at_use(stored, Replicate()), at_use(accumulated, Partial())

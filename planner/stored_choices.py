@@ -65,11 +65,11 @@ def _reduced_every_time(layouts: Sequence[Layout], run: Run) -> list[StoredChoic
     """Return the choices that reduce a gradient in every micro-batch: with the block, or by itself."""
     mesh_shape = run.mesh.shape
     with_block = [
-        StoredChoice(stored=layout, accumulated=accumulated, gathered_over=axis)
+        StoredChoice(stored=layout, accumulated=accumulated, gathered_over=axes)
         for layout in layouts
-        for axis, placement in enumerate(layout)
-        if isinstance(placement, Shard)
-        for accumulated in _left_by_block(layout, axis, mesh_shape)
+        for axes in gathering_axes(mesh_shape)
+        if isinstance(layout[axes[0]], Shard) and all(layout[axis] == layout[axes[0]] for axis in axes)
+        for accumulated in _left_by_block(layout, axes, mesh_shape)
     ]
     if run.micro_batches == 1:
         return with_block
@@ -77,10 +77,17 @@ def _reduced_every_time(layouts: Sequence[Layout], run: Run) -> list[StoredChoic
     return [*(StoredChoice(stored=layout, accumulated=layout) for layout in split), *with_block]
 
 
-def _left_by_block(stored: Layout, axis: int, mesh_shape: Sequence[int]) -> list[Layout]:
-    """Return the layouts in which a gradient can be once it is split over ``axis``: a sum is left on others."""
+def gathering_axes(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the axes over which a block can be gathered: each by itself, and two that follow each other as one."""
+    axes = range(len(mesh_shape))
+    pairs = [(outer, inner) for outer, inner in itertools.pairwise(axes) if mesh_shape[outer] > 1 < mesh_shape[inner]]
+    return [*((axis,) for axis in axes), *pairs]
+
+
+def _left_by_block(stored: Layout, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[Layout]:
+    """Return the layouts in which a gradient can be once it is split over ``axes``: a sum is left on others."""
     options = [
-        [placement] if a == axis or placement != Replicate() or mesh_shape[a] == 1 else [placement, Partial()]
+        [placement] if a in axes or placement != Replicate() or mesh_shape[a] == 1 else [placement, Partial()]
         for a, placement in enumerate(stored)
     ]
     return [tuple(layout) for layout in itertools.product(*options)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -212,8 +213,9 @@ LLAMA_BLOCKS = {
 """All large parameters of a block of Llama, gathered together."""
 
 
-def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], axis: int = 0) -> Case:
-    """``case`` with the parameters in ``groups`` at rest split on ``axis``, where they were whole, gathered in one."""
+def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], *axes: int) -> Case:
+    """``case`` with the parameters in ``groups`` at rest split on ``axes``, where they were whole, gathered in one."""
+    axes = axes or (0,)
     model = make_model(case.family)
     plan = case.plan
     names = resolve_keys(groups, [fqn for fqn, _ in model.named_modules()], field="fully_shard", what="module")
@@ -224,9 +226,11 @@ def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], axis: int = 0) -
             layout = list(stored[fqn])
             shape = model.get_parameter(fqn).shape
             taken = {sharded_dim(place) for place in layout}
-            dim = next(d for d, n in enumerate(shape) if d not in taken and n % plan.mesh.shape[axis] == 0)
+            ranks = math.prod(plan.mesh.shape[axis] for axis in axes)
+            dim = next(d for d, n in enumerate(shape) if d not in taken and n % ranks == 0)
             computed[fqn] = tuple(layout)
-            layout[axis] = Shard(dim)
+            for axis in axes:
+                layout[axis] = Shard(dim)
             stored[fqn] = gradients[fqn] = tuple(layout)
     changed = dataclasses.replace(
         plan, plan=stored, compute_plan=computed, gradient_plan=gradients, fully_shard=dict(groups)

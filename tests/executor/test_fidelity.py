@@ -120,6 +120,8 @@ def test_a_cap_on_memory_has_gathered_parameters_dropped() -> None:
 def test_checkpointed_plans_in_bf16_with_micro_batches_run_as_planned(family: str, ac: str) -> None:
     module, inputs = make(family, 2 * BATCH)
     session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="bf16", micro_batches=2, ac=ac)
-    for planner in ("ilp", "fully-sharded", "random:1", "random:2"):
-        report = check(family, session.plan(planner=planner, mesh="dp=2,tp=2"))
-        assert any(row.phase == "recompute" for row in report.expected)
+    planners = ("ilp", "fully-sharded", "random:1", "random:2")
+    reports = {planner: check(family, session.plan(planner=planner, mesh="dp=2,tp=2")) for planner in planners}
+    # The others gather over both axes ahead of their blocks, which then repeat no communication.
+    for planner in planners[2:]:
+        assert any(row.phase == "recompute" for row in reports[planner].expected), planner

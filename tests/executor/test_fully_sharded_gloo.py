@@ -88,6 +88,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp, kept for the step, summed on tp after": lambda: keeping_for_step(
         summed_later(gathered(data_parallel("mlp", micro_batches=4), MLP))
     ),
+    "mlp, over both axes": lambda: gathered(data_parallel("mlp"), MLP, 0, 1),
+    "gpt2, over both axes, 2 micro-batches": lambda: gathered(data_parallel("gpt2", micro_batches=2), GPT2, 0, 1),
+    "llama, over both axes, full AC": lambda: gathered(
+        data_parallel("llama", activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS, 0, 1
+    ),
+    "llama, over both axes, kept": lambda: keeping(
+        gathered(data_parallel("llama", micro_batches=2), LLAMA_BLOCKS, 0, 1)
+    ),
+    "llama, over both axes, kept for the step": lambda: keeping_for_step(
+        gathered(data_parallel("llama", micro_batches=3), LLAMA_BLOCKS, 0, 1)
+    ),
     "llama, with other parameters gathered alone": lambda: with_gathered_norms(gathered(megatron(), LLAMA_BLOCKS)),
 }
 

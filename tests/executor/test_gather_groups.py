@@ -104,7 +104,7 @@ def test_groups_say_what_is_gathered_on_which_axis() -> None:
     outer, *inner = reversed(gather_groups(model, plan_of(fully_shard=tied)))
     assert {group.fqn for group in inner} == {"blocks.0", "blocks.1"}
     (member,) = outer.members
-    assert (outer.fqn, outer.axis) == ("", 0)
+    assert (outer.fqn, outer.axes) == ("", (0,))
     assert member.slots == ((model.emb, "weight"), (model.head, "weight"))
     assert (member.stored, member.compute, member.dim) == (ROWS, WHOLE, 0)
 
@@ -129,7 +129,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
     ),
     "no stored layout": ({"plan": {"blocks.*.up.weight": None}}, PlanLayoutError, "has no stored layout"),
     "no other layout": (with_layouts("up.weight", ["S(0)", "R", "R"], ["S(0)", "R", "R"]), PlanLayoutError, "0 axes"),
-    "two axes": (with_layouts("up.weight", ["S(0)", "S(1)", "R"], ["R", "R", "R"]), PlanLayoutError, "2 axes"),
+    "two dims": (with_layouts("up.weight", ["S(0)", "S(1)", "R"], ["R", "R", "R"]), PlanLayoutError, "not S(d) and R"),
+    "axes apart": (with_layouts("up.weight", ["S(0)", "R", "S(0)"], ["R", "R", "R"]), PlanLayoutError, "in a row"),
     "another dim": (with_layouts("up.weight", ["S(0)", "R", "R"], ["S(1)", "R", "R"]), PlanLayoutError, "S(d) and R"),
     "whole at rest": (with_layouts("up.weight", ["R", "R", "R"], ["S(0)", "R", "R"]), PlanLayoutError, "S(d) and R"),
     "strided": (with_layouts("up.weight", ["SS(0,2)", "S(0)", "R"], ["R", "S(0)", "R"]), PlanLayoutError, "S(d) and R"),
@@ -186,4 +187,4 @@ def test_an_axis_further_out_may_split_the_same_dim(mesh: DeviceMesh) -> None:
     fields = with_layouts("up.weight", ["S(0)", "S(0)", "R"], ["S(0)", "R", "R"])
     groups = {"fully_shard": {"blocks.*": None, "blocks.0": ("up.weight",)}}
     (group,) = gather_groups(Model(), without_nones({**fields, **groups}))
-    assert (group.axis, group.members[0].dim) == (1, 0)
+    assert (group.axes, group.members[0].dim) == ((1,), 0)
