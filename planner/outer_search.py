@@ -1,11 +1,12 @@
 """Over all runs of a job: meshes, modes of checkpointing, numbers of micro-batches.
 
-A *lane* is a mesh with a mode of checkpointing; its runs differ in the number of micro-batches, and more of them never
-make a step faster but where they leave room for faster layouts. So a lane starts with the fewest, and has a bound that
-no later run of it can beat: at first the mesh's floor, then the relaxation without a memory cap of the run last looked
-at. What no plan of a single run can beat is its relaxation within the cap. Of meshes to be bounded, lanes to be
-followed and runs to be solved, what has the lowest bound goes next, until no bound is better than the best plan, or
-time is up. What is left could still reach its lowest bound: that is the bound of the whole search.
+A *lane* is a mesh with a mode of checkpointing; its runs differ in the number of micro-batches, of which each divides
+the next, and more of them never make a step faster but where they leave room for faster layouts. So a lane starts with
+the fewest, and has a bound that no later run of it can beat: at first the mesh's floor, then the relaxation without a
+memory cap of the run last looked at. What no plan of a single run can beat is its relaxation within the cap. Of meshes
+to be bounded, lanes to be followed and runs to be solved, what has the lowest bound goes next, until no bound is better
+than the best plan, or time is up. What is left could still reach its lowest bound: that is the bound of the whole
+search.
 
 Several of these can go next at once, in a `Pool`. A look then knows of the best plan as it was when the look began:
 less is left out, and what is proved is as true.
@@ -29,6 +30,7 @@ from planner.parallel import Pool
 from planner.report import MeshOutcome, MeshReport
 from planner.run_looks import Followed, FollowLane, Opened, OpenMesh, SolveRun, least_s
 from planner.search import Candidate, Priced, Search
+from planner.traced_module import chains
 
 Progress = Callable[[str], None]
 
@@ -303,7 +305,8 @@ class OuterSearch:
         if found.floor is None:
             return
         for ac, bound_s in found.bounds_s.items():
-            self._push(_Lane(floor=found.floor, ac=ac, counts=tuple(self.counts), bound_s=bound_s))
+            for counts in chains(self.counts):
+                self._push(_Lane(floor=found.floor, ac=ac, counts=counts, bound_s=bound_s))
 
     def _followed(self, lane: _Lane, found: Followed) -> None:
         """Put the run that was looked at on the heap, and the lane back."""

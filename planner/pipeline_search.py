@@ -255,7 +255,9 @@ class PipelineSearch:
         pipeline, kind, stages = item.pipeline, step.bounded, len(item.pipeline.counts)
         if self.search.batch == pipeline.micro_batches:  # a single sample is split otherwise
             return item, None
-        for count in (c for c in self.counts if c < pipeline.micro_batches):
+        # Layouts that divide the samples of a micro-batch divide those of several together.
+        divisors = (c for c in self.counts if c < pipeline.micro_batches and pipeline.micro_batches % c == 0)
+        for count in divisors:
             other = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, micro_batches=count))
             alike = dataclasses.replace(
                 pipeline, micro_batches=count, chunks=pipeline.chunks if count % stages == 0 else 1

@@ -109,9 +109,12 @@ class PipelineSpace:
     def _beside(self, cluster: ClusterSpec) -> Iterator[MeshSpec]:
         """Yield the mesh of pairs of nodes where devices outnumber samples: a node is seldom enough to split sequences.
 
-        Not where its first axis does not divide the batch: all three would be free, and programs many times as large.
+        And where communication runs beside products: then a plan seldom waits for so much of it that running blocks
+        again, in place of splitting what they keep, would pay. Not where its first axis does not divide the batch: all
+        three would be free, and programs many times as large.
         """
-        pairs = node_pairs(cluster) if self.axes == 2 and self.search.batch < self.search.cluster.size else None
+        wanted = self.search.batch < self.search.cluster.size or self.search.job.tensor_overlap
+        pairs = node_pairs(cluster) if self.axes == 2 and wanted else None
         if pairs is not None and self.search.batch_axes(pairs):
             yield pairs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -186,16 +186,15 @@ def _with_results(graph: OpGraph) -> OpGraph:
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:
-    """Return the numbers of micro-batches to try: the given one, or the powers of two that divide ``batch``.
+    """Return the numbers of micro-batches to try, the fewest first: the given one, or all powers of two that divide
+    ``batch``, and all that leave a power of two of samples in each.
 
     Raises:
         JobError: ``batch`` does not divide into ``micro_batches``.
     """
     if micro_batches is None:
-        counts = [1]
-        while batch % (counts[-1] * 2) == 0:
-            counts.append(counts[-1] * 2)
-        return counts
+        powers = [1 << exponent for exponent in range(batch.bit_length()) if batch % (1 << exponent) == 0]
+        return sorted({*powers, *(batch // power for power in powers)})
     if micro_batches < 1 or batch % micro_batches:
         raise JobError(
             f"a batch of {batch} does not divide into {micro_batches} micro-batches.",
@@ -203,6 +202,14 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
             field="micro_batches",
         )
     return [micro_batches]
+
+
+def chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return numbers of micro-batches, as `micro_batch_counts` has them, in rows in which each divides the next."""
+    rows: dict[int, list[int]] = {}
+    for count in counts:
+        rows.setdefault(count // (count & -count), []).append(count)
+    return [tuple(row) for row in rows.values()]
 
 
 def check_traced(module: TracedModule, batch: int, counts: list[int], job: Job) -> None:

@@ -14,7 +14,7 @@ from planner.candidates import meshes_of
 from planner.errors import InfeasibleError, MeshError
 from planner.plan import ShardingPlan
 from planner.session import MeshSpec, PlanningSession
-from planner.traced_module import micro_batch_counts
+from planner.traced_module import chains, micro_batch_counts
 
 GAP = 1e-3
 
@@ -119,11 +119,40 @@ def test_automatic_meshes_are_no_slower_than_any_given_one() -> None:
         assert step_time_s(best) <= step_time_s(session.plan(mesh=mesh)) * (1 + GAP)
 
 
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (7, [(1,), (7,)]),
+        (8, [(1, 2, 4, 8)]),
+        (12, [(1, 2, 4), (3, 6, 12)]),
+        (96, [(1, 2, 4, 8, 16, 32), (3, 6, 12, 24, 48, 96)]),
+    ],
+)
+def test_a_batch_is_cut_into_powers_of_two_or_into_pieces_of_such(batch: int, found: list[tuple[int, ...]]) -> None:
+    counts = micro_batch_counts(batch)
+    assert counts == sorted(count for row in found for count in row)
+    assert chains(counts) == found
+
+
+def test_a_device_may_have_one_sample_of_three_times_as_many() -> None:
+    module, inputs = families.make("gpt2", 12)
+    least = {}
+    for count in (1, 3):
+        options: dict[str, Any] = {"micro_batches": count, "ac": "none", "dtype": "fp32"}
+        session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, **options)
+        least[count] = session.least_memory_bytes(mesh="dp=4")
+    assert least[3] is not None
+    assert least[1] is not None
+    assert least[3] < least[1]
+    found = plan_with(inputs, module, (least[3] + least[1]) / 2e9, micro_batches=None, mesh="dp=4", ac="none")
+    assert found.micro_batches == 3
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.45, 0.6, 1.0])
-def test_the_walk_finds_what_trying_every_run_finds(share: float) -> None:
+@pytest.mark.parametrize(("batch", "share"), [(8, 0.45), (8, 0.6), (8, 1.0), (12, 0.6)])
+def test_the_walk_finds_what_trying_every_run_finds(batch: int, share: float) -> None:
     """Meshes, numbers of micro-batches and checkpointing, with a cap that binds: bounds leave out no better run."""
-    module, inputs = families.make("llama", 8)
+    module, inputs = families.make("llama", batch)
     free = plan_with(inputs, module, None, mesh="dp=4", ac="none")
     session = PlanningSession(
         module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", memory_gb=peak(free) * share / 1e9
@@ -132,7 +161,7 @@ def test_the_walk_finds_what_trying_every_run_finds(share: float) -> None:
     runs = [
         search.run_of(mesh, count, ac)
         for mesh in meshes_of(session.cluster)
-        for count in micro_batch_counts(8)
+        for count in micro_batch_counts(batch)
         for ac in ("none", "selective", "full")
     ]
     candidates = [candidate for run in runs if (candidate := search.solve(run, None)) is not None]
