@@ -18,6 +18,7 @@ proportion to a micro-batch's samples, so that what bounds large micro-batches b
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from cost_model.gemm import gemm_rate_flops_per_s
 from cost_model.in_step import in_step
@@ -58,10 +59,18 @@ class ProductsBeside:
             self._of_edge[key].append(link)
 
     def of(self, tally: Tally) -> Beside:
-        """Return the products beside a tally's redistributions: where there are several, the least."""
-        links = [link for edge in tally.edges for link in self._of_edge[self._structure.edges[edge]]]
-        reading = [self._reading(link.consumer, link.consumer_slot) for link in links]
-        making = [self._making(link.producer, link.producer_slot) for link in links]
+        """Return the products beside a tally's redistributions: where there are several tensors, the least.
+
+        All that read a tensor are beside its gather, in whichever layout each wants it: that of queries needs no gather
+        to be done when keys and values wait for one.
+        """
+        readers: dict[tuple[int, int], list[Products]] = defaultdict(list)
+        for edge in tally.edges:
+            for link in self._of_edge[self._structure.edges[edge]]:
+                found = self._reading(link.consumer, link.consumer_slot)
+                readers[link.producer, link.producer_slot].append(found)
+        reading = [NONE if NONE in found else _sum(found) for found in readers.values()]
+        making = [self._making(producer, slot) for producer, slot in readers]
         return Beside(self._least_s(reading), self._least_s(making))
 
     def again(self, tally: Tally) -> Beside | None:
@@ -84,7 +93,7 @@ class ProductsBeside:
         found += [self._reading(link.consumer, link.consumer_slot) for link in self._leaving[region_index, slot]]
         if not all(products.forward for products in found):
             return NONE
-        return Products(sum(p.forward for p in found), sum(p.backward for p in found))
+        return _sum(found)
 
     def _making(self, region_index: int, slot: int) -> Products:
         """Return the FLOPs of the product whose result a slot shows."""
@@ -101,3 +110,7 @@ class ProductsBeside:
             return NONE
         profile = self._structure.profile.ops[region_op.op.name]
         return Products(profile.flops, profile.backward_flops)
+
+
+def _sum(products: Sequence[Products]) -> Products:
+    return Products(sum(p.forward for p in products), sum(p.backward for p in products))

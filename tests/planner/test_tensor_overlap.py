@@ -191,3 +191,30 @@ def test_it_is_an_assumption_that_the_plan_states_and_nothing_runs() -> None:
         plan.check_runs()
     with pytest.raises(JobError, match="--no-executable-only"):
         PlanningSession(module, cluster="4xtoy", example_inputs=inputs, tensor_overlap=True)
+
+
+def test_a_gather_hides_behind_all_products_that_read_it() -> None:
+    """Queries, keys and values have a product each, small ones for keys: behind the least, little would be hidden."""
+    module, inputs = families.make("llama", 8)
+    options: dict[str, Any] = {"micro_batches": 1, "ac": "none", "dtype": "bf16", "executable_only": False}
+    session = PlanningSession(
+        module, cluster="1x4xh100-sxm-80gb", example_inputs=inputs, tensor_overlap=True, **options
+    )
+    run = session._search.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
+    formulator, structure = session._search.formulator(run)
+    read_by: dict[tuple[str, ...], float] = {}
+    for tally in structure.forward:
+        readers = [structure.edges[edge].consumer for edge in tally.edges]
+        names = sorted({structure.regions.classes[index].pattern.rpartition(".")[2] for index in readers})
+        beside = formulator.beside(tally)
+        assert beside is not None
+        read_by[tuple(names)] = beside.reading.forward
+    flops = {
+        graph.calls[op.call].fqn.rpartition(".")[2]: structure.profile.ops[op.name].flops
+        for graph in [structure.regions.graph]
+        for op in graph.ops
+        if op.target_name == "aten.linear.default"
+    }
+    wanted = sum(flops[name] for name in ("q_proj", "k_proj", "v_proj"))
+    assert flops["k_proj"] < flops["q_proj"]
+    assert read_by["k_proj", "q_proj", "v_proj"] / read_by["o_proj",] == pytest.approx(wanted / flops["o_proj"])
