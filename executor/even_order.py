@@ -140,22 +140,14 @@ def order_places(
     """Return the modules at whose inputs, and at whose outputs, sequences are brought in order: tensor -> dim.
 
     Raises:
-        PlanKeyError: a key that names no module; an axis or a length that is none.
+        PlanKeyError: a key that names no module.
     """
     order = plan.even_order
     if order is None:
         return {}, {}
-    sizes = dict(plan.mesh.axes)
-    if order.axis not in sizes or order.length < 1 or order.length % sizes[order.axis]:
-        raise PlanKeyError(
-            f"even_order is over {order.axis!r} for sequences of {order.length} tokens, on the mesh {plan.mesh}.",
-            field="even_order",
-            key=order.axis,
-            what_to_do="Name an axis of the mesh that divides the sequences.",
-        )
     names = module_fqns(module)
-    inputs: dict[str, Any] = resolve_input_ports(order.inputs, names)  # type: ignore[arg-type]
-    outputs: dict[str, Any] = resolve_output_ports(order.outputs, names)  # type: ignore[arg-type]
+    inputs: dict[str, Any] = resolve_input_ports(order.inputs, names, field="even_order")  # type: ignore[arg-type]
+    outputs: dict[str, Any] = resolve_output_ports(order.outputs, names, field="even_order")  # type: ignore[arg-type]
     return inputs, outputs
 
 
@@ -179,20 +171,43 @@ def _entering(
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return changed_arguments(dims, names, _changing(f"the input of {fqn or 'the root'}", order), args, kwargs)
+        change = _Changing(f"the input of {fqn or 'the root'}", order)
+        changed = changed_arguments(dims, names, change, args, kwargs)
+        change.check(dims)
+        return changed
 
     return hook
 
 
 def _leaving(fqn: str, dims: Mapping[str, int], order: SequenceOrder) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return changed_results(dims, _changing(f"the output of {fqn}", order), output)[0]
+        change = _Changing(f"the output of {fqn}", order)
+        changed, _ = changed_results(dims, change, output)
+        change.check(dims)
+        return changed
 
     return hook
 
 
-def _changing(where: str, order: SequenceOrder) -> Callable[[Any, int, str], Any]:
-    def change(leaf: Any, dim: int, name: str) -> Any:
-        return order.along(leaf, dim, f"{name!r}, {where}") if isinstance(leaf, torch.Tensor) else leaf
+class _Changing:
+    """Brings tensors of one boundary in order, and notes how many."""
 
-    return change
+    def __init__(self, where: str, order: SequenceOrder) -> None:
+        self._where, self._order, self._changed = where, order, 0
+
+    def __call__(self, leaf: Any, dim: int, name: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self._changed += 1
+        return self._order.along(leaf, dim, f"{name!r}, {self._where}")
+
+    def check(self, dims: Mapping[str, int]) -> None:
+        """Check that all tensors were there that are to be brought in order."""
+        if self._changed != len(dims):
+            raise PlanKeyError(
+                f"even_order names {', '.join(map(repr, dims))} of {self._where}, where {self._changed} of them were "
+                "found.",
+                field="even_order",
+                key=next(iter(dims), ""),
+                what_to_do="Name tensors by position (0, 1, ...) or by their key; call the model as it was planned.",
+            )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cost_model.layout import sharded_dim
+from cost_model.layout import sharded_dim, split_factor
 from planner.graph import OpGraph
 from planner.problem import Edge
 from planner.regions import Region, RegionGraph, is_received
+from planner.reordering import LOSSES
 from planner.strategies import context_parallel
 from planner.strategies.enumerate import Strategy
 
@@ -22,6 +23,16 @@ NOT_SPLIT = -1
 def even_length(graph: OpGraph) -> int | None:
     """Return the length of sequences that are in an even order where they are split; None: none are."""
     return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_even), None)
+
+
+def even_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
+    """Return the axes on which all stages of a pipeline may have attention's sequences split, `NOT_SPLIT` among them.
+
+    None alone where each may do as it likes, because sequences are in their own order.
+    """
+    if even_length(graph) is None:
+        return (None,)
+    return (NOT_SPLIT, *(axis for axis, size in enumerate(mesh_shape) if size > 1))
 
 
 def has_attention(region: Region) -> bool:
@@ -43,7 +54,8 @@ def split_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) ->
 def may_reorder(region: Region, strategy: Strategy, length: int, mesh_shape: Sequence[int]) -> bool:
     """Tell whether sequences of ``length`` may be in an even order under a strategy.
 
-    They are whole where the model is called with them, and a region's attention is all split on the same axis.
+    They are whole where the model is called with them, and so are labels where a loss reads them, split by samples at
+    most; a region's attention is all split on the same axis.
     """
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         given = slot.origin == "entry" and slot.source is None and slot.value.kind == "input"
@@ -51,6 +63,12 @@ def may_reorder(region: Region, strategy: Strategy, length: int, mesh_shape: Seq
             continue
         if any(sharded_dim(place) == 1 and size > 1 for place, size in zip(layout, mesh_shape, strict=True)):
             return False
+    for region_op in region.ops:
+        if region_op.op.target_name in LOSSES:
+            labels = region_op.inputs[1]
+            layout, rows = strategy.forward[labels], region.slots[labels].value.shape[0]
+            if layout is not None and rows % (length * split_factor(layout, mesh_shape)):
+                return False
     return len(split_axes(region, strategy, mesh_shape)) <= 1
 
 

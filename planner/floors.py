@@ -27,7 +27,7 @@ class Floor:
     Attributes:
         backward_s: that the backward of every run computes at least beside the model's own, as checkpointing makes it.
         strategies: by region class, what a run with a strategy takes at least.
-        stored: by parameter class, the same for a stored layout and the axis over which it is gathered with its block.
+        stored: by parameter class, the same for a stored layout and the axes over which it is gathered with its block.
     """
 
     mesh: MeshSpec
@@ -91,13 +91,13 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float, back
     relaxed = relaxing.unlimited(backward_s)
     if relaxed is None:
         return None
-    regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
+    regions, axes_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
     strategies = [
         dict(zip(choices, times, strict=True))
         for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
     ]
     stored: list[dict[tuple[Layout, tuple[int, ...] | None], float]] = []
-    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:axis_node], strict=True):
+    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:axes_node], strict=True):
         least: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
             key = choice.stored, choice.gathered_over

@@ -121,7 +121,7 @@ class Formulator:
         nodes += [
             self._parameter_node(p, choices) for p, choices in zip(self._structure.parameters, stored, strict=True)
         ]
-        axis_node = len(nodes)
+        axes_node = len(nodes)
         nodes += self.gathers.nodes()
         edges = [self._edge(key, strategies) for key in self._structure.edges]
         charges = Charges()
@@ -130,7 +130,7 @@ class Formulator:
         agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.agreements]
         edges += [*agreed, *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.alike)]
         edges += list(self._parameter_edges(strategies, stored))
-        edges += self.gathers.edges(len(strategies), stored, axis_node, len(edges), charges)
+        edges += self.gathers.edges(len(strategies), stored, axes_node, len(edges), charges)
         if self._even_length is not None:
             regions = [self._structure.representative(index) for index in range(len(strategies))]
             edges += agreements(regions, strategies, self._mesh)

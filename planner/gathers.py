@@ -62,7 +62,7 @@ class Gathers:
         return self._pricer.use(self._value(parameter), port, held, gradients) if held else None
 
     def nodes(self) -> list[Node]:
-        """Return the node of the axis, and one for each kind of block: how long it keeps what it gathers."""
+        """Return the node of the axes, and one for each kind of block: how long it keeps what it gathers."""
         ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
         return [
             Node(name="gathering axes", charges=tuple({} for _ in self._over)),
@@ -70,16 +70,16 @@ class Gathers:
         ]
 
     def edges(
-        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int, first: int, charges: Charges
+        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int, first: int, charges: Charges
     ) -> list[Edge]:
         """Return the edges from parameters to the nodes, and charge the latency that each kind of block pays once.
 
         Args:
             parameters: number of the first parameter class's node.
-            axis_node: number of the axis's node.
+            axes_node: number of the axes' node.
             first: number of the first edge.
         """
-        edges = list(self._axis_edges(parameters, stored, axis_node))
+        edges = list(self._axes_edges(parameters, stored, axes_node))
         for number, block in enumerate(self._structure.gathers):
             members: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
             for position in block.held:
@@ -88,21 +88,21 @@ class Gathers:
                     for size in dict.fromkeys(size for size in sizes if size is not None):
                         for way in range(len(self._pricer.keepings)):
                             members[size[0], way].append((first + len(edges), _number(sizes, size), way))
-                    edges.append(self._kept_edge(block, sizes, parameters + position, axis_node + 1 + number))
+                    edges.append(self._kept_edge(block, sizes, parameters + position, axes_node + 1 + number))
             for (axes, way), pairs in members.items():
                 latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.keepings[way])
                 charges.add(tuple(pairs), latency.charge)
         return edges
 
-    def _axis_edges(
-        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axis_node: int
+    def _axes_edges(
+        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int
     ) -> Iterator[Edge]:
         over = range(len(self._over))
         for position, choices in enumerate(stored):
             if any(choice.gathered_over is not None for choice in choices):
                 yield Edge(
                     producer=parameters + position,
-                    consumer=axis_node,
+                    consumer=axes_node,
                     producer_ports=tuple(
                         _APART if c.gathered_over is None else self._over.index(c.gathered_over) for c in choices
                     ),
@@ -179,5 +179,5 @@ class Gathers:
 
 
 def _number(sizes: Sequence[Size | None], size: Size | None) -> int:
-    """Return the port of choices that gather as much over the same axis, or nothing."""
+    """Return the port of choices that gather as much over the same axes, or nothing."""
     return list(dict.fromkeys(sizes)).index(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 
 from planner.assemble import Decision
@@ -43,14 +44,24 @@ def check_order(plan: ShardingPlan, found: EvenOrder | None, reordering: Reorder
     """
     if plan.even_order == found:
         return
-    reason = f": {reordering}" if isinstance(reordering, str) else "."
     raise PlanMismatchError(
-        f"the plan's even_order is not the one in which this model's attention is split as it says{reason}",
+        f"the plan's even_order is not what its layouts ask for: {_difference(plan.even_order, found, reordering)}.",
         subject="even_order",
         expected=str(plan.even_order),
         found=str(found),
-        what_to_do="Split all attention along the sequence on even_order's axis; or plan again.",
+        what_to_do="Split all attention along the sequence on even_order's axis, or leave it out; or plan again.",
     )
+
+
+def _difference(said: EvenOrder | None, found: EvenOrder | None, reordering: Reordering | str | None) -> str:
+    if isinstance(reordering, str):
+        return f"sequences stay in their own order, as {reordering}"
+    if said is None or found is None:
+        return "it has none, and attention is split" if said is None else "it has one, and no attention is split"
+    names = [
+        field.name for field in dataclasses.fields(found) if getattr(said, field.name) != getattr(found, field.name)
+    ]
+    return f"{', '.join(names)} of it would be {', '.join(str(getattr(found, name)) for name in names)}"
 
 
 def order_notes(reordering: Reordering | str | None, order: EvenOrder | None) -> list[str]:

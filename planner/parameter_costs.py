@@ -215,7 +215,7 @@ class ParameterPricer:
     ) -> Price:
         """Price the gradients that add up over micro-batches in ``layout``: in the wire's dtype where that is ahead.
 
-        What ``fully_shard`` has reduced over its axis it leaves in the stored dtype, as is all that has arrived.
+        What ``fully_shard`` has reduced over its axes it leaves in the stored dtype, as is all that has arrived.
         """
         arrived = self.gradient_nbytes(value, choice.stored)
         nbytes = self.gradient_nbytes(value, layout)

@@ -14,7 +14,7 @@ from planner.errors import MeshError, PlanError, PlannerError
 from planner.even_order import EvenOrder
 from planner.job import CheckpointingMode, Job, JobPhase
 from planner.patterns import check_pattern
-from planner.plan_checks import check_layout, check_names, check_ports, wrong_type
+from planner.plan_checks import check_even_order, check_layout, check_names, check_ports, wrong_type
 from planner.plan_json import FORMAT_VERSION
 from planner.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.report import CollectiveEstimate, CollectiveKind, Estimate, Phase, Pipeline, PipelineStage, SolverReport
@@ -156,7 +156,7 @@ class ShardingPlan:
         Raises:
             PlanTypeError: a value of a type that has no place there.
             PlanLayoutError: a layout with a wrong number of placements, or a stored layout that is partial.
-            PlanKeyError: a key with an empty component.
+            PlanKeyError: a key with an empty component, or an even order over no axis.
         """
         _check_containers(self)
         for key, value in self.plan.items():
@@ -174,6 +174,8 @@ class ShardingPlan:
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
             for key, spec in entries.items():
                 check_ports(name, key, spec)
+        if self.even_order is not None:
+            check_even_order(self.even_order, self.layout_mesh)
         for name, key in self._keys():
             check_pattern(key, field=name)
         for name, key, layout in self.layouts():

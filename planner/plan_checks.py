@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cost_model.layout import Layout, MeshSpec, format_layout, sharded_dim
-from planner.errors import PlanLayoutError, PlanTypeError
+from planner.errors import PlanKeyError, PlanLayoutError, PlanTypeError
+from planner.even_order import EvenOrder
 from planner.ports import Port, is_layout
 
 
@@ -41,6 +42,40 @@ def check_names(name: str, key: str, names: object) -> None:
         repeated = next(item for item in names if names.count(item) > 1)
         detail = f"{name} has {repeated!r} twice for {key!r}."
         raise PlanTypeError(detail, field=name, key=key, what_to_do="Name every parameter once.")
+
+
+def check_even_order(order: object, mesh: MeshSpec) -> None:
+    """Raise where ``order`` is no `EvenOrder` that sequences can be in on ``mesh``.
+
+    Raises:
+        PlanTypeError: something of a wrong type, or a dim below 0.
+        PlanKeyError: no axis of the mesh, or none that divides the sequences; the root's results.
+    """
+    advice = "Give axis and length, and for modules' inputs and outputs the dim of each tensor, from 0."
+    if not isinstance(order, EvenOrder):
+        raise wrong_type("even_order", "", order, advice)
+    for places in (order.inputs, order.outputs):
+        for key, dims in places.items():
+            if not isinstance(dims, Mapping) or not dims:
+                raise wrong_type("even_order", key, dims, advice)
+            for dim in dims.values():
+                if not isinstance(dim, int) or dim < 0:
+                    raise wrong_type("even_order", key, dim, advice)
+    sizes = dict(mesh.axes)
+    if order.axis not in sizes or order.length < 1 or order.length % sizes[order.axis]:
+        raise PlanKeyError(
+            f"even_order is over {order.axis!r} for sequences of {order.length} tokens, on the mesh {mesh}.",
+            field="even_order",
+            key=order.axis,
+            what_to_do="Name an axis of the mesh that divides the sequences.",
+        )
+    if "" in order.outputs or "output" in order.outputs:
+        raise PlanKeyError(
+            "even_order brings results of the root in order, which nothing inside it reads.",
+            field="even_order",
+            key="",
+            what_to_do="Name modules whose results others read.",
+        )
 
 
 def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:

@@ -96,8 +96,10 @@ def output_key(fqn: str) -> str:
     return f"{fqn}.output" if fqn.rpartition(".")[2] == "output" else fqn
 
 
-def resolve_input_ports(input_plan: Mapping[str, PortSpec], modules: Iterable[str]) -> dict[str, PortSpec]:
-    """Return module FQN -> ports of its arguments.
+def resolve_input_ports(
+    input_plan: Mapping[str, PortSpec], modules: Iterable[str], *, field: str = "input_plan"
+) -> dict[str, PortSpec]:
+    """Return module FQN -> ports of its arguments; ``field`` of the plan is for messages.
 
     Raises:
         PlanKeyError: a key does not end in ".input", matches no module, or disagrees with another.
@@ -107,17 +109,19 @@ def resolve_input_ports(input_plan: Mapping[str, PortSpec], modules: Iterable[st
         module, _, suffix = key.rpartition(".")
         if key and suffix != "input":
             raise PlanKeyError(
-                f"input_plan has the key {key!r}, which does not say what it means of that module.",
-                field="input_plan",
+                f"{field} has the key {key!r}, which does not say what it means of that module.",
+                field=field,
                 key=key,
                 what_to_do=f"Write {key + '.input'!r}.",
             )
-        _put(entries, module, spec, field="input_plan", key=key)
-    return resolve_keys(entries, modules, field="input_plan", what="module")
+        _put(entries, module, spec, field=field, key=key)
+    return resolve_keys(entries, modules, field=field, what="module")
 
 
-def resolve_output_ports(output_plan: Mapping[str, PortSpec], modules: Iterable[str]) -> dict[str, PortSpec]:
-    """Return module FQN -> ports of its results.
+def resolve_output_ports(
+    output_plan: Mapping[str, PortSpec], modules: Iterable[str], *, field: str = "output_plan"
+) -> dict[str, PortSpec]:
+    """Return module FQN -> ports of its results; ``field`` of the plan is for messages.
 
     Raises:
         PlanKeyError: a key matches no module, disagrees with another, or can be read in two ways.
@@ -125,18 +129,18 @@ def resolve_output_ports(output_plan: Mapping[str, PortSpec], modules: Iterable[
     known = list(modules)
     entries: dict[str, PortSpec] = {}
     for key, spec in output_plan.items():
-        _put(entries, _output_module(key, known), spec, field="output_plan", key=key)
-    return resolve_keys(entries, known, field="output_plan", what="module")
+        _put(entries, _output_module(key, known, field), spec, field=field, key=key)
+    return resolve_keys(entries, known, field=field, what="module")
 
 
-def _output_module(key: str, known: list[str]) -> str:
+def _output_module(key: str, known: list[str], field: str) -> str:
     module, _, suffix = key.rpartition(".")
     if suffix != "output":
         return key
     matches = match_keys((key, module), known)
     if matches[key] and matches[module]:
         raise PlanKeyError(
-            f"output_plan has the key {key!r}: that is a module, and also the output of {module!r}.",
+            f"{field} has the key {key!r}: that is a module, and also the output of {module!r}.",
             field="output_plan",
             key=key,
             what_to_do=f"Write {key + '.output'!r} for the first or {module!r} for the second.",

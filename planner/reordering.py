@@ -27,11 +27,23 @@ from planner.strategies.dtensor_rules import quiet
 from planner.strategies.enumerate import AxisRules, StrategyTable
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
-_LOSSES = ("aten.cross_entropy_loss.default", fused_ops.CROSS_ENTROPY)
+LOSSES = ("aten.cross_entropy_loss.default", fused_ops.CROSS_ENTROPY)
+"""Ops that bring their labels, their second input, in order themselves."""
+
 _VIEWS = ("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints")
 _EMBEDDING = "aten.embedding.default"
 _RANKS = 2
 """Of the axis on which ops are asked for."""
+
+_WEIGHT_DIMS: Mapping[str, Mapping[int, int]] = {
+    "aten.linear.default": {1: 2, 2: 1},
+    "aten.addmm.default": {0: 1, 2: 2},
+    "aten.mm.default": {1: 2},
+    "aten.matmul.default": {1: 2},
+    "aten.layer_norm.default": {1: 1, 2: 1},
+    "aten.rms_norm.default": {1: 1},
+}
+"""Ops with weights -> which of their inputs may be weights, and of how many dims, so that none is that of tokens."""
 
 
 class Place(NamedTuple):
@@ -159,7 +171,7 @@ class _Follower:
             elif op.inputs and self._weights.issuperset(op.inputs):
                 self._weights.update(op.outputs)
         for op in graph.ops:
-            if op.target_name in (context_parallel.OP_NAME, *_LOSSES) and op.inputs[0] not in self._dims:
+            if op.target_name in (context_parallel.OP_NAME, *LOSSES) and op.inputs[0] not in self._dims:
                 raise _RefusedError(f"{op.target_name} in {_module(graph, op)} is on other tokens")
         results = []
         for output in graph.outputs:
@@ -194,7 +206,7 @@ class _Follower:
             if any(dim != 2 for dim in dims):
                 raise self._refused(op)
             found: Sequence[int | None] = [2, *[None] * (len(op.outputs) - 1)]
-        elif op.target_name in _LOSSES:
+        elif op.target_name in LOSSES:
             self._check_loss(op, inputs, dims)
             found = [None]
         elif op.target_name in _VIEWS:
@@ -221,16 +233,17 @@ class _Follower:
 
     def _by_rule(self, op: Op, inputs: Sequence[Value], dims: Sequence[int | None]) -> list[int]:
         """Return the dims of what an op makes, where it runs on pieces of the dims of what it is given."""
-        outputs = [self._graph.values[name] for name in op.outputs]
         for position, dim in enumerate(self._beside(op, inputs, dims)):
             if dims[position] is None and dim is not None:
                 self._want(op, position, dim)
         found = self._asked(op, inputs, dims)
         if found is None:
             raise self._refused(op)
+        # As long as it was: of a token that is there twice, the next may come after either.
+        lengths = {value.shape[dim] for value, dim in zip(inputs, dims, strict=True) if dim is not None}
         ordered = []
-        for value, place in zip(outputs, found, strict=True):
-            if not isinstance(place, Shard) or value.shape[place.dim] % self._length:
+        for name, place in zip(op.outputs, found, strict=True):
+            if not isinstance(place, Shard) or {self._graph.values[name].shape[place.dim]} != lengths:
                 raise self._refused(op)
             ordered.append(place.dim)
         return ordered
@@ -240,8 +253,8 @@ class _Follower:
         if op.target_name == fused_ops.ROTARY:
             return [2, 1, 1]
         if not _is_pointwise(op):
-            others = [value for value, dim in zip(inputs, dims, strict=True) if dim is None and value.shape]
-            if own_rules(op, inputs) is None and not self._weights.issuperset(value.name for value in others):
+            others = [i for i, (value, dim) in enumerate(zip(inputs, dims, strict=True)) if dim is None and value.shape]
+            if others and not self._are_weights(op, inputs, others):
                 raise self._refused(op)
             return [None] * len(inputs)
         # Dims lie beside each other counted from the last.
@@ -251,6 +264,15 @@ class _Follower:
         (behind,) = last
         aligned = [len(value.shape) + behind for value in inputs]
         return [dim if dim >= 0 and value.shape[dim] > 1 else None for value, dim in zip(inputs, aligned, strict=True)]
+
+    def _are_weights(self, op: Op, inputs: Sequence[Value], others: Sequence[int]) -> bool:
+        """Tell whether these inputs are read whole for every token: no dim of theirs is that of tokens."""
+        if not self._weights.issuperset(op.inputs[i] for i in others):
+            return False
+        if own_rules(op, inputs) is not None:
+            return True
+        most = _WEIGHT_DIMS.get(op.target_name, {})
+        return all(len(inputs[i].shape) <= most.get(i, 0) for i in others)
 
     def _asked(self, op: Op, inputs: Sequence[Value], dims: Sequence[int | None]) -> tuple[Placement, ...] | None:
         """Return how an op's results are split whose inputs are, along ``dims``; None where it does not run so."""
@@ -284,7 +306,8 @@ class _Follower:
                         if found is not None and Shard(dim) in found:
                             self._want(maker, other, candidate)
         raise _RefusedError(
-            f"{_module(self._graph, op)} reads a tensor of positions ({op.target_name}) that is made beside its use"
+            f"{op.target_name} in {_module(self._graph, op)} reads a tensor with a place for each token, which is not "
+            "made in a module of its own"
         )
 
     def _refused(self, op: Op) -> _RefusedError:

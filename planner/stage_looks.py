@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from planner.bench import Bench
 from planner.candidates import least_recompute_s, op_seconds
 from planner.chunks import Role
 from planner.errors import SolverError
-from planner.even_attention import NOT_SPLIT, axis_of, even_length
+from planner.even_attention import even_axes
 from planner.floors import Floor, floor_of
 from planner.job import Job
 from planner.memory_floor import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
@@ -206,13 +207,15 @@ class RelaxStage:
         """Return what the stage cannot beat, as one of equals; infinite where it does not fit."""
         return self.within(bench.stages, None)[0]
 
-    def within(self, stages: StageSearches, layout: Layout | None) -> tuple[float, Formulated]:
-        """Return the same, with tensors handed on in ``layout``, and the stage's problem."""
+    def within(
+        self, stages: StageSearches, layout: Layout | None, even_axis: int | None = None
+    ) -> tuple[float, Formulated]:
+        """Return the same, restricted as `StageSearches.restriction` says, and the stage's problem."""
         kind = self.kind
         search = stages.of(kind, len(self.pipeline.counts))
         run = stages.run(search, kind, self.pipeline)
         at_most_s = None if math.isinf(self.limit_s) else self.limit_s
-        formulated = search.formulate(run, stages.restriction(search, run, layout), self.floor, at_most_s)
+        formulated = search.formulate(run, stages.restriction(search, run, layout, even_axis), self.floor, at_most_s)
         formulation = formulated[2]
         if formulation is None:
             return math.inf if self.floor is None else self.limit_s, formulated
@@ -268,11 +271,13 @@ class _LayoutLook:
     """A layout that stages may hand tensors on in, and the most frequent kind of stage with it.
 
     Attributes:
+        even_axis: on which all stages have sequences in an even order, as in `StageSearches.restriction`.
         bound_s: what such a stage cannot beat, as one of equals.
         formulated: its problem.
     """
 
     layout: Layout
+    even_axis: int | None
     bound_s: float
     formulated: Formulated
 
@@ -324,10 +329,11 @@ class SolvePipeline:
         search = stages.of(kind, len(pipeline.counts))
         limit_s = stage_limit_s(self.bounds, kind, pipeline.micro_batches, self.at_most_s)
         relax_stage = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
-        for layout in stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches):
-            bound_s, formulated = relax_stage.within(stages, layout)
+        layouts = stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches)
+        for layout, even_axis in itertools.product(layouts, even_axes(search.traced.graph, pipeline.mesh.shape)):
+            bound_s, formulated = relax_stage.within(stages, layout, even_axis)
             if bound_s < limit_s:
-                yield _LayoutLook(layout=layout, bound_s=bound_s, formulated=formulated)
+                yield _LayoutLook(layout=layout, even_axis=even_axis, bound_s=bound_s, formulated=formulated)
 
     def _planned(
         self,
@@ -347,14 +353,13 @@ class SolvePipeline:
             if not found:
                 priced = None
                 if look.bound_s < limit_s:
-                    priced = self._stage(stages, kind, look.layout, limit_s, deadline, [tight], look.formulated)
+                    priced = self._stage(stages, kind, look, limit_s, deadline, [tight], look.formulated)
             else:
                 # Stages that are faster than these add their gap to the sum of all alone, not to what all wait for.
                 weight = pipeline.micro_batches + (len(kinds[0].indices) - 1) / pipeline.chunks
                 loose = tight * weight * pipeline.chunks / (len(kind.indices) * (len(kinds) - 1))
                 slowest_s = max(priced.solution.objective_s for _, priced in found)
-                gaps, even_axis = [loose, tight], self._even_axis(stages, *found[0])
-                priced = self._stage(stages, kind, look.layout, limit_s, deadline, gaps, None, slowest_s, even_axis)
+                priced = self._stage(stages, kind, look, limit_s, deadline, [loose, tight], None, slowest_s)
             if priced is None:
                 return None
             found.append((kind, priced))
@@ -365,36 +370,26 @@ class SolvePipeline:
         step_s = pipeline_step_s(in_order, pipeline.micro_batches, pipeline.chunks)
         return SentPipeline(pipeline=pipeline, layout=look.layout, kinds=tuple(found), step_time_s=step_s)
 
-    def _even_axis(self, stages: StageSearches, kind: StageKind, priced: Priced) -> int | None:
-        """Return on which axis a stage has sequences in an even order, as `StageSearches.restriction` takes it."""
-        structure = stages.of(kind, len(self.pipeline.counts)).candidate(priced).structure
-        if even_length(structure.regions.graph) is None:
-            return None
-        axis = axis_of(structure.regions, priced.decision.strategies, priced.run.mesh.shape)
-        return NOT_SPLIT if axis is None else axis
-
     def _stage(
         self,
         stages: StageSearches,
         kind: StageKind,
-        layout: Layout,
+        look: _LayoutLook,
         limit_s: float,
         deadline: float | None,
         gaps: Sequence[float],
         formulated: Formulated | None = None,
         slowest_s: float = 0.0,
-        even_axis: int | None = None,
     ) -> Priced | None:
         """Return the plan of a stage; None where none fits or takes less than ``limit_s``.
 
         Args:
             gaps: to be solved to, one after the other, for as long as the stage takes more than ``slowest_s``.
             formulated: its problem, where that is there already.
-            even_axis: as in `StageSearches.restriction`.
         """
         search = stages.of(kind, len(self.pipeline.counts))
         run, at_most_s = stages.run(search, kind, self.pipeline), None if math.isinf(limit_s) else limit_s
-        restriction = stages.restriction(search, run, layout, even_axis)
+        restriction = stages.restriction(search, run, look.layout, look.even_axis)
         formulated = formulated or search.formulate(run, restriction, self.floors.get(kind), at_most_s)
         priced: Priced | None = None
         for gap in gaps:

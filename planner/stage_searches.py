@@ -187,8 +187,8 @@ class StageSearches:
         """Return what a stage may choose: tensors handed over in ``layout``, or in any; its inputs split alike.
 
         Args:
-            even_axis: on which other stages have sequences in an even order, or `even_attention.NOT_SPLIT`; None:
-                there are none yet.
+            even_axis: on which attention's sequences are split in all stages, or `even_attention.NOT_SPLIT`, where they
+                are in an even order then; None: on any.
         """
         layouts = [layout] if layout is not None else self.layouts(search, run.mesh, search.micro_batch(run))
         pinned = self.restrict(run.mesh)

@@ -314,7 +314,7 @@ class StrategyTable:
     def _joined(
         self, base: Region, shapes: Sequence[tuple[int, ...]], mesh_shape: Sequence[int], batch_axes: Sequence[int]
     ) -> tuple[Strategy, ...]:
-        per_axis = [self.on_axis(base, size) if size > 1 else (self._replicated(base),) for size in mesh_shape]
+        per_axis = [self.on_axis(base, size) if size > 1 else self._replicated(base) for size in mesh_shape]
         for axis in batch_axes:
             per_axis[axis] = splitting_batch(base, per_axis[axis], shapes, mesh_shape[axis])
         found = []
@@ -328,12 +328,14 @@ class StrategyTable:
                 found.append(Strategy(forward=forward, gradient=gradient))
         return tuple(found)
 
-    def _replicated(self, region: Region) -> AxisStrategy:
-        return next(
+    def _replicated(self, region: Region) -> tuple[AxisStrategy, ...]:
+        """Return the strategy of an axis of one rank, alone; nothing where DTensor does not run the region at all."""
+        whole = (
             s
             for s in self.on_axis(region, 2)
             if all(p is None or p == R for p in s.forward) and all(g in (None, R) for g in s.gradient)
         )
+        return tuple(itertools.islice(whole, 1))
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
         """Tell whether DTensor, asked on the whole mesh, runs the region as the product of its one-axis strategies."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from gloo import run_on_gloo
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 from unsharded import differences
 
 from executor import local_batch, natural_order, shard_module
 from executor.mesh import device_mesh_for
 from executor.verify import verify
 from planner import PlanningSession
+from planner.errors import PlanError
 from planner.plan import ShardingPlan
 
 ROWS = 256
@@ -51,6 +55,32 @@ def make_batch() -> dict[str, Any]:
     labels = ids.clone()
     labels[1, :100] = -100
     return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+class Loss(nn.Module):
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class WithLossModule(nn.Module):
+    """Labels cross a boundary on their way to the loss, and are not shifted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.criterion = make_model("llama"), Loss()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = self.model(input_ids=input_ids, use_cache=False)
+        return CausalLMOutput(loss=self.criterion(found.logits, labels))
+
+
+def make_with_loss_module() -> nn.Module:
+    torch.manual_seed(0)
+    return WithLossModule().train()
+
+
+def ids_and_labels() -> dict[str, Any]:
+    return {name: tensor for name, tensor in make_batch().items() if name != "use_cache"}
 
 
 def planned(family: str, mesh: str, **options: Any) -> ShardingPlan:
@@ -110,6 +140,60 @@ def test_numbers_are_the_unsharded_models(plans: dict[str, ShardingPlan]) -> Non
     experts = {"experts": documents.pop("experts")}
     assert run_on_gloo(train_llama, 4, documents) == [[]] * 4
     assert run_on_gloo(train_mixtral, 4, experts) == [[]] * 4
+
+
+def train_with_loss_module(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
+    return differences(plans, make_with_loss_module, ids_and_labels)
+
+
+@pytest.mark.parametrize("mesh", ["dp=1,tp=4", "dp=2,tp=2"])
+def test_labels_that_enter_a_loss_module_stay_whole(mesh: str) -> None:
+    pins = [f"model.model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
+    options: dict[str, Any] = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "pins": pins}
+    session = PlanningSession(
+        make_with_loss_module(), cluster="1x4xtoy", example_inputs=ids_and_labels(), even_order=True, **options
+    )
+    plan = session.plan(mesh=mesh)
+    assert plan.even_order is not None
+    assert verify(make_with_loss_module(), plan, ids_and_labels()).equal
+    assert run_on_gloo(train_with_loss_module, 4, {mesh: plan.to_dict()}) == [[]] * 4
+
+
+def run_wrong(rank: int, documents: list[dict[str, Any]]) -> list[str]:
+    said = []
+    for document in documents:
+        plan = ShardingPlan.from_dict(document)
+        mesh = device_mesh_for(plan)
+        try:
+            shard_module(make_llama(), mesh, plan)(**local_batch(make_batch(), mesh, plan))
+            said.append("")
+        except PlanError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, ShardingPlan]) -> None:
+    plan = plans["samples split too"]
+    order = plan.even_order
+    assert order is not None
+    wrong = [
+        dataclasses.replace(order, outputs={"model.rotary_emb": {"7": 1, "1": 1}}),
+        dataclasses.replace(order, inputs={"input": {"zzz": 1}}),
+        dataclasses.replace(order, outputs={"model.rotary": {"0": 1, "1": 1}}),
+        dataclasses.replace(order, outputs={"model.rotary_emb": {"0": 2, "1": 1}}),
+    ]
+    documents = [dataclasses.replace(plan, even_order=each).to_dict() for each in wrong]
+    for found in run_on_gloo(run_wrong, 4, documents):
+        reasons = ("'7', '1' of the output", "'zzz' of the input", "'model.rotary'", "no whole sequence of 256")
+        assert all(reason in said for reason, said in zip(reasons, found, strict=True)), found
+    for bad, reason in (
+        (dataclasses.replace(order, axis="cp"), "over 'cp'"),
+        (dataclasses.replace(order, length=255), "255 tokens"),
+        (dataclasses.replace(order, outputs={"": {"logits": 1}}), "results of the root"),
+        (dataclasses.replace(order, inputs={"input": {"input_ids": -1}}), "even_order has int"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            dataclasses.replace(plan, even_order=bad).validate()
 
 
 def logits_of(rank: int, document: dict[str, Any]) -> tuple[float, float]:

@@ -66,6 +66,7 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(ROWS, WIDTH)
         self.added = nn.Parameter(torch.zeros(1, ROWS, WIDTH))
+        self.each = nn.Parameter(torch.zeros(ROWS, WIDTH, WIDTH))
         self.table, self.attention, self.head = Table(), Attention(), nn.Linear(WIDTH, VOCABULARY)
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.mix, self.shifted = mix, shifted
@@ -106,11 +107,20 @@ def test_models_that_work_token_by_token_may_be_reordered(name: str, shifted: bo
 
 
 REFUSED: dict[str, tuple[Mix, str]] = {
-    "a parameter of positions": (lambda model, x: x + model.added, "made beside its use"),
+    "a parameter of positions": (lambda model, x: x + model.added, "which is not made in a module of its own"),
     "a table made beside its use": (
         lambda model, x: x * torch.arange(ROWS, device=x.device).unsqueeze(-1),
-        "made beside its use",
+        "which is not made in a module of its own",
     ),
+    "a product for each token": (
+        lambda model, x: torch.einsum("blh,lhk->blk", x, model.each),
+        "aten.einsum.default in the root",
+    ),
+    "a parameter beside each token": (
+        lambda model, x: torch.cat([x, model.added.expand(2, -1, -1)], -1)[..., :WIDTH],
+        "aten.cat.default in the root",
+    ),
+    "tokens twice": (lambda model, x: x.repeat_interleave(2, 1)[:, :ROWS], "aten.repeat_interleave"),
     "sums along the sequence": (lambda model, x: x.cumsum(1), "aten.cumsum.default in the root"),
     "means over the sequence": (lambda model, x: x - x.mean(1, keepdim=True), "aten.mean.dim in the root"),
     "tokens before": (lambda model, x: x + torch.roll(x, 1, 1), "aten.roll.default in the root"),
@@ -134,6 +144,15 @@ def test_models_that_see_the_order_may_not_and_are_told_why(name: str) -> None:
     found = found_for(Model(mix))
     assert isinstance(found, str), found
     assert reason in found
+
+
+def test_a_loss_over_tokens_twice_may_not() -> None:
+    class Twice(Model):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.attention(self.embed(ids))).flatten(0, 1)
+            return F.cross_entropy(logits.repeat_interleave(2, 0), labels.flatten().repeat_interleave(2))
+
+    assert "aten.repeat_interleave" in str(found_for(Twice(lambda model, x: x)))
 
 
 def test_a_loss_with_weights_may_not() -> None:
@@ -177,12 +196,13 @@ def session_module() -> nn.Module:
 def test_a_plan_whose_attention_is_not_split_so_is_refused() -> None:
     _, plan = planned(True, ac="none", data_axes=["dp"])
     assert plan.even_order is not None
-    for wrong in (
-        dataclasses.replace(plan.even_order, axis="dp"),
-        dataclasses.replace(plan.even_order, outputs={}),
-        dataclasses.replace(plan.even_order, length=16),
+    order = plan.even_order
+    for wrong, said in (
+        (dataclasses.replace(order, axis="dp"), "axis of it would be tp"),
+        (dataclasses.replace(order, outputs={}), "outputs of it would be"),
+        (dataclasses.replace(order, length=16), "length of it would be 32"),
     ):
-        with pytest.raises(PlanMismatchError, match="even_order"):
+        with pytest.raises(PlanMismatchError, match=said):
             estimate_plan(session_module(), dataclasses.replace(plan, even_order=wrong))
 
 
