@@ -196,8 +196,11 @@ class Formulator:
             for layout in stored_layouts(value, self._mesh, sorted((u for u in used if u is not None), key=str))
             if accepts is None or accepts(value, names, layout)
         ]
-        found = [s.gradient[slot] for index, slot in parameter.uses for s in strategies[index]]
-        return stored_choices(value, layouts, self.pricer.run, [g for g in found if g is not None], len(parameter.uses))
+        ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
+        natural = [gradient for _, gradient in ports if gradient is not None]
+        choices = stored_choices(value, layouts, self.pricer.run, natural, len(parameter.uses))
+        # What is gathered with its block is used in one layout alone, which no strategy may have.
+        return tuple(c for c in choices if c.gathered_over is None or fully_sharded_use(c) in ports)
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""
