@@ -187,8 +187,8 @@ class StageSearches:
         """Return what a stage may choose: tensors handed over in ``layout``, or in any; its inputs split alike.
 
         Args:
-            even_axis: on which attention's sequences are split in all stages, or `even_attention.NOT_SPLIT`, where they
-                are in an even order then; None: on any.
+            even_axis: the one on which attention's sequences, in an even order, are split in all stages, or
+                `even_attention.NOT_SPLIT`; None: any.
         """
         layouts = [layout] if layout is not None else self.layouts(search, run.mesh, search.micro_batch(run))
         pinned = self.restrict(run.mesh)
@@ -196,8 +196,8 @@ class StageSearches:
         def accepts(region: Region, strategy: Strategy) -> bool:
             if pinned is not None and not pinned.accepts(region, strategy):
                 return False
-            elsewhere = even_axis is not None and has_attention(region)
-            if elsewhere and split_axes(region, strategy, run.mesh.shape) != {even_axis}:
+            is_held = even_axis is not None and has_attention(region)
+            if is_held and split_axes(region, strategy, run.mesh.shape) != {even_axis}:
                 return False
             for slot, forward, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
                 if is_sent(region, slot) or (is_root_input(slot) and is_handed_over(_path(slot))):
