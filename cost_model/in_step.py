@@ -16,6 +16,10 @@ NCCL_PROCESSORS = 24
 "24 coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). Fitted freely the slow-down came out as
 nothing: calibration rows cannot tell it from a lower share of the matrix rate."""
 
+MESSAGE_PROCESSORS = 4
+"""The same of messages between nodes, one that comes and one that goes: logs of several nodes say "2 p2p channels per
+peer" (NVIDIA/nccl issue 1189, seen 2026-11-24). Inside a node messages take all channels (issue 892)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InStep:
@@ -27,6 +31,7 @@ class InStep:
         stream_share, fused_stream_share: share of the streaming rate that element-wise kernels reach, one by one and
             fused.
         taken_share: share of compute that is lost while a collective runs beside it.
+        message_share: the same of messages between nodes.
     """
 
     gemm_share: float = 1.0
@@ -34,6 +39,7 @@ class InStep:
     stream_share: float = 1.0
     fused_stream_share: float = 1.0
     taken_share: float = 0.0
+    message_share: float = 0.0
 
 
 AS_ALONE = InStep()
@@ -57,9 +63,19 @@ def in_step(device: DeviceSpec) -> InStep:
         stream_share=constants.stream_share,
         fused_stream_share=constants.fused_stream_share,
         taken_share=taken_share(device),
+        message_share=message_share(device, nodes=2),
     )
 
 
 def taken_share(device: DeviceSpec) -> float:
     """Return the share of the device's processors that a collective keeps from compute while it runs."""
-    return min(1.0, NCCL_PROCESSORS / device.processors) if device.processors else 0.0
+    return _share_of(NCCL_PROCESSORS, device)
+
+
+def message_share(device: DeviceSpec, *, nodes: int) -> float:
+    """Return the share that messages among ranks on so many nodes keep from compute while they are on their way."""
+    return _share_of(MESSAGE_PROCESSORS if nodes > 1 else NCCL_PROCESSORS, device)
+
+
+def _share_of(processors: int, device: DeviceSpec) -> float:
+    return min(1.0, processors / device.processors) if device.processors else 0.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from cost_model.cluster import ClusterSpec
+from cost_model.in_step import message_share
 from cost_model.parallelism import ParallelSpec
-from cost_model.rank_groups import group_time_s
+from cost_model.rank_groups import group_time_s, strided_group
 from cost_model.step_constants import StepConstants
 from cost_model.step_kernels import stream_s
 from cost_model.transformer import TransformerSpec
@@ -18,26 +19,52 @@ weight (4, 4), their difference (8, 4); half of that, and the sum written again 
 keys and values added (6, 4 each); where half, half of that, and the sum written again; those of keys and values joined
 to be sent (4, 4 each)."""
 
+FIRST_BLOCK, LATER_BLOCK = 4.0, 4.5
+"""The same of Transformer Engine, each way: of queries, and of keys and values backward, for the first block (2 read, 2
+written) and for each later one, half of which are whole (2 and 2 read, 2 written) and half half. Each is one kernel.
+Counted 2026-11-24 in attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P, causal."""
+
 
 def merge_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
 ) -> tuple[float, float]:
     """Return the seconds in which results, and gradients, of the blocks of keys are added up."""
-    if parallel.context == 1 or not parallel.implementation.context_merges:
+    if parallel.context == 1:
         return 0.0, 0.0
-    values = parallel.tokens * spec.query_dim / parallel.tensor
-    forward, backward = MERGE_FORWARD * (parallel.context - 1) * values, MERGE_BACKWARD * parallel.context * values
+    blocks, fused = parallel.context, not parallel.implementation.context_merges
+    queries = parallel.tokens * spec.query_dim / parallel.tensor
+    if fused:
+        keys = parallel.tokens * (spec.key_dim + spec.value_dim) / parallel.tensor
+        per_value = FIRST_BLOCK + LATER_BLOCK * (blocks - 1)
+        forward, backward = per_value * queries, per_value * (queries + keys)
+    else:
+        forward, backward = MERGE_FORWARD * (blocks - 1) * queries, MERGE_BACKWARD * blocks * queries
     return (
-        stream_s(forward, fused=False, device=cluster.device, constants=constants),
-        stream_s(backward, fused=False, device=cluster.device, constants=constants),
+        stream_s(forward, fused=fused, device=cluster.device, constants=constants),
+        stream_s(backward, fused=fused, device=cluster.device, constants=constants),
     )
 
 
-def context_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:
-    """Return the seconds in which keys and values go once around the context ring, forward, and with gradients."""
+def context_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """Return what keys and values that go once around the context ring add, forward, and with gradients backward.
+
+    Each hop runs beside attention to the block that is there: what is longer shows, what hides slows that down.
+
+    Args:
+        attention: seconds of one rank's, forward and backward.
+    """
     if parallel.context == 1:
         return 0.0, 0.0
     width = 2 * spec.query_dim if parallel.implementation.context_merges else spec.key_dim + spec.value_dim
     nbytes = 2.0 * parallel.tokens * width / parallel.tensor
     hop = group_time_s("send_recv", nbytes, size=parallel.context, stride=parallel.tensor, cluster=cluster)
-    return hop * (parallel.context - 1), 2 * hop * (parallel.context - 1)
+    group = strided_group(parallel.context, parallel.tensor, cluster.devices_per_node)
+    hops, taken = parallel.context - 1, message_share(cluster.device, nodes=group.nodes)
+
+    def added(moved: float, computed: float) -> float:
+        shown = max(0.0, moved - computed / parallel.context)
+        return hops * (shown + taken * (moved - shown))
+
+    return added(hop, attention[0]), added(2 * hop, attention[1])

@@ -21,7 +21,9 @@ def tensor_seconds(
     (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
     ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
     the products that read it, of a reduction the last piece is left over, and what is longer than the products beside
-    it shows; what hides slows them. Backward has two products for each of forward's.
+    it shows; what hides slows them. Backward has two products for each of forward's. What was gathered and not kept is
+    gathered again there, beside the products of its gradient, overlapped or not (Megatron-Core's layers.py,
+    LinearWithGradAccumulationAndAsyncCommunication).
     """
     if parallel.tensor == 1:
         return 0.0, 0.0
@@ -35,27 +37,35 @@ def tensor_seconds(
         reduce = group_time_s("all_reduce", nbytes, size=parallel.tensor, stride=1, cluster=cluster)
     copies = 2.0 * (nbytes + gathered) if parallel.implementation.tensor_copies else 0.0
     copied = 2.0 * stream_s(copies, fused=True, device=cluster.device, constants=constants)
-    if not parallel.implementation.tensor_overlap:
-        return 2.0 * (gather + reduce) + copied, 2.0 * (gather + reduce) + copied
-    forward = backward = copied
+    overlapped, again = parallel.implementation.tensor_overlap, not parallel.implementation.keeps_gathered
+    forward = backward = copied if overlapped else 2.0 * (gather + reduce) + copied
     for gemms in (work.attention_gemms, work.mlp_gemms):
         if len(gemms) == 1:  # a router alone: tokens go to experts cut over the sequence, as they are
             continue
         columns, row = _block_seconds(gemms, parallel, cluster, constants)
-        forward += _overlapped_s(gather, reduce, columns, row, parallel, cluster)
-        backward += _overlapped_s(gather, reduce, 2.0 * row, 2.0 * columns, parallel, cluster)
+        if again:
+            backward += _beside_s(gather, max(0.0, gather - columns), cluster)
+        if overlapped:
+            forward += _overlapped_s(gather, reduce, columns, row, parallel, cluster)
+            left = columns if again else 2.0 * columns
+            backward += _overlapped_s(gather, reduce, 2.0 * row, left, parallel, cluster)
     return forward, backward
 
 
 def _overlapped_s(
     gather: float, reduce: float, readers: float, makers: float, parallel: ParallelSpec, cluster: ClusterSpec
 ) -> float:
-    """Return what a gather beside the products that read it, and a reduction beside those that make it, add to them.
+    """Return what a gather beside the products that read it, and a reduction beside those that make it, add to them."""
+    shown = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - makers)
+    return _beside_s(gather + reduce, shown, cluster)
+
+
+def _beside_s(seconds: float, shown: float, cluster: ClusterSpec) -> float:
+    """Return what communication adds to the products beside it, of which ``shown`` seconds show.
 
     What is hidden slows the products by the processors that it takes, as all communication beside computing does.
     """
-    shown = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - makers)
-    return shown + taken_share(cluster.device) * (gather + reduce - shown)
+    return shown + taken_share(cluster.device) * (seconds - shown)
 
 
 def _block_seconds(

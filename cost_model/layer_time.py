@@ -74,22 +74,20 @@ def layer_time(
     }[parallel.checkpointing]
     recomputed = 1.0 if parallel.checkpointing == "full" else 0.0
     tensor, tensor_back = tensor_seconds(spec, parallel, cluster, constants, work)
-    ring, ring_back = context_seconds(spec, parallel, cluster)
+    ring, ring_back = context_seconds(spec, parallel, cluster, (attend, attend_back))
     merge, merge_back = merge_seconds(spec, parallel, cluster, constants)
     routed = _expert_seconds(spec, parallel, cluster, work)
     host_again = host if parallel.checkpointing in ("full", "selective") else 0.0
     return LayerTime(
         forward_compute_s=max(forward_gemm + attend + stream, host),
         forward_tensor_s=tensor,
-        forward_context_s=max(0.0, ring - attend) + merge,
+        forward_context_s=ring + merge,
         forward_expert_s=routed,
         backward_compute_s=max(
             backward_gemm + attend_back + stream_back + again, host * BACKWARD_HOST_SHARE + host_again
         ),
         backward_tensor_s=tensor_back + recomputed * tensor,
-        backward_context_s=max(0.0, ring_back - attend_back)
-        + merge_back
-        + recomputed * (max(0.0, ring - attend) + merge),
+        backward_context_s=ring_back + merge_back + recomputed * (ring + merge),
         backward_expert_s=routed * (1.0 + recomputed),
     )
 

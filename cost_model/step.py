@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from cost_model.cluster import ClusterSpec
 from cost_model.compute import stream_bytes_per_s
-from cost_model.in_step import taken_share
+from cost_model.in_step import message_share, taken_share
 from cost_model.layer_time import LayerTime, layer_time
 from cost_model.parallelism import ParallelSpec
 from cost_model.pipeline import idle_share
-from cost_model.rank_groups import group_time_s
+from cost_model.rank_groups import group_time_s, strided_group
 from cost_model.step_constants import StepConstants, shipped_constants
 from cost_model.step_data import data_seconds, layer_rank_parameters
 from cost_model.step_kernels import Gemm, gemm_s, stream_s
@@ -90,7 +90,7 @@ def step_time(
     stage = _stage(spec, parallel, cluster, fitted)
     layer_s = (stage.sum("forward_s") + stage.sum("backward_s")) / (stage.dense + stage.sparse)
     loss = _loss_beside(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, fitted))
-    send = _send_seconds(spec, parallel, cluster)
+    send, slowed = _send_seconds(spec, parallel, cluster)
     forward, backward = stage.sum("forward_s"), stage.sum("backward_s")
     exposed, hidden, extra = data_seconds(spec, parallel, cluster, fitted, (forward, backward))
     count = parallel.micro_batches
@@ -105,7 +105,7 @@ def step_time(
         pipeline_send_s=count * send,
         bubble_s=idle * (chunks + send),
         data_s=exposed,
-        slowdown_s=hidden * taken_share(cluster.device),
+        slowdown_s=hidden * taken_share(cluster.device) + count * slowed,
         optimizer_s=_optimizer_seconds(spec, parallel, cluster, fitted),
     )
 
@@ -160,14 +160,22 @@ def _loss_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Cluste
     return seconds + stream_s(nbytes, fused=True, device=device, constants=fitted)
 
 
-def _send_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> float:
-    """Return the exposed seconds in which one micro-batch's activations and gradients change pipeline ranks."""
+def _send_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:
+    """Return the seconds in which one micro-batch's activations and gradients change ranks, and what they take hidden.
+
+    They hide where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm asks for interleaving).
+    """
     if parallel.pipeline == 1:
-        return 0.0
+        return 0.0, 0.0
     nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # cut, and gathered again (SC21, section 4.1)
     stride = parallel.tensor * parallel.context * parallel.data
     once = group_time_s("send_recv", nbytes, size=parallel.pipeline, stride=stride, cluster=cluster)
-    return 2.0 * once * parallel.virtual_stages * (0.0 if parallel.implementation.data_overlap else 1.0)
+    moved = 2.0 * once * parallel.virtual_stages
+    hides = parallel.implementation.data_overlap and parallel.virtual_stages > 1
+    if not hides:
+        return moved, 0.0
+    nodes = strided_group(parallel.pipeline, stride, cluster.devices_per_node).nodes
+    return 0.0, moved * message_share(cluster.device, nodes=nodes)
 
 
 def _optimizer_seconds(

@@ -11,7 +11,7 @@ from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, moving_ti
 from cost_model.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner import problem as quantity
-from planner.overlap import Beside, Overlap
+from planner.overlap import Beside, Overlap, link_of
 from planner.report import CollectiveKind, Phase
 from planner.strategies.enumerate import Strategy
 
@@ -116,11 +116,6 @@ class Exchange(NamedTuple):
     calls: float
     has_backward: bool
     beside: Beside | None = None
-
-
-def link_of(group: AxisGroup) -> str:
-    """Name the wires that a group of ranks communicates over."""
-    return "between-nodes" if group.nodes > 1 else "inside-node"
 
 
 class Communication:

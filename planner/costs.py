@@ -19,12 +19,12 @@ from cost_model.layout import Layout, split_factor
 from planner import experts
 from planner import problem as quantity
 from planner.class_timeline import ClassTimeline
-from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices, link_of
+from planner.communication import Collective, Communication, Exchange, Port, Price, add_prices
 from planner.graph import Value
 from planner.job import CheckpointingMode
 from planner.op_profile import GraphProfile
 from planner.op_times import OpTime, OpTimes
-from planner.overlap import Beside, Overlap
+from planner.overlap import Beside, Overlap, link_of
 from planner.problem import Lifetime
 from planner.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.report import Phase
@@ -121,7 +121,7 @@ class Pricer:
         time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
         ahead = self.run.passes_ahead
         charge = self._overlap.waiting(phase, link_of(group), count * (calls - ahead) * time_s)
-        for name, amount in self._overlap.beside(phase, link_of(group), count * ahead * time_s).items():
+        for name, amount in self._overlap.messages_beside(phase, group, count * ahead * time_s).items():
             charge[name] = charge.get(name, 0.0) + amount
         found = Collective(
             kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=count * calls, time_s=time_s

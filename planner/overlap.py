@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
-from cost_model import DeviceSpec
+from cost_model import AxisGroup, DeviceSpec
 from cost_model.in_step import in_step
 from planner import problem as quantity
+
+
+def link_of(group: AxisGroup) -> str:
+    """Name the wires that a group of ranks communicates over."""
+    return "between-nodes" if group.nodes > 1 else "inside-node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,7 @@ class Overlap:
             for.
         once_forward, once_backward: likewise, of what runs once a step, in the first forward or the last backward.
         taken_share: by how much of such communication's seconds compute takes longer.
+        message_share: the same of messages between nodes.
     """
 
     forward: str
@@ -26,6 +32,7 @@ class Overlap:
     once_forward: str
     once_backward: str
     taken_share: float
+    message_share: float
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Self:
@@ -33,14 +40,21 @@ class Overlap:
         if not device.overlaps:
             forward, backward = quantity.BLOCKING_FORWARD, quantity.BLOCKING_BACKWARD
             return cls(
-                forward=forward, backward=backward, once_forward=forward, once_backward=backward, taken_share=0.0
+                forward=forward,
+                backward=backward,
+                once_forward=forward,
+                once_backward=backward,
+                taken_share=0.0,
+                message_share=0.0,
             )
+        alone = in_step(device)
         return cls(
             forward=quantity.PREFETCH_FORWARD,
             backward=quantity.PREFETCH_BACKWARD,
             once_forward=quantity.ONCE_FORWARD,
             once_backward=quantity.ONCE_BACKWARD,
-            taken_share=in_step(device).taken_share,
+            taken_share=alone.taken_share,
+            message_share=alone.message_share,
         )
 
     @staticmethod
@@ -50,14 +64,17 @@ class Overlap:
             return {}
         return {(quantity.BLOCKING_FORWARD if phase == "forward" else quantity.BLOCKING_BACKWARD) + link: seconds}
 
-    def beside(self, phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
-        """Return what ``seconds`` of communication add to a phase whose compute they run beside, if they can."""
+    def messages_beside(
+        self, phase: Literal["forward", "backward"], group: AxisGroup, seconds: float
+    ) -> dict[str, float]:
+        """Return what ``seconds`` of messages add to a phase whose compute they run beside, if they can."""
         if not seconds:
             return {}
         slowdown = quantity.SLOWDOWN_FORWARD if phase == "forward" else quantity.SLOWDOWN_BACKWARD
+        share = self.message_share if group.nodes > 1 else self.taken_share
         return {
-            (self.forward if phase == "forward" else self.backward) + link: seconds,
-            slowdown: self.slowdown_s(seconds),
+            (self.forward if phase == "forward" else self.backward) + link_of(group): seconds,
+            slowdown: share * seconds,
         }
 
     def slowdown_s(self, hidden_s: float) -> float:

@@ -51,6 +51,21 @@ def test_short_products_leave_the_rest_exposed():
     assert 2 * reduced_s(NARROW) / 8 < backward < forward < exposed(NARROW, PARALLEL)[0]
 
 
+@pytest.mark.parametrize(("spec", "hidden"), [(WIDE, True), (NARROW, False)])
+def test_what_was_not_kept_is_gathered_again_beside_the_products_of_its_gradient(spec, hidden):
+    dropping = dataclasses.replace(OVERLAPPED, implementation=Implementation(tensor_overlap=True, keeps_gathered=False))
+    forward, backward = exposed(spec, dropping)
+    kept_forward, kept_backward = exposed(spec, OVERLAPPED)
+    gather_s = moved_s("all_gather", spec)
+    assert forward == kept_forward
+    slowed_s = 2 * taken_share(CLUSTER.device) * gather_s
+    assert (backward - kept_backward == pytest.approx(slowed_s)) is hidden
+    assert backward - kept_backward >= slowed_s * (1 - 1e-9)
+    # Without overlap as well: that gather alone is asynchronous then.
+    alone = dataclasses.replace(PARALLEL, implementation=Implementation(keeps_gathered=False))
+    assert exposed(spec, alone)[1] - exposed(spec, PARALLEL)[1] < 2 * gather_s
+
+
 def test_without_overlap_everything_is_exposed_both_ways():
     forward, backward = exposed(WIDE, PARALLEL)
     assert forward == backward > 2 * reduced_s(WIDE)

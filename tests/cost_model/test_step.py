@@ -132,6 +132,16 @@ def test_overlapped_tensor_parallelism_leaves_the_last_piece_of_a_reduction_and_
     assert tensor_s(8, True) / tensor_s(8, False) == pytest.approx(1 / 16 + 15 / 16 * taken, rel=0.05)
 
 
+def test_messages_between_stages_hide_only_where_chunks_interleave():
+    def step(**changes):
+        return step_time(SMALL, dataclasses.replace(ONE, pipeline=4, micro_batches=8, **changes), H100)
+
+    plain, apart = step(), step(implementation=Implementation(data_overlap=False))
+    interleaved = step(schedule="interleaved", virtual_stages=2)
+    assert plain.pipeline_send_s == apart.pipeline_send_s > 0
+    assert interleaved.pipeline_send_s == 0 < interleaved.slowdown_s
+
+
 def test_attention_that_selective_checkpointing_does_not_keep_runs_again():
     kept, again = (
         seconds(micro_batch=8, checkpointing="selective", implementation=Implementation(keeps_attention=keeps))
