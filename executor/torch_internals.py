@@ -55,7 +55,13 @@ def spec_of(tensor: DTensor) -> TensorSpec:
 
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the pieces of all ranks of ``group``, concatenated along ``dim``."""
-    return waited(funcol.all_gather_single(local.contiguous(), dim, group))
+    return waited(start_all_gather(local, dim, group))
+
+
+def start_all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return what `all_gather` does; it may be still on its way."""
+    result: torch.Tensor = funcol.all_gather_single(local.contiguous(), dim, group)
+    return result
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:

@@ -277,11 +277,16 @@ class Communication:
             "reduce_scatter": min(one.time_s * (1 - 1 / ranks), reduced_from_s),
             "all_reduce": min(one.time_s * (1 - 1 / ranks), reduced_from_s),
         }.get(one.kind, 0.0)
+        return self.beside(price, phase, hidden_s)
+
+    def beside(self, price: Price, phase: quantity.PhaseQuantities, hidden_s: float) -> Price:
+        """Return the price of one kind of collective that blocked, of each call of which compute hides ``hidden_s``."""
         if not hidden_s:
             return price
-        link, hidden_s = self._links[step.axis], hidden_s * one.count
+        ((one,), (name,)) = price.collectives, price.charge
+        link, hidden_s = name.removeprefix(phase.blocking), hidden_s * one.count
         charge = {
-            phase.blocking + link: one.count * one.time_s - hidden_s,
+            name: one.count * one.time_s - hidden_s,
             phase.prefetch + link: hidden_s,
             phase.slowdown: self._overlap.slowdown_s(hidden_s),
         }

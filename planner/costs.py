@@ -33,6 +33,7 @@ from planner.strategies import context_parallel
 from planner.strategies.context_parallel import ContextWork
 from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
+from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_rules import inner_collectives, piece_shape, work_split
 from planner.tallies import Tally
 
@@ -237,16 +238,29 @@ class Pricer:
         layouts = [strategy.forward[i] for i in region_op.inputs]
         prices = []
         for inner in inner_collectives(region_op.op, inputs, layouts, self.run.mesh.shape):
-            phases: list[tuple[Phase, str]] = []
+            phases: list[tuple[Phase, quantity.PhaseQuantities]] = []
             if inner.phase == "forward":
-                phases.append(("forward", quantity.BLOCKING_FORWARD))
+                phases.append(("forward", quantity.FORWARD))
                 if recomputes:
-                    phases.append(("recompute", quantity.BLOCKING_BACKWARD))
+                    phases.append(("recompute", quantity.BACKWARD))
             elif self.run.job.training:
-                phases.append(("backward", quantity.BLOCKING_BACKWARD))
-            for phase, prefix in phases:
-                prices.append(self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, prefix))
+                phases.append(("backward", quantity.BACKWARD))
+            for phase, kind in phases:
+                price = self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, kind.blocking)
+                hidden_s = self._hidden_s(region, region_op, strategy, inner, price)
+                prices.append(self.communication.beside(price, kind, hidden_s))
         return prices
+
+    def _hidden_s(
+        self, region: Region, region_op: RegionOp, strategy: Strategy, inner: InnerCollective, price: Price
+    ) -> float:
+        """Return the seconds of one call of a collective inside an op that run beside what the op computes."""
+        work = self._context_work(region, region_op, strategy)
+        if inner.beside is None or work is None or not self.run.cluster.device.overlaps:
+            return 0.0
+        dtype = region.slots[region_op.outputs[0]].value.dtype
+        computed_s = self._op_times.beside_s(inner.beside, work, dtype, backward=inner.phase == "backward")
+        return min(price.collectives[0].time_s, computed_s)
 
     def _inside(self, region: Region, region_op: RegionOp, strategy: Strategy) -> tuple[float, float, float, float]:
         """Return the bytes that one device has inside an op: kept for the backward, results of products, at work in

@@ -44,3 +44,19 @@ def even_indices(length: int, ranks: int) -> list[int]:
     """Return which token is at each place of a sequence of ``length``, a multiple of ``ranks``, in the even order."""
     rows = length // ranks
     return [token for rank in range(ranks) for half in even_halves(rank, ranks) for token in half_range(half, rows)]
+
+
+def own_heads(heads: int, kv_heads: int) -> list[tuple[range, range]]:
+    """Return for which heads, and heads of keys, a rank's own keys run in the backward before the others', and after.
+
+    About half each; all before where there is one head.
+    """
+    if kv_heads > 1:
+        middle, group = -(-kv_heads // 2), heads // kv_heads
+        return [
+            (range(middle * group), range(middle)),
+            (range(middle * group, heads), range(middle, kv_heads)),
+        ]
+    middle = -(-heads // 2)
+    found = [(range(middle), range(kv_heads)), (range(middle, heads), range(kv_heads))]
+    return [(some, of_keys) for some, of_keys in found if some]

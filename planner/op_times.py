@@ -20,7 +20,8 @@ from planner.graph import Op, Value
 from planner.job import BYTES_PER_ELEMENT
 from planner.op_profile import OpProfile
 from planner.profile import ATTENTION
-from planner.strategies.context_parallel import ContextWork, Kernel, is_causal, may_split
+from planner.strategies.context_parallel import ContextWork, is_causal, may_split
+from planner.strategies.inner_collectives import Kernel
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 
@@ -152,6 +153,10 @@ class OpTimes:
             return 0.5
         return 1.0 / (1.0 + causal_imbalance(self._device, self._kernel))
 
+    def beside_s(self, kernel: Kernel, work: ContextWork, dtype: torch.dtype, *, backward: bool) -> float:
+        """Return the seconds of a kernel of attention in pieces, as those that communication runs beside."""
+        return self.kernel_s(kernel, work.query, work.value, _DTYPE_NAMES.get(dtype, "fp32"), backward=backward)
+
     def sum_s(self, nbytes: float) -> float:
         """Return the seconds of adding a gradient of ``nbytes`` to another."""
         stream_s = 3 * nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
@@ -205,56 +210,64 @@ class OpTimes:
         return alone_s / self._in_step.gemm_share
 
     def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
-        kernel = Kernel(shapes[0][2], shapes[2][2], _is_causal(op))
-        return self._kernels((kernel,), shapes[0], shapes[2], profile, dtype, share)
+        (_, heads, rows, _), (_, kv_heads, keys, _) = shapes[0], shapes[2]
+        kernels = (Kernel(rows, keys, _is_causal(op), heads, kv_heads),)
+        return self._kernels(kernels, kernels, (shapes[0], shapes[2]), profile, dtype, share)
 
     def _context(self, work: ContextWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
         """Return the seconds of attention whose sequence is split: of its kernels, and of putting pieces in order."""
-        found = self._kernels(work.kernels, work.query, work.value, profile, dtype, share)
+        found = self._kernels(work.kernels, work.backward_kernels, (work.query, work.value), profile, dtype, share)
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
         backward_s = found.backward_s + work.backward_nbytes / bytes_per_s if found.backward_s else 0.0
         return OpTime(found.forward_s + work.forward_nbytes / bytes_per_s, backward_s)
 
     def _kernels(
         self,
-        kernels: Sequence[Kernel],
-        query: Shape,
-        value: Shape,
+        forward: Sequence[Kernel],
+        backward: Sequence[Kernel],
+        pieces: tuple[Shape, Shape],
         profile: OpProfile,
         dtype: str,
         share: float,
     ) -> OpTime:
+        """Return the seconds of the kernels of both passes, on ``pieces`` of queries and values."""
         counted = bool(self._host_op_s) and self._kernel == "unfused"
-        shipped = shipped_efficiency()
-        efficiency = dataclasses.replace(shipped, unfused=_NO_BYTES) if counted else shipped
-
-        def pass_s(backward: bool) -> float:
-            return sum(
-                attention_time_s(
-                    batch=query[0],
-                    heads=query[1],
-                    kv_heads=value[1],
-                    seq_q=kernel.queries,
-                    seq_k=kernel.keys,
-                    head_dim=query[3],
-                    head_dim_v=value[3],
-                    causal=kernel.causal,
-                    backward=backward,
-                    device=self._device,
-                    dtype=dtype,
-                    kernel=self._kernel,
-                    efficiency=efficiency,
-                )
-                for kernel in kernels
-            )
-
-        found = OpTime(pass_s(False), pass_s(True) if profile.backward_flops > 0 else 0.0)
+        found = OpTime(
+            sum(self.kernel_s(kernel, *pieces, dtype, backward=False) for kernel in forward),
+            sum(self.kernel_s(kernel, *pieces, dtype, backward=True) for kernel in backward)
+            if profile.backward_flops > 0
+            else 0.0,
+        )
         if not counted:
             return found
         per_byte = share / stream_bytes_per_s(self._device)
         return OpTime(
             found.forward_s + profile.forward_dispatched.nbytes * per_byte,
             found.backward_s + profile.backward_dispatched.nbytes * per_byte,
+        )
+
+    def kernel_s(self, kernel: Kernel, query: Shape, value: Shape, dtype: str, *, backward: bool) -> float:
+        """Return the seconds of one call of the attention kernel.
+
+        Args:
+            query, value: shapes of a device's pieces, [batch, heads, rows, width]: of them batch and width count.
+        """
+        counted = bool(self._host_op_s) and self._kernel == "unfused"
+        shipped = shipped_efficiency()
+        return attention_time_s(
+            batch=query[0],
+            heads=kernel.heads,
+            kv_heads=kernel.kv_heads,
+            seq_q=kernel.queries,
+            seq_k=kernel.keys,
+            head_dim=query[3],
+            head_dim_v=value[3],
+            causal=kernel.causal,
+            backward=backward,
+            device=self._device,
+            dtype=dtype,
+            kernel=self._kernel,
+            efficiency=dataclasses.replace(shipped, unfused=_NO_BYTES) if counted else shipped,
         )
 
     def _cached_attention(

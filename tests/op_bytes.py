@@ -51,7 +51,8 @@ def bytes_seen(op: Callable[[], DTensor], given: Sequence[DTensor]) -> dict[str,
         wanted = [tensor for tensor in given if tensor.requires_grad]
         gradients = torch.autograd.grad([found], wanted, [gradient])
         backward_peak = live.peak
-    left = sum(_storage_of(tensor).nbytes() for tensor in gradients)
+    # Gradients that come in one message share memory.
+    left = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, gradients)}.values())
     return {"kept": sum(kept.values()), "forward": forward_peak, "backward": backward_peak - before - left}
 
 

@@ -4,24 +4,29 @@ Every rank keeps its own keys and values and gathers the others' where they are 
 backward, which scatters the sums of their gradients. Under a causal mask the rows of the last rank see most keys. So
 the sequence is cut into two halves a rank, and while the kernel runs rank r of n holds halves r and 2n - 1 - r in place
 of 2r and 2r + 1: each pair sees as many keys as any other. Queries, results and both gradients change places in an
-all-to-all each, in which a rank sends whole halves. Nothing is exchanged where the model has its sequences in that
-order throughout (`planner.even_order`).
+all-to-all each, in which a rank sends whole halves. A half of h rows that begins at row s runs as two kernels: all keys
+before s, and h keys under a square causal mask. Both results are put together by their sums of exponentials.
+``executor.op_context_parallel`` does all this.
 
-A half of h rows that begins at row s runs as two kernels: all keys before s, and h keys under a square causal mask.
-Both results are put together by their sums of exponentials. ``executor.op_context_parallel`` does all this.
+Nothing is exchanged where the model has its sequences in that order throughout (`planner.even_order`). A rank's two
+halves are one causal kernel over its own keys then, which runs while the others' are gathered; in the backward for half
+of its heads meanwhile, and for the other half while the gradients of keys go to their ranks. The others' keys are put
+in the order in which its halves see them, without a mask (``executor.even_attention``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.distributed.tensor import Shard
 
 from cost_model.layout import Layout
+from planner.even_order import own_heads
 from planner.graph import Op, Value
-from planner.strategies.inner_collectives import InnerCollective
+from planner.report import CollectiveKind
+from planner.strategies.inner_collectives import InnerCollective, Kernel
 
 OP_NAME = "aten.scaled_dot_product_attention.default"
 SEQUENCE = Shard(2)
@@ -64,14 +69,6 @@ def split_axis(op: Op, layouts: Sequence[Layout | None], mesh_shape: Sequence[in
     return axes[0] if axes else None
 
 
-class Kernel(NamedTuple):
-    """A call of the attention kernel."""
-
-    queries: int
-    keys: int
-    causal: bool
-
-
 class ContextWork(NamedTuple):
     """What attention takes on one rank, whose sequence is split over ``ranks``.
 
@@ -96,19 +93,40 @@ class ContextWork(NamedTuple):
         return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op), op.is_even)
 
     @property
+    def own_first(self) -> bool:
+        """Whether a rank attends to its own keys while it gets the others'."""
+        return self.causal and self.is_even
+
+    @property
     def exchanged(self) -> bool:
         """Whether ranks exchange halves of their queries and results."""
         return self.causal and not self.is_even
 
     @property
+    def own_kernels(self) -> tuple[Kernel, ...]:
+        """The calls over a rank's own keys in the backward, where they come first: the one before, the one after."""
+        rows = self.query[2]
+        return tuple(
+            Kernel(rows, rows, True, len(heads), len(kv_heads))
+            for heads, kv_heads in own_heads(self.query[1], self.key[1])
+        )
+
+    @property
     def kernels(self) -> tuple[Kernel, ...]:
         """The calls of rank 0, whose second half sees all that is before it; other ranks have as many scores."""
-        rows, keys = self.query[2], self.key[2] * self.ranks
+        rows, keys, heads = self.query[2], self.key[2] * self.ranks, (self.query[1], self.key[1])
         if not self.causal:
-            return (Kernel(rows, keys, causal=False),)
+            return (Kernel(rows, keys, False, *heads),)
         first, last = rows // 2, rows - rows // 2
-        halves = [Kernel(length, length, causal=True) for length in (first, last) if length]
-        return (Kernel(last, keys - last, causal=False), *halves)
+        if self.is_even:
+            return Kernel(rows, rows, True, *heads), Kernel(last, keys - rows, False, *heads)
+        halves = [Kernel(length, length, True, *heads) for length in (first, last) if length]
+        return (Kernel(last, keys - last, False, *heads), *halves)
+
+    @property
+    def backward_kernels(self) -> tuple[Kernel, ...]:
+        """Those of the backward."""
+        return (*self.own_kernels, *self.kernels[1:]) if self.own_first else self.kernels
 
     @property
     def query_nbytes(self) -> int:
@@ -121,9 +139,19 @@ class ContextWork(NamedTuple):
         return math.prod((*self.query[:3], self.value[3])) * self.itemsize
 
     @property
-    def gathered_nbytes(self) -> tuple[int, int]:
-        """Of all keys, and of all values."""
-        return tuple(math.prod(shape) * self.ranks * self.itemsize for shape in (self.key, self.value))  # type: ignore[return-value]
+    def own_keys_nbytes(self) -> int:
+        """Of this rank's keys and values."""
+        return sum(math.prod(shape) for shape in (self.key, self.value)) * self.itemsize
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Of all keys and values."""
+        return self.own_keys_nbytes * self.ranks
+
+    @property
+    def _others_nbytes(self) -> int:
+        """Of keys and values of the other ranks."""
+        return self.gathered_nbytes - self.own_keys_nbytes
 
     @property
     def saved_nbytes(self) -> int:
@@ -136,37 +164,65 @@ class ContextWork(NamedTuple):
         return 2 * (self.result_nbytes + self.saved_nbytes) if self.causal else 0
 
     @property
+    def _half_products_nbytes(self) -> int:
+        """Of what one kernel makes for half of a rank's rows."""
+        return (self.result_nbytes + self.saved_nbytes) // 2
+
+    @property
     def forward_peak_nbytes(self) -> int:
         """Alive at once in the forward, beside the inputs."""
+        gathered, others, half = self.gathered_nbytes, self._others_nbytes, self._half_products_nbytes
+        if self.own_first:
+            # As gathered keys are put in order; as results are put together, by their shares: on the first rank, where
+            # one has half of the rows, or on the last, with fewer keys.
+            shares = self.saved_nbytes
+            return max(gathered + others + 2 * half, others + 5 * half + shares, others // 2 + 6 * half + 2 * shares)
         moved = self.query_nbytes if self.exchanged else 0
-        # Values arrive by rank, and are put in order.
-        return (
-            sum(self.gathered_nbytes) + moved + max(self.gathered_nbytes[1], self.products_nbytes + self.result_nbytes)
-        )
+        return gathered + moved + max(gathered, self.products_nbytes + self.result_nbytes)
 
     @property
     def backward_rise_nbytes(self) -> int:
         """Alive at once in the backward, beside what was kept and the gradients that it leaves."""
-        gathered = sum(self.gathered_nbytes)
-        leaves = gathered // self.ranks + self.query_nbytes
+        gathered, query = self.gathered_nbytes, self.query_nbytes
+        if self.own_first:
+            return max(self._rise_of(rank) for rank in {0, 1, self.ranks - 1})
+        leaves = self.own_keys_nbytes + query
         if not self.causal:
-            return 2 * gathered + self.query_nbytes - leaves
+            return 2 * gathered + query - leaves
         # Gathered, their gradients, and those of the part that runs; queries' likewise; the result's, on its place.
-        arrived = self.result_nbytes if self.exchanged else 0
-        return 3 * gathered + 2 * self.query_nbytes + arrived - leaves
+        return 3 * gathered + 2 * query + self.result_nbytes - leaves
+
+    def _rise_of(self, rank: int) -> int:
+        """Return what a rank has alive in the backward, likewise, where its own keys come first."""
+        own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
+        # Of the others' 2n - 2 halves its second half sees all but as many as its first half sees.
+        unseen = self._others_nbytes * rank // (2 * self.ranks - 2)
+        seen, twice = self._others_nbytes - unseen, unseen if rank < self.ranks - 1 else 0
+        of_rows = query if rank else query // 2
+        parts = self.own_kernels
+        of_own = sum(part.kv_heads for part in parts) * own // self.key[1]
+        before = query * parts[0].heads // self.query[1] + own * parts[0].kv_heads // self.key[1]
+        in_order, kernels = before + gathered + seen, before + 2 * seen + twice + of_rows
+        sent, at_the_end = before + of_rows + seen + gathered, 2 * query + of_rows + own + of_own
+        return max(in_order, kernels, sent, at_the_end) - query - own
 
     @property
     def forward_nbytes(self) -> int:
-        """Moved beside kernels and collectives: gathered pieces put in order; halves too, and two results made one."""
+        """Moved beside kernels and collectives: keys and values packed, gathered ones put in order; halves too, and two
+        results made one."""
         joined = 3 * self.result_nbytes if self.causal else 0
-        return 2 * sum(self.gathered_nbytes) + self._exchanged_nbytes + joined
+        ordered = self._others_nbytes if self.own_first else self.gathered_nbytes
+        return 2 * (self.own_keys_nbytes + ordered) + self._exchanged_nbytes + joined
 
     @property
     def backward_nbytes(self) -> int:
         """Likewise of the backward: gradients of keys are added up over the parts, and ordered for their scatter."""
-        gathered = sum(self.gathered_nbytes)
-        joined = 3 * gathered + 3 * self.query_nbytes if self.causal else 0
-        return 4 * gathered + self._exchanged_nbytes + joined
+        own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
+        if self.own_first:
+            # Those of its own keys are added to what arrives, for half of the heads at a time.
+            return 2 * own + 3 * self._others_nbytes + gathered + 3 * query + 6 * own
+        joined = 3 * gathered + 3 * query if self.causal else 0
+        return 2 * own + 4 * gathered + self._exchanged_nbytes + joined
 
     @property
     def _exchanged_nbytes(self) -> int:
@@ -186,15 +242,21 @@ def collectives(
     if axis is None:
         return ()
     work = ContextWork.of(op, shapes, inputs[0].dtype.itemsize, mesh_shape[axis])
-    moved = (work.query_nbytes, work.result_nbytes) if work.exchanged else ()
-    found = []
-    for phase in ("forward", "backward") if inputs[0].requires_grad else ("forward",):
-        kinds = [("all_gather", work.gathered_nbytes), ("all_to_all", moved)]
-        if phase == "backward":
-            kinds.append(("reduce_scatter", work.gathered_nbytes))
+    before, *after = work.own_kernels if work.own_first else (None, None)
+
+    def keys(kind: CollectiveKind, phase: Literal["forward", "backward"], beside: Kernel | None) -> InnerCollective:
+        return InnerCollective(kind=kind, axis=axis, nbytes=work.gathered_nbytes, phase=phase, beside=beside)
+
+    found = [keys("all_gather", "forward", work.kernels[0] if work.own_first else None)]
+    if inputs[0].requires_grad:
         found += [
-            InnerCollective(kind=kind, axis=axis, nbytes=n, phase=phase)  # type: ignore[arg-type]
-            for kind, each in kinds
-            for n in each
+            keys("all_gather", "backward", before),
+            keys("reduce_scatter", "backward", after[0] if after else None),
+        ]
+    if work.exchanged:
+        found += [
+            InnerCollective(kind="all_to_all", axis=axis, nbytes=nbytes, phase=phase)
+            for phase in dict.fromkeys(one.phase for one in found)
+            for nbytes in (work.query_nbytes, work.result_nbytes)
         ]
     return tuple(found)

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from planner.report import CollectiveKind
+
+
+class Kernel(NamedTuple):
+    """A call of the attention kernel.
+
+    Attributes:
+        queries, keys: rows of each.
+        causal: whether each row sees the keys up to its own alone.
+        heads, kv_heads: of queries, and of keys.
+    """
+
+    queries: int
+    keys: int
+    causal: bool
+    heads: int
+    kv_heads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,9 +32,11 @@ class InnerCollective:
         axis: of the mesh.
         nbytes: of the full buffer on one rank.
         phase: forward (and again, where a checkpointed block is recomputed) or backward.
+        beside: what the op computes meanwhile; None where it waits.
     """
 
     kind: CollectiveKind
     axis: int
     nbytes: int
     phase: Literal["forward", "backward"] = "forward"
+    beside: Kernel | None = None
