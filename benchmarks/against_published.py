@@ -18,6 +18,7 @@ own, communication in pieces beside products). No search may do worse than that,
 ``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`) and ``--regather``
 with inputs of linear layers gathered again for the backward (`planner.gathered_again`), and ``--even-order`` with
 sequences in an even order where attention's are split (`planner.even_order`), as Megatron and NeMo have them.
+``--packed`` plans models whose projections of one tensor are one linear layer (`planner.packing`), likewise.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -48,7 +49,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from api.models import load_model, quiet_libraries
+from api.models import PACKED, load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.parallelism import ParallelSpec
 from cost_model.step_memory import step_memory
@@ -157,8 +158,16 @@ def _degrees(row: Mapping[str, str]) -> str:
     return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
 
 
-def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
-    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's."""
+def _model(run: PublishedRun, options: Mapping[str, Any]) -> str:
+    return run.preset + (PACKED if options.get("packed") else "")
+
+
+def session_of(run: PublishedRun, module: nn.Module, *, packed: bool = False, **options: Any) -> PlanningSession:
+    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's.
+
+    Args:
+        packed: of the module, which is so already.
+    """
     return PlanningSession(
         module, cluster=run.cluster, batch=run.batch, seq=run.seq, reduce_dtype=run.reduce_dtype, **options
     )
@@ -168,7 +177,7 @@ def plan_of(run: PublishedRun, options: Mapping[str, Any]) -> Planned:
     """Return what comes of a run's job; ``options`` as of `session_of`."""
     found: ShardingPlan | str
     with quiet_libraries():
-        source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        source = load_model(_model(run, options), batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
             found = session_of(run, source.module, **options).plan()
@@ -187,7 +196,7 @@ def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | s
     """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
     parallel = run.parallel
     with quiet_libraries():
-        source = load_model(run.preset, batch=run.batch, seq=run.seq)
+        source = load_model(_model(run, options), batch=run.batch, seq=run.seq)
         try:
             session = session_of(
                 run,
@@ -255,6 +264,7 @@ def main() -> int:
     )
     parser.add_argument("--regather", action="store_true", help="plan with inputs gathered again for the backward")
     parser.add_argument("--even-order", action="store_true", help="plan with split sequences in an even order")
+    parser.add_argument("--packed", action="store_true", help="plan models with packed projections")
     parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
@@ -277,6 +287,7 @@ def main() -> int:
         "regather": arguments.regather,
         "even_order": arguments.even_order,
         "axes": arguments.axes,
+        "packed": arguments.packed,
     }
     return show_planned(wanted, options, own=arguments.own_mesh)
 

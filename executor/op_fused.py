@@ -41,6 +41,7 @@ def replace_chains(module: nn.Module, redistributor: Redistributor, *, opaque: C
     ops = FusedOps(
         rms_norm=of(fused_ops.RMS_NORM, rms_norm),
         gated=of(fused_ops.GATED, gated),
+        gated_pairs=of(fused_ops.GATED_PAIRS, gated_pairs),
         rotary=of(fused_ops.ROTARY, rotary),
         cross_entropy=of(fused_ops.CROSS_ENTROPY, fused_cross_entropy),
     )
@@ -71,6 +72,20 @@ def gated(redistributor: Redistributor, gate: torch.Tensor, up: torch.Tensor, ac
     if given[0].placements != given[1].placements:
         raise _wrong("a gated activation's second factor", given[1])
     found: DTensor = run_function(_Gated, *given, redistributor, activation)
+    return found
+
+
+def gated_pairs(redistributor: Redistributor, pairs: torch.Tensor, activation: str) -> DTensor:
+    """Return ``activation(gate) * up`` of ``pairs``, in which each gate precedes its up along the last dim.
+
+    Raises:
+        PlanLayoutError: sums are not taken yet, or a pair is cut.
+    """
+    given = redistributor.as_dtensor(pairs)
+    _check_layout("a gated activation", given, range(given.dim()))
+    if local_of(given).shape[-1] % 2:
+        raise _wrong("a gated activation of pairs", given)
+    found: DTensor = run_function(_GatedPairs, given, redistributor, activation)
     return found
 
 
@@ -189,6 +204,27 @@ class _Gated(torch.autograd.Function):
         found = _run(fused_ops.gated_backward, local_of(arrived), *ctx.saved_tensors, ctx.activation)
         of_gate, of_up = (_like(local, arrived) for local in found)
         return of_gate, of_up, None, None
+
+
+class _GatedPairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pairs: DTensor, redistributor: Redistributor, activation: str) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(local_of(pairs))
+        ctx.redistributor, ctx.layout, ctx.activation = redistributor, tuple(pairs.placements), activation
+        ctx.shape, shape = tuple(pairs.shape), (*pairs.shape[:-1], pairs.shape[-1] // 2)
+        result = _run(fused_ops.gated_pairs_forward, local_of(pairs), activation)
+        return make_dtensor(result.contiguous(), redistributor.device_mesh, ctx.layout, shape, contiguous_stride(shape))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        if gradient is None:
+            return (None,) * 3
+        arrived = _arrived(ctx.redistributor, gradient, ctx.layout)
+        found = _run(fused_ops.gated_pairs_backward, local_of(arrived), *ctx.saved_tensors, ctx.activation)
+        stride = contiguous_stride(ctx.shape)
+        mesh = ctx.redistributor.device_mesh
+        return make_dtensor(found.contiguous(), mesh, tuple(arrived.placements), ctx.shape, stride), None, None
 
 
 class _Rotary(torch.autograd.Function):

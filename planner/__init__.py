@@ -20,7 +20,9 @@ _HOMES = {
     "build_plan": "planner.build",
     "estimate_plan": "planner.opened_plan",
     "explain": "planner.alternatives",
+    "pack_projections": "planner.packing",
     "trace_module": "planner.traced_module",
+    "unpack_state_dict": "planner.packing",
 }
 
 __all__ = sorted(_HOMES)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from planner import fused_ops
+from planner.packed_modules import PackedGatedMLP
 
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
 _LOSS_FUNCTION = "loss_function"
@@ -32,6 +33,7 @@ class FusedOps:
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+    gated_pairs: Callable[[torch.Tensor, str], torch.Tensor]
     rotary: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     cross_entropy: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
 
@@ -39,6 +41,7 @@ class FusedOps:
 TRACED = FusedOps(
     rms_norm=fused_ops.rms_norm_op,
     gated=fused_ops.gated_op,
+    gated_pairs=fused_ops.gated_pairs_op,
     rotary=fused_ops.rotary_op,
     cross_entropy=fused_ops.cross_entropy_op,
 )
@@ -56,9 +59,11 @@ def fuse(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()
         own = type(part).forward
         if _is_norm(part):
             _replace(part, functools.partial(_norm, part, _eps_of(part), ops))
-        elif (activation := _gate_of(part)) is not None:
+        elif (activation := gate_of(part)) is not None:
             _replace(part, functools.partial(_gated_mlp, part, activation, ops))
-        elif _rotates(own):
+        elif isinstance(part, PackedGatedMLP):
+            _replace(part, functools.partial(_packed_gated_mlp, part, ops))
+        elif rotates(own):
             if own not in rotated:
                 rotated[own] = _with_rotation(own, ops)
             _replace(part, types.MethodType(rotated[own], part))
@@ -125,7 +130,7 @@ def _norm(module: nn.Module, eps: float, ops: FusedOps, *args: Any, **kwargs: An
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _gate_of(module: nn.Module) -> str | None:
+def gate_of(module: nn.Module) -> str | None:
     """Return the activation of a gated MLP; None of any other module."""
     parts = module._modules
     if any(not isinstance(parts.get(name), nn.Module) for name in _PROJECTIONS) or not hasattr(module, "act_fn"):
@@ -175,10 +180,16 @@ def _gated_mlp(module: Any, activation: str, ops: FusedOps, *args: Any, **kwargs
     return found
 
 
+def _packed_gated_mlp(module: PackedGatedMLP, ops: FusedOps, *args: Any, **kwargs: Any) -> torch.Tensor:
+    pairs = module.gate_up_proj(_only(args, kwargs))
+    found: torch.Tensor = module.down_proj(ops.gated_pairs(pairs, module.activation))
+    return found
+
+
 # --- rotary embeddings ---
 
 
-def _rotates(forward: Forward) -> bool:
+def rotates(forward: Forward) -> bool:
     """Tell whether a forward calls a function of its module that turns queries and keys."""
     return (
         isinstance(forward, types.FunctionType)

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 
 RMS_NORM = "shardplan.rms_norm.default"
 GATED = "shardplan.gated.default"
+GATED_PAIRS = "shardplan.gated_pairs.default"
 ROTARY = "shardplan.rotary.default"
 CROSS_ENTROPY = "shardplan.cross_entropy.default"
-NAMES = (RMS_NORM, GATED, ROTARY, CROSS_ENTROPY)
+NAMES = (RMS_NORM, GATED, GATED_PAIRS, ROTARY, CROSS_ENTROPY)
 """As graphs have them."""
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -63,6 +64,19 @@ def _(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     torch._check(gate.shape == up.shape and gate.dtype == up.dtype, lambda: f"a gate of {gate.shape} for {up.shape}")
     torch._check(activation in ACTIVATIONS, lambda: f"there is no activation {activation!r}")
     return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("shardplan::gated_pairs", mutates_args=())
+def gated_pairs_op(pairs: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``activation(gate) * up`` [..., width] of ``pairs`` [..., 2 width], in which each gate precedes its up."""
+    raise NotImplementedError(_ONLY_TRACED)
+
+
+@gated_pairs_op.register_fake
+def _(pairs: torch.Tensor, activation: str) -> torch.Tensor:
+    torch._check(pairs.dim() > 0 and pairs.shape[-1] % 2 == 0, lambda: f"{pairs.shape} holds no pairs")
+    torch._check(activation in ACTIVATIONS, lambda: f"there is no activation {activation!r}")
+    return pairs.new_empty((*pairs.shape[:-1], pairs.shape[-1] // 2))
 
 
 @torch.library.custom_op("shardplan::rotary", mutates_args=())
@@ -134,6 +148,18 @@ def gated_backward(
     return of_gate, gradient * ACTIVATIONS[activation](gate)
 
 
+def gated_pairs_forward(pairs: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``activation(gate) * up`` of pairs [..., 2 width]."""
+    gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return gated_forward(gate, up, activation)
+
+
+def gated_pairs_backward(gradient: torch.Tensor, pairs: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the gradient of ``pairs``, given that of the result."""
+    gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack(gated_backward(gradient, gate, up, activation), -1).flatten(-2)
+
+
 def rotary_forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return ``x`` turned: the halves of its last dim are the two coordinates."""
     first, second = x.chunk(2, -1)
@@ -186,6 +212,8 @@ def run_forward(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         return rms_norm_forward(*args)
     if name == GATED:
         return (gated_forward(*args),)
+    if name == GATED_PAIRS:
+        return (gated_pairs_forward(*args),)
     if name == ROTARY:
         return (rotary_forward(*args),)
     logits, labels, ignore_index, mean = args
@@ -208,6 +236,8 @@ def run_backward(
         return rms_norm_backward(gradient, args[0], args[1], *made)
     if name == GATED:
         return gated_backward(gradient, *args)
+    if name == GATED_PAIRS:
+        return (gated_pairs_backward(gradient, *args),)
     if name == ROTARY:
         return (rotary_backward(gradient, *args[1:]),)
     logits, labels, ignore_index, mean = args
@@ -249,6 +279,8 @@ def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nb
         return FusedWork((0, 1), rows, read + output_nbytes + rows, 2 * read + rows + output_nbytes)
     if name == GATED:
         return FusedWork((0, 1), 0, read + output_nbytes, 2 * read + output_nbytes)
+    if name == GATED_PAIRS:
+        return FusedWork((0,), 0, read + output_nbytes, 2 * read + output_nbytes)
     if name == ROTARY:
         return FusedWork((1, 2), 0, read + output_nbytes, read + output_nbytes)
     if name == CROSS_ENTROPY:

@@ -200,6 +200,13 @@ def _gated(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     return [_fused_rule(inputs, (given, given), gradient, (gradient, gradient)) for given, gradient in rules]
 
 
+def _gated_pairs(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
+    # A piece of the last dim holds whole pairs: what they make is split evenly as well.
+    splits = [Shard(dim) for dim in range(len(inputs[0].shape))]
+    rules = [(R, R), (R, P), *((split, split) for split in splits)]
+    return [_fused_rule(inputs, (given,), gradient, (gradient,)) for given, gradient in rules]
+
+
 def _rotary(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
     whole, angles = inputs[0].shape, inputs[1].shape
     each_sample = Shard(0) if angles[0] == whole[0] > 1 else R
@@ -260,6 +267,7 @@ _OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     experts.OP_NAME: _experts,
     fused_ops.RMS_NORM: _rms_norm,
     fused_ops.GATED: _gated,
+    fused_ops.GATED_PAIRS: _gated_pairs,
     fused_ops.ROTARY: _rotary,
     fused_ops.CROSS_ENTROPY: _cross_entropy,
 }

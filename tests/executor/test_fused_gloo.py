@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cost_model.layout import format_layout
-from executor.op_fused import fused_cross_entropy, gated, replace_chains, rms_norm, rotary
+from executor.op_fused import fused_cross_entropy, gated, gated_pairs, replace_chains, rms_norm, rotary
 from executor.redistribute import Redistributor
 from executor.torch_internals import make_dtensor
 from planner import PlanningSession
@@ -57,6 +57,18 @@ def activations() -> Iterator[Case]:
                 lambda redistributor, gate, up, name=name: gated(redistributor, gate, up, name),
                 lambda gate, up, function=function: function(gate) * up,
                 ((gate, one), (up, two)),
+            )
+
+
+def pairs() -> Iterator[Case]:
+    both = torch.randn(8, 4, 16)
+    for name, function in ACTIVATIONS.items():
+        for (layout,) in layouts((R,), (S0,), (S1,), (S2,)):
+            yield (
+                f"pairs {name}",
+                lambda redistributor, x, name=name: gated_pairs(redistributor, x, name),
+                lambda x, function=function: function(x[..., ::2]) * x[..., 1::2],
+                ((both, layout),),
             )
 
 
@@ -97,7 +109,7 @@ def check_all(rank: int) -> list[str]:
     redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
-    for name, op, chain, inputs in itertools.chain(norms(), activations(), rotations(), losses()):
+    for name, op, chain, inputs in itertools.chain(norms(), activations(), pairs(), rotations(), losses()):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
         expected_of = [leaf(tensor) for tensor, _ in inputs]
         expected = chain(*expected_of)
@@ -140,6 +152,7 @@ def check_refusals(redistributor: Redistributor, mesh: DeviceMesh) -> list[str]:
         "a norm over a split dim": lambda: rms_norm(redistributor, of((8, 4, 16), R, S2), weight, EPS),
         "a norm with a split weight": lambda: rms_norm(redistributor, x, of((16,), R, S0), EPS),
         "factors in two layouts": lambda: gated(redistributor, x, of((8, 4, 16), S0, R), "silu"),
+        "cut pairs": lambda: gated_pairs(redistributor, of((8, 4, 6), R, S2), "silu"),
         "a split width": lambda: rotary(redistributor, of((4, 4, 4, 4), R, S3), angles, angles),
     }
     wrong = []
