@@ -19,10 +19,11 @@ weight (4, 4), their difference (8, 4); half of that, and the sum written again 
 keys and values added (6, 4 each); where half, half of that, and the sum written again; those of keys and values joined
 to be sent (4, 4 each)."""
 
-FIRST_BLOCK, LATER_BLOCK = 4.0, 4.5
-"""The same of Transformer Engine, each way: of queries, and of keys and values backward, for the first block (2 read, 2
-written) and for each later one, half of which are whole (2 and 2 read, 2 written) and half half. Each is one kernel.
-Counted 2026-11-24 in attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P, causal."""
+FIRST_BLOCK, LATER_BLOCK = 4.0, 6.0
+"""The same of Transformer Engine, each way: of results forward, of queries, keys and values backward, for the first
+block (2 read, 2 written) and for each later one (2 and 2 read, 2 written). Each is one kernel. Under a causal mask half
+of the later ones are of half of the rows. Counted 2026-11-24 in
+attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P."""
 
 
 def merge_seconds(
@@ -32,13 +33,15 @@ def merge_seconds(
     if parallel.context == 1:
         return 0.0, 0.0
     blocks, fused = parallel.context, not parallel.implementation.context_merges
-    queries = parallel.tokens * spec.query_dim / parallel.tensor
+    results, queries, keys = (
+        parallel.tokens * dim / parallel.tensor
+        for dim in (spec.attention_out_dim, spec.query_dim, spec.key_dim + spec.value_dim)
+    )
     if fused:
-        keys = parallel.tokens * (spec.key_dim + spec.value_dim) / parallel.tensor
-        per_value = FIRST_BLOCK + LATER_BLOCK * (blocks - 1)
-        forward, backward = per_value * queries, per_value * (queries + keys)
+        per_value = FIRST_BLOCK + LATER_BLOCK * (0.75 if spec.causal else 1.0) * (blocks - 1)
+        forward, backward = per_value * results, per_value * (queries + keys)
     else:
-        forward, backward = MERGE_FORWARD * (blocks - 1) * queries, MERGE_BACKWARD * blocks * queries
+        forward, backward = MERGE_FORWARD * (blocks - 1) * results, MERGE_BACKWARD * blocks * queries
     return (
         stream_s(forward, fused=fused, device=cluster.device, constants=constants),
         stream_s(backward, fused=fused, device=cluster.device, constants=constants),

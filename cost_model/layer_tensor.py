@@ -21,9 +21,9 @@ def tensor_seconds(
     (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
     ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
     the products that read it, of a reduction the last piece is left over, and what is longer than the products beside
-    it shows; what hides slows them. Backward has two products for each of forward's. What was gathered and not kept is
-    gathered again there, beside the products of its gradient, overlapped or not (Megatron-Core's layers.py,
-    LinearWithGradAccumulationAndAsyncCommunication).
+    it shows; what hides slows them. Backward has two products for each of forward's, one where weights are frozen
+    (LoRA). What was gathered and not kept for the gradient of a weight is gathered again there, beside the products of
+    its own gradient, overlapped or not (Megatron-Core's layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
     if parallel.tensor == 1:
         return 0.0, 0.0
@@ -37,7 +37,10 @@ def tensor_seconds(
         reduce = group_time_s("all_reduce", nbytes, size=parallel.tensor, stride=1, cluster=cluster)
     copies = 2.0 * (nbytes + gathered) if parallel.implementation.tensor_copies else 0.0
     copied = 2.0 * stream_s(copies, fused=True, device=cluster.device, constants=constants)
-    overlapped, again = parallel.implementation.tensor_overlap, not parallel.implementation.keeps_gathered
+    implementation = parallel.implementation
+    products = 1.0 if implementation.lora else 2.0
+    again = parallel.sequence_parallel and not implementation.keeps_gathered and not implementation.lora
+    overlapped = implementation.tensor_overlap
     forward = backward = copied if overlapped else 2.0 * (gather + reduce) + copied
     for gemms in (work.attention_gemms, work.mlp_gemms):
         if len(gemms) == 1:  # a router alone: tokens go to experts cut over the sequence, as they are
@@ -47,8 +50,8 @@ def tensor_seconds(
             backward += _beside_s(gather, max(0.0, gather - columns), cluster)
         if overlapped:
             forward += _overlapped_s(gather, reduce, columns, row, parallel, cluster)
-            left = columns if again else 2.0 * columns
-            backward += _overlapped_s(gather, reduce, 2.0 * row, left, parallel, cluster)
+            left = columns if again else products * columns
+            backward += _overlapped_s(gather, reduce, products * row, left, parallel, cluster)
     return forward, backward
 
 

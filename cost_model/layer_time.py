@@ -73,6 +73,8 @@ def layer_time(
         "full": forward_gemm + attend + stream,
     }[parallel.checkpointing]
     recomputed = 1.0 if parallel.checkpointing == "full" else 0.0
+    keeps = parallel.checkpointing == "selective" and implementation.keeps_attention
+    attends_again = 1.0 if parallel.checkpointing in ("selective", "full") and not keeps else 0.0
     tensor, tensor_back = tensor_seconds(spec, parallel, cluster, constants, work)
     ring, ring_back = context_seconds(spec, parallel, cluster, (attend, attend_back))
     merge, merge_back = merge_seconds(spec, parallel, cluster, constants)
@@ -87,7 +89,7 @@ def layer_time(
             backward_gemm + attend_back + stream_back + again, host * BACKWARD_HOST_SHARE + host_again
         ),
         backward_tensor_s=tensor_back + recomputed * tensor,
-        backward_context_s=ring_back + merge_back + recomputed * (ring + merge),
+        backward_context_s=ring_back + merge_back + attends_again * (ring + merge),
         backward_expert_s=routed * (1.0 + recomputed),
     )
 

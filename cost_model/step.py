@@ -90,8 +90,8 @@ def step_time(
     stage = _stage(spec, parallel, cluster, fitted)
     layer_s = (stage.sum("forward_s") + stage.sum("backward_s")) / (stage.dense + stage.sparse)
     loss = _loss_beside(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, fitted))
-    send, slowed = _send_seconds(spec, parallel, cluster)
     forward, backward = stage.sum("forward_s"), stage.sum("backward_s")
+    send, slowed = _send_seconds(spec, parallel, cluster, forward + backward)
     exposed, hidden, extra = data_seconds(spec, parallel, cluster, fitted, (forward, backward))
     count = parallel.micro_batches
     chunks = forward + backward + extra / count
@@ -160,10 +160,15 @@ def _loss_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Cluste
     return seconds + stream_s(nbytes, fused=True, device=device, constants=fitted)
 
 
-def _send_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec) -> tuple[float, float]:
+def _send_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, computed: float
+) -> tuple[float, float]:
     """Return the seconds in which one micro-batch's activations and gradients change ranks, and what they take hidden.
 
     They hide where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm asks for interleaving).
+
+    Args:
+        computed: seconds of a rank's chunks for one micro-batch.
     """
     if parallel.pipeline == 1:
         return 0.0, 0.0
@@ -175,7 +180,8 @@ def _send_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Cluste
     if not hides:
         return moved, 0.0
     nodes = strided_group(parallel.pipeline, stride, cluster.devices_per_node).nodes
-    return 0.0, moved * message_share(cluster.device, nodes=nodes)
+    hidden = min(moved, computed)
+    return moved - hidden, hidden * message_share(cluster.device, nodes=nodes)
 
 
 def _optimizer_seconds(

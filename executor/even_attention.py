@@ -2,9 +2,9 @@
 
 Rank r of n holds halves r and 2n - 1 - r, one after the other, so that attention among them is one causal kernel. It
 runs while other ranks' keys and values are gathered. Of those, all that half 2n - 1 - r sees are put one after the
-other, and first what half r sees as well: a kernel for each of the two, with no mask. The backward runs a kernel of its
-own keys for some of the heads while keys are gathered, the others', and one for the rest of the heads while the
-gradients of other ranks' keys are on their way to them.
+other, and first what half r sees as well: a kernel for each of the two, with no mask. The backward runs one over its
+own keys for some of the heads while the others' keys are gathered, and one for the rest of the heads while the
+gradients of the others' keys are on their way to them.
 """
 
 from __future__ import annotations
@@ -23,41 +23,48 @@ class _Others(NamedTuple):
     """What this rank sees of the others' halves.
 
     Attributes:
-        halves: in the order in which they are put, as (rank, whether it is that rank's second).
-        parts: (rows of this rank, rows of those halves): each a call of the kernel.
+        seen, unseen: halves, as (rank, whether it is that rank's second); those seen in the order that they are put in.
+        parts: (rows of this rank, rows of those halves): each a call of the kernel, the last rows first.
+        left: the rows of this rank that see nothing of the others.
     """
 
-    halves: list[tuple[int, bool]]
+    seen: list[tuple[int, bool]]
+    unseen: list[tuple[int, bool]]
     parts: list[tuple[slice, slice]]
+    left: slice
 
     @classmethod
     def of(cls, halves: Halves) -> _Others:
-        rank, (first, _) = halves.rank, halves.even
+        rank, (first, second) = halves.rank, halves.even
         before, after = list(range(rank)), list(range(rank + 1, halves.ranks))
         seen = [(other, False) for other in before + after] + [(other, True) for other in after]
+        if not halves.length(second):  # a single row, in the first half
+            seen = seen[:rank]
+        unseen = [(other, of) for other in range(halves.ranks) for of in (False, True) if (other, of) not in seen]
         both = sum(halves.length(halves.even_of(other)[0]) for other in before)
-        every = sum(halves.length(halves.even_of(other)[second]) for other, second in seen)
+        every = sum(halves.length(halves.even_of(other)[is_second]) for other, is_second in seen)
         middle = halves.length(first)
         # All keys come first: what this leaves of their gradients is what the other part adds to.
         parts = [(slice(middle, halves.rows), slice(0, every)), (slice(0, middle), slice(0, both))]
         if both == every:
             parts = [(slice(0, halves.rows), slice(0, every))]
-        return cls(seen, [(rows, keys) for rows, keys in parts if rows.stop > rows.start and keys.stop])
-
-    def pick(self, halves: Halves, by_rank: list[torch.Tensor], *, unseen: bool = False) -> list[torch.Tensor]:
-        """Return the halves, or all others, of pieces [batch, heads, rows, width] by rank."""
-        rest = ((rank, is_second) for rank in range(halves.ranks) for is_second in (False, True))
-        found = []
-        for rank, is_second in [half for half in rest if half not in self.halves] if unseen else self.halves:
-            middle = halves.length(halves.even_of(rank)[0])
-            piece = by_rank[rank]
-            found.append(piece[:, :, middle:] if is_second else piece[:, :, :middle])
-        return found
+        parts = [(rows, keys) for rows, keys in parts if rows.stop > rows.start and keys.stop]
+        return cls(seen, unseen, parts, slice(0, min((rows.start for rows, _ in parts), default=halves.rows)))
 
     def joined(self, halves: Halves, by_rank: ByRank) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the halves, one after the other."""
-        keys, values = (torch.cat(self.pick(halves, each), 2) for each in by_rank)
+        """Return keys and values of the halves that are seen, one after the other."""
+        keys, values = (torch.cat(_pick(halves, each, self.seen), 2) for each in by_rank)
         return keys, values
+
+
+def _pick(halves: Halves, by_rank: list[torch.Tensor], wanted: list[tuple[int, bool]]) -> list[torch.Tensor]:
+    """Return the ``wanted`` halves of pieces [batch, heads, rows, width] by rank."""
+    found = []
+    for rank, is_second in wanted:
+        middle = halves.length(halves.even_of(rank)[0])
+        piece = by_rank[rank]
+        found.append(piece[:, :, middle:] if is_second else piece[:, :, :middle])
+    return found
 
 
 def forward(
@@ -69,7 +76,6 @@ def forward(
     keys, values = others.joined(halves, gathering.wait())
     # What the kernel made stays as it is: selective checkpointing keeps it.
     result, sums = torch.empty_like(own), torch.empty_like(own_sums)
-    left = slice(0, halves.rows)
     for rows, seen in others.parts:
         one, one_sums = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], None, False, scale)
         first, first_sums = own[:, :, rows], own_sums[:, :, rows]
@@ -77,9 +83,8 @@ def forward(
         torch.lerp(first, one, share, out=result[:, :, rows])
         torch.logaddexp(first_sums, one_sums, out=sums[:, :, rows])
         del one, one_sums, share
-        left = slice(0, rows.start)
-    result[:, :, left] = own[:, :, left]
-    sums[:, :, left] = own_sums[:, :, left]
+    result[:, :, others.left] = own[:, :, others.left]
+    sums[:, :, others.left] = own_sums[:, :, others.left]
     return result, sums
 
 
@@ -111,11 +116,9 @@ def backward(
     totals = scattering.wait()
     of_q = torch.empty_like(q)
     for (heads, kv_heads), (of_heads, *of_keys) in zip(parts, own, strict=True):
-        left = slice(0, halves.rows)
         for rows, addend in of_rows:
             torch.add(of_heads[:, :, rows], addend[:, heads], out=of_q[:, heads, rows])
-            left = slice(0, rows.start)
-        of_q[:, heads, left] = of_heads[:, :, left]
+        of_q[:, heads, others.left] = of_heads[:, :, others.left]
         for total, addend in zip(totals, of_keys, strict=True):
             total[:, kv_heads] += addend
     return of_q, *totals
@@ -152,10 +155,10 @@ def _over_others(
             del more
     del keys, values, of_keys
     for index, by_rank in enumerate(scattering.addends(by_row[1])):
-        for piece in others.pick(halves, by_rank, unseen=True):
+        for piece in _pick(halves, by_rank, others.seen if not of_seen else []) + _pick(halves, by_rank, others.unseen):
             piece.zero_()
-        pieces = others.pick(halves, by_rank)
-        lengths = [piece.shape[2] for piece in pieces]
-        for piece, one in zip(pieces, of_seen[index].split(lengths, 2) if of_seen else pieces, strict=True):
-            piece.copy_(one)
+        pieces = _pick(halves, by_rank, others.seen if of_seen else [])
+        totals = of_seen[index].split([piece.shape[2] for piece in pieces], 2) if of_seen else ()
+        for piece, total in zip(pieces, totals, strict=True):
+            piece.copy_(total)
     return scattering, of_rows

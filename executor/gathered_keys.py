@@ -47,12 +47,12 @@ class Scattering:
     def start(self, group: Any) -> None:
         """Send the addends."""
         self._arriving = torch_internals.reduce_scatter(self._addends, 0, "sum", group)
-        del self._addends
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums for this rank's keys, and its values."""
         k_shape, v_shape = self._shapes
         arrived = waited(self._arriving).view(-1)
+        del self._addends  # until now, whichever way they are sent
         return arrived[: k_shape.numel()].view(k_shape), arrived[k_shape.numel() :].view(v_shape)
 
 

@@ -203,7 +203,6 @@ class Pricer:
             charge[quantity.MEMORY + "activations"] += self.run.in_flight * nbytes
         prices = list(self._handed_over(region, strategy, count))
         calls = count * self.run.passes
-        recomputes = mode is not None
         for region_op, *added in zip(region.ops, sums, joins, strict=True):
             forward_s, backward_s = self._op_time(region, region_op, strategy)
             matmul = self._profile.ops[region_op.op.name].flops > 0
@@ -215,7 +214,7 @@ class Pricer:
                 again = mode == "full" or (mode == "selective" and not matmul)
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
                 charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, *added)
-            prices += self._inner(region, region_op, strategy, calls, recomputes)
+            prices += self._inner(region, region_op, strategy, calls, mode)
         if self.run.job.counts_moments:
             if alive is not None:
                 charge.update(self._alive(region, strategy, alive, throughout))
@@ -232,7 +231,7 @@ class Pricer:
         return sum(self.local_nbytes(value, layout) / value.shape[2] * tokens for value, layout in keys_and_values)
 
     def _inner(
-        self, region: Region, region_op: RegionOp, strategy: Strategy, calls: float, recomputes: bool
+        self, region: Region, region_op: RegionOp, strategy: Strategy, calls: float, mode: CheckpointingMode | None
     ) -> list[Price]:
         inputs = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]
@@ -241,13 +240,15 @@ class Pricer:
             phases: list[tuple[Phase, quantity.PhaseQuantities]] = []
             if inner.phase == "forward":
                 phases.append(("forward", quantity.FORWARD))
-                if recomputes:
+                if mode is not None:
                     phases.append(("recompute", quantity.BACKWARD))
             elif self.run.job.training:
                 phases.append(("backward", quantity.BACKWARD))
             for phase, kind in phases:
                 price = self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, kind.blocking)
-                hidden_s = self._hidden_s(region, region_op, strategy, inner, price)
+                # What selective checkpointing keeps is not computed again, and hides nothing.
+                runs = phase != "recompute" or mode == "full"
+                hidden_s = self._hidden_s(region, region_op, strategy, inner, price) if runs else 0.0
                 prices.append(self.communication.beside(price, kind, hidden_s))
         return prices
 
@@ -255,9 +256,10 @@ class Pricer:
         self, region: Region, region_op: RegionOp, strategy: Strategy, inner: InnerCollective, price: Price
     ) -> float:
         """Return the seconds of one call of a collective inside an op that run beside what the op computes."""
-        work = self._context_work(region, region_op, strategy)
-        if inner.beside is None or work is None or not self.run.cluster.device.overlaps:
+        if inner.beside is None or not self.run.cluster.device.overlaps:
             return 0.0
+        work = self._context_work(region, region_op, strategy)
+        assert work is not None, "attention alone computes beside its collectives"
         dtype = region.slots[region_op.outputs[0]].value.dtype
         computed_s = self._op_times.beside_s(inner.beside, work, dtype, backward=inner.phase == "backward")
         return min(price.collectives[0].time_s, computed_s)

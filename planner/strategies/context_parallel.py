@@ -178,7 +178,9 @@ class ContextWork(NamedTuple):
             shares = self.saved_nbytes
             return max(gathered + others + 2 * half, others + 5 * half + shares, others // 2 + 6 * half + 2 * shares)
         moved = self.query_nbytes if self.exchanged else 0
-        return gathered + moved + max(gathered, self.products_nbytes + self.result_nbytes)
+        kernels = gathered + moved + max(gathered, self.products_nbytes + self.result_nbytes)
+        # Results that change places are there as they were, as they are sent, as they come, and in order.
+        return max(kernels, moved + 4 * self.result_nbytes + self.saved_nbytes) if self.exchanged else kernels
 
     @property
     def backward_rise_nbytes(self) -> int:
@@ -188,9 +190,12 @@ class ContextWork(NamedTuple):
             return max(self._rise_of(rank) for rank in {0, 1, self.ranks - 1})
         leaves = self.own_keys_nbytes + query
         if not self.causal:
-            return 2 * gathered + query - leaves
+            # Gathered, and their gradients; or those of queries, and in the order of memory that is wanted.
+            return max(2 * gathered + query, 2 * query + self.own_keys_nbytes) - leaves
         # Gathered, their gradients, and those of the part that runs; queries' likewise; the result's, on its place.
-        return 3 * gathered + 2 * query + self.result_nbytes - leaves
+        # Then the gradient of queries changes places, as results do in the forward.
+        kernels = 3 * gathered + 2 * query + self.result_nbytes
+        return max(kernels, gathered + self.result_nbytes + 4 * query) - leaves
 
     def _rise_of(self, rank: int) -> int:
         """Return what a rank has alive in the backward, likewise, where its own keys come first."""
@@ -203,8 +208,9 @@ class ContextWork(NamedTuple):
         of_own = sum(part.kv_heads for part in parts) * own // self.key[1]
         before = query * parts[0].heads // self.query[1] + own * parts[0].kv_heads // self.key[1]
         in_order, kernels = before + gathered + seen, before + 2 * seen + twice + of_rows
-        sent, at_the_end = before + of_rows + seen + gathered, 2 * query + of_rows + own + of_own
-        return max(in_order, kernels, sent, at_the_end) - query - own
+        packed, sent = before + of_rows + seen + gathered, gathered + own + query + of_rows + of_own
+        at_the_end = 2 * query + of_rows + own + of_own
+        return max(in_order, kernels, packed, sent, at_the_end) - query - own
 
     @property
     def forward_nbytes(self) -> int:
@@ -219,8 +225,9 @@ class ContextWork(NamedTuple):
         """Likewise of the backward: gradients of keys are added up over the parts, and ordered for their scatter."""
         own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
         if self.own_first:
-            # Those of its own keys are added to what arrives, for half of the heads at a time.
-            return 2 * own + 3 * self._others_nbytes + gathered + 3 * query + 6 * own
+            # Those of its own keys are added to what arrives.
+            of_own = sum(part.kv_heads for part in self.own_kernels) * own // self.key[1]
+            return 2 * own + 3 * self._others_nbytes + gathered + 3 * query + 3 * of_own
         joined = 3 * gathered + 3 * query if self.causal else 0
         return 2 * own + 4 * gathered + self._exchanged_nbytes + joined
 

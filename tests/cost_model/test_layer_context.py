@@ -53,7 +53,7 @@ def test_each_hop_hides_behind_the_attention_to_one_block_and_slows_it() -> None
 
 def test_merging_moves_bytes_per_block() -> None:
     constants, bandwidth = shipped_constants(), CLUSTER.device.memory_bandwidth_bytes_per_s
-    for parallel, per_value in ((PARALLEL, FIRST_BLOCK + 3 * LATER_BLOCK), (MERGES, MERGE_BACKWARD * 4)):
+    for parallel, per_value in ((PARALLEL, FIRST_BLOCK + 3 * 0.75 * LATER_BLOCK), (MERGES, MERGE_BACKWARD * 4)):
         forward, backward = merge_seconds(SPEC, parallel, CLUSTER, constants)
         assert 0 < forward < backward
         assert backward > per_value * 2048 * 1024 / bandwidth

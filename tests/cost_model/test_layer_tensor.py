@@ -61,6 +61,17 @@ def test_what_was_not_kept_is_gathered_again_beside_the_products_of_its_gradient
     slowed_s = 2 * taken_share(CLUSTER.device) * gather_s
     assert (backward - kept_backward == pytest.approx(slowed_s)) is hidden
     assert backward - kept_backward >= slowed_s * (1 - 1e-9)
+    # Nothing is, where nothing was gathered, or where weights have no gradient.
+    frozen, whole = (
+        dataclasses.replace(one, implementation=dataclasses.replace(dropping.implementation, lora=lora), **changes)
+        for one, lora, changes in ((dropping, True, {}), (dropping, False, {"sequence_parallel": False}))
+    )
+    kept = dataclasses.replace(whole, implementation=OVERLAPPED.implementation)
+    assert exposed(spec, whole) == exposed(spec, kept)
+    assert exposed(spec, frozen) == exposed(
+        spec,
+        dataclasses.replace(frozen, implementation=dataclasses.replace(frozen.implementation, keeps_gathered=True)),
+    )
     # Without overlap as well: that gather alone is asynchronous then.
     alone = dataclasses.replace(PARALLEL, implementation=Implementation(keeps_gathered=False))
     assert exposed(spec, alone)[1] - exposed(spec, PARALLEL)[1] < 2 * gather_s

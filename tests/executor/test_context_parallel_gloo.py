@@ -17,10 +17,12 @@ from unsharded import differences
 
 from cost_model.layout import Layout
 from executor.counting import CollectiveCounter, axes_by_group
+from executor.op_context_parallel import context_parallel_attention
 from executor.ops import OwnOps
 from executor.redistribute import Redistributor
 from executor.verify import verify
 from planner import PlanningSession
+from planner.even_order import even_indices
 from planner.plan import PlanMesh, ShardingPlan
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
@@ -95,6 +97,37 @@ def check_meshes(rank: int, cases: list[tuple[tuple[int, int], list[Layout]]]) -
 def test_attention_over_a_split_sequence_equals_torchs_on_four_ranks() -> None:
     both: list[tuple[tuple[int, int], list[Layout]]] = [((1, 4), [(R, S2)]), ((2, 2), [(S0, S2), (S1, S2)])]
     assert run_on_gloo(check_meshes, 4, both) == [[]] * 4
+
+
+def check_even_orders(rank: int, ranks: int) -> list[str]:
+    """Attention in the even order, on rows of any number: also where a rank's second half has none."""
+    axes = PlanMesh(axes=(("cp", ranks),), device="cpu")
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=axes.names)
+    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=axes))
+    wrong = []
+    for rows, heads, kv_heads, width in ((1, 4, 2, 8), (2, 3, 1, 8), (3, 6, 3, 4), (5, 1, 1, 8)):
+        torch.manual_seed(rows)
+        shapes = [(2, heads, ranks * rows, 8), (2, kv_heads, ranks * rows, 8), (2, kv_heads, ranks * rows, width)]
+        whole = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+        expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+        gradient = torch.randn_like(expected)
+        expected.backward(gradient)
+        order = torch.tensor(even_indices(ranks * rows, ranks))
+        sharded = [
+            distribute_tensor(tensor.detach()[:, :, order], mesh, [Shard(2)]).requires_grad_() for tensor in whole
+        ]
+        found = context_parallel_attention(redistributor, 0, sharded, None, True, None, is_even=True)
+        arriving = distribute_tensor(gradient[:, :, order], mesh, [Shard(2)])
+        found.backward(arriving, retain_graph=True)
+        found.backward(arriving)
+        pairs = [(found, expected), *((t.grad, 2 * w.grad) for t, w in zip(sharded, whole, strict=True))]
+        wrong += [f"{rows} rows: {i}" for i, (a, b) in enumerate(pairs) if not close(a, b[:, :, order])]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_attention_in_an_even_order_equals_torchs_for_any_rows(ranks: int) -> None:
+    assert run_on_gloo(check_even_orders, ranks, ranks) == [[]] * ranks
 
 
 def test_attention_over_a_split_sequence_equals_torchs_on_two_ranks() -> None:
