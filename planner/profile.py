@@ -265,6 +265,8 @@ class _Walk:
         gradient_bytes = sum(v.nbytes for v in differentiable)
         saved_bytes = sum(self._graph.values[name].nbytes for name in saved)
         moves = flops > 0 or run.backward.nbytes > 0
+        # The gradients of several views of a tensor are put side by side in one of their own.
+        beside = run.backward.nbytes if is_view and len(outputs) > 1 else 0
         # Each product's backward is one product per differentiable factor; attention is two products of two each.
         factors = inputs[:2] if op.target is ATTENTION else inputs
         products = len([v for v in factors if v.requires_grad and len(v.shape) > 1])
@@ -273,7 +275,7 @@ class _Walk:
             backward_flops=flops * products if backward else 0.0,
             nbytes=0 if is_view else read + written,
             # The gradient of a sum is that of each addend: nothing runs.
-            backward_nbytes=written + saved_bytes + gradient_bytes if backward and not is_view and moves else 0,
+            backward_nbytes=written + saved_bytes + gradient_bytes if backward and not is_view and moves else beside,
             saved=saved if backward else (),
             saved_extra_nbytes=extra if backward else 0,
             cached_extra_nbytes=cached,

@@ -60,6 +60,23 @@ def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
     assert found.root[graph.ops[1].outputs[0]] == graph.ops[0].outputs[0]
 
 
+class Parts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.both(x).split([4, 8], -1)
+        return (one.sum(-1) * two.sum(-1)).sum()
+
+
+def test_gradients_of_parts_are_put_side_by_side() -> None:
+    graph = trace(to_meta(Parts(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False)
+    split = next(found.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
+    assert (split.nbytes, split.backward_nbytes) == (0, 2 * 4 * 6 * 12)
+
+
 class _Count(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
