@@ -266,7 +266,7 @@ class _Walk:
         saved_bytes = sum(self._graph.values[name].nbytes for name in saved)
         moves = flops > 0 or run.backward.nbytes > 0
         # The gradients of several views of a tensor are put side by side in one of their own.
-        beside = run.backward.nbytes if is_view and len(outputs) > 1 else 0
+        beside = 2 * gradient_bytes if is_view and len(outputs) > 1 and backward else 0
         # Each product's backward is one product per differentiable factor; attention is two products of two each.
         factors = inputs[:2] if op.target is ATTENTION else inputs
         products = len([v for v in factors if v.requires_grad and len(v.shape) > 1])
