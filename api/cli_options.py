@@ -10,7 +10,9 @@ import typer
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory."
+        metavar="MODEL",
+        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with +packed "
+        "behind it projections of one tensor are one layer.",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import re
@@ -18,6 +19,9 @@ MAX_REPEATS = 10_000
 MAX_DEPTH = 16
 """The deepest that a config may nest; the library's own need three."""
 
+PACKED = "+packed"
+"""Behind a model's name: with its projections packed (`planner.packing`)."""
+
 _PRESETS = Path(__file__).parent / "presets"
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 _REPEATS = re.compile(r"layers?$|blocks?$|experts?$|depth")
@@ -26,28 +30,37 @@ _DTYPES = ("dtype", "torch_dtype")  # the planner prices the job's precisions, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Hugging Face ``config.json`` as plain data, ``name`` for people, and what was left out of it."""
+    """A Hugging Face ``config.json`` as plain data, ``name`` for people, and what was left out of it.
+
+    ``packed``: whether projections of the model are to be packed.
+    """
 
     name: str
     values: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    packed: bool = False
 
 
 def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelConfig | None:
     """Return the config that ``spec`` names, or None where it names a factory (``package.module:factory``).
 
     Args:
-        spec: a preset's name, ``{"hf_config": {...}}`` or, where ``allow_local``, a path or a factory.
+        spec: a preset's name, ``{"hf_config": {...}}`` or, where ``allow_local``, a path or a factory; names may end in
+            ``+packed``, a mapping may have ``"packed": True``.
 
     Raises:
         ModelError: there is no such config, or it is none.
     """
     if not isinstance(spec, str):
-        if set(spec) != {"hf_config"}:
+        if set(spec) - {"packed"} != {"hf_config"}:
             raise ModelError(
                 f"a model has the keys {sorted(spec)}.", what_to_do='Give a name, or {"hf_config": {...}}.'
             )
-        return check_config(spec["hf_config"], name="hf_config")
+        config = check_config(spec["hf_config"], name="hf_config")
+        return dataclasses.replace(config, packed=bool(spec.get("packed", False)))
+    if spec.endswith(PACKED):
+        found = find_config(spec.removesuffix(PACKED), allow_local=allow_local)
+        return found and dataclasses.replace(found, packed=True)
     if allow_local and spec.lower() not in preset_names():
         # Whatever looks like a path is one; the rest is a misspelt preset, which read_preset says best.
         if Path(spec).exists() or spec.endswith(".json"):

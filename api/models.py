@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from api.configs import ModelConfig, find_config
+from api.configs import PACKED, ModelConfig, find_config
 from api.factories import call_factory
 from planner.errors import JobError, ModelError, PlanMismatchError
 from planner.packing import pack_projections, packed_layers
 from planner.plan import ShardingPlan
-
-PACKED = "+packed"
-"""At the end of a model's name: with its projections packed."""
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(dings?)?)$")
 
@@ -58,8 +55,8 @@ def load_model(
 
     Args:
         spec: a preset's name, the path of a config.json or of its folder, ``package.module:factory``, or
-            ``{"hf_config": {...}}``. Of a name that ends in ``+packed`` the projections are packed
-            (`planner.packing.pack_projections`).
+            ``{"hf_config": {...}}``. Of a name that ends in ``+packed``, or with ``"packed": True`` beside the config,
+            the projections are packed (`planner.packing.pack_projections`).
         batch: samples in the global batch; given to a factory that takes it.
         seq: tokens in a sequence.
         allow_local: False refuses paths and factories, as is right for what a client sent.
@@ -68,13 +65,14 @@ def load_model(
         ModelError: it cannot be found, read or built.
         JobError: ``batch`` or ``seq`` do not go with the model.
     """
-    if isinstance(spec, str) and spec.endswith(PACKED):
-        return _with_packed(load_model(spec.removesuffix(PACKED), batch=batch, seq=seq, allow_local=allow_local))
     config = find_config(spec, allow_local=allow_local)
     if config is not None:
-        return _from_config(config, seq=seq)
-    assert isinstance(spec, str), "only text names a factory"
-    return _from_factory(spec, batch=batch, seq=seq)
+        found, packed = _from_config(config, seq=seq), config.packed
+    else:
+        assert isinstance(spec, str), "only text names a factory"
+        packed = spec.endswith(PACKED)
+        found = _from_factory(spec.removesuffix(PACKED), batch=batch, seq=seq)
+    return _with_packed(found) if packed else found
 
 
 def _with_packed(source: ModelSource) -> ModelSource:
@@ -87,7 +85,7 @@ def _with_packed(source: ModelSource) -> ModelSource:
     if not packed:
         raise ModelError(
             f"nothing of {source.name} can be packed: it has no projections as transformers' decoders have them.",
-            what_to_do=f"Leave {PACKED} out.",
+            what_to_do=f"Leave {PACKED} (packed) out.",
         )
     note = f"projections that read one tensor are packed into {packed} linear layers"
     return dataclasses.replace(source, name=source.name + PACKED, tp_plan=None, notes=(*source.notes, note))

@@ -260,7 +260,7 @@ def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | No
     if request.graph is not None:
         return graph_identity(request.graph)
     config = find_config(request.model_spec, allow_local=allow_local)
-    return None if config is None else {"name": config.name, **config.values}
+    return None if config is None else {"name": config.name, "packed": config.packed, **config.values}
 
 
 def _require(request: PlanRequest, field: str) -> None:

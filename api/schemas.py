@@ -18,6 +18,8 @@ class HuggingFaceModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     hf_config: dict[str, Any]
+    packed: bool = False
+    """Whether projections of one tensor are packed into one layer, as ``+packed`` behind a preset's name says."""
 
 
 class TracedGraph(BaseModel):
@@ -95,7 +97,9 @@ class PlanRequest(BaseModel):
         """The model in the form that ``load_model`` takes; it takes no graph."""
         if isinstance(self.model, TracedGraph):
             raise TypeError("a graph is no model to be loaded")
-        return self.model if isinstance(self.model, str) else {"hf_config": self.model.hf_config}
+        if isinstance(self.model, str):
+            return self.model
+        return {"hf_config": self.model.hf_config, "packed": self.model.packed}
 
     @property
     def graph(self) -> dict[str, Any] | None:
@@ -167,7 +171,9 @@ class EstimateRequest(BaseModel):
     @property
     def model_spec(self) -> str | dict[str, Any]:
         """The model in the form that ``price_configuration`` takes."""
-        return self.model if isinstance(self.model, str) else {"hf_config": self.model.hf_config}
+        if isinstance(self.model, str):
+            return self.model
+        return {"hf_config": self.model.hf_config, "packed": self.model.packed}
 
 
 class PricedEstimate(BaseModel):

@@ -49,7 +49,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from api.models import PACKED, load_model, quiet_libraries
+from api.configs import PACKED
+from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.parallelism import ParallelSpec
 from cost_model.step_memory import step_memory

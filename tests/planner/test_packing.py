@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 import transformers
+from small_models import TINY_LLAMA
 from torch import nn
 
 from api.models import load_model, quiet_libraries
+from api.planning import fingerprint, opened_request
+from api.schemas import HuggingFaceModel, PlanRequest
 from planner import PlanningSession, pack_projections, unpack_state_dict
 from planner.errors import ModelError
 from planner.fused_modules import TRACED, fuse
@@ -147,6 +150,16 @@ def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
     assert source.name == "llama-3.1-8b+packed"
     assert source.tp_plan is None
     assert any("packed" in note for note in source.notes)
+    given = PlanRequest(model=HuggingFaceModel(hf_config=TINY_LLAMA, packed=True), cluster="1x4xtoy", batch=4, seq=16)
+    named = PlanRequest(model="llama-3.1-8b+packed", cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
+    for request in (given, named):
+        whole = request.model_copy(
+            update={"model": HuggingFaceModel(hf_config=TINY_LLAMA) if request is given else "llama-3.1-8b"}
+        )
+        assert fingerprint(request, allow_local=False) != fingerprint(whole, allow_local=False)
+        names = [name for name, _ in opened_request(request, allow_local=False).model.named_parameters()]
+        assert sum("qkv_proj" in name for name in names) > 0
+        assert not any("q_proj" in name for name in names)
     for fused in (False, True):
         session = PlanningSession(source.module, cluster="1x8xh100-sxm-80gb", batch=8, seq=2048, fused=fused)
         plan = session.plan(mesh="dp=2,tp=4")
