@@ -36,6 +36,7 @@ class Calls:
         self.ops = FusedOps(
             rms_norm=functools.partial(self._call, fused_ops.RMS_NORM),
             gated=functools.partial(self._call, fused_ops.GATED),
+            gated_pairs=functools.partial(self._call, fused_ops.GATED_PAIRS),
             rotary=functools.partial(self._call, fused_ops.ROTARY),
             cross_entropy=functools.partial(self._call, fused_ops.CROSS_ENTROPY),
         )
