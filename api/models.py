@@ -19,7 +19,7 @@ from torch import nn
 from api.configs import PACKED, ModelConfig, find_config
 from api.factories import call_factory
 from planner.errors import JobError, ModelError, PlanMismatchError
-from planner.packing import pack_projections, packed_layers
+from planner.packing import pack_projections, packed_layers, tp_plan_of
 from planner.plan import ShardingPlan
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(dings?)?)$")
@@ -76,7 +76,7 @@ def load_model(
 
 
 def _with_packed(source: ModelSource) -> ModelSource:
-    """Return a source with packed projections; styles by name (``tp_plan``) say nothing of those.
+    """Return a source with packed projections.
 
     Raises:
         ModelError: it has none that can be packed.
@@ -88,7 +88,8 @@ def _with_packed(source: ModelSource) -> ModelSource:
             what_to_do=f"Leave {PACKED} (packed) out.",
         )
     note = f"projections that read one tensor are packed into {packed} linear layers"
-    return dataclasses.replace(source, name=source.name + PACKED, tp_plan=None, notes=(*source.notes, note))
+    styles, notes = tp_plan_of(source.module), (*source.notes, note)
+    return dataclasses.replace(source, name=source.name + PACKED, tp_plan=styles, notes=notes)
 
 
 def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
@@ -128,7 +129,7 @@ def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSour
         module=made.module,
         example_inputs=made.example_inputs,
         seq=seq,
-        tp_plan=_tp_plan(made.module),
+        tp_plan=tp_plan_of(made.module),
         notes=notes,
     )
 
@@ -162,7 +163,7 @@ def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple
     elif seq is not None:
         notes += (f"--seq {seq} is ignored: {name} takes images of a fixed size, not sequences",)
         seq = None
-    return ModelSource(name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=_tp_plan(module), notes=notes)
+    return ModelSource(name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=tp_plan_of(module), notes=notes)
 
 
 def _hf_config(config: ModelConfig) -> Any:
@@ -265,12 +266,6 @@ def _check_positions(name: str, module: nn.Module, seq: int) -> tuple[str, ...]:
     if isinstance(trained, int) and seq > trained:
         return (f"seq {seq} is longer than the {trained} positions that {name} was made for (rotary positions go on)",)
     return ()
-
-
-def _tp_plan(module: nn.Module) -> dict[str, str] | None:
-    """Return the tensor-parallel plan that a Hugging Face model carries, by full FQN pattern, its head's included."""
-    plan = getattr(module, "tp_plan", None)
-    return dict(plan) if isinstance(plan, Mapping) and plan else None
 
 
 @contextmanager

@@ -21,6 +21,11 @@ class HuggingFaceModel(BaseModel):
     packed: bool = False
     """Whether projections of one tensor are packed into one layer, as ``+packed`` behind a preset's name says."""
 
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The model in the form that ``load_model`` and ``price_configuration`` take."""
+        return {"hf_config": self.hf_config, "packed": self.packed}
+
 
 class TracedGraph(BaseModel):
     """A model that the client traced itself, given as its graph of ops: no code, no weights (``docs/graph-format.md``).
@@ -99,7 +104,7 @@ class PlanRequest(BaseModel):
             raise TypeError("a graph is no model to be loaded")
         if isinstance(self.model, str):
             return self.model
-        return {"hf_config": self.model.hf_config, "packed": self.model.packed}
+        return self.model.spec
 
     @property
     def graph(self) -> dict[str, Any] | None:
@@ -173,7 +178,7 @@ class EstimateRequest(BaseModel):
         """The model in the form that ``price_configuration`` takes."""
         if isinstance(self.model, str):
             return self.model
-        return {"hf_config": self.model.hf_config, "packed": self.model.packed}
+        return self.model.spec
 
 
 class PricedEstimate(BaseModel):

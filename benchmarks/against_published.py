@@ -29,6 +29,7 @@ and full. How far that is off is what a plan's price is worth.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import sys
@@ -159,16 +160,8 @@ def _degrees(row: Mapping[str, str]) -> str:
     return " ".join([*degrees, row["act_ckpt"].split(" ")[0]]).strip() or "one device"
 
 
-def _model(run: PublishedRun, options: Mapping[str, Any]) -> str:
-    return run.preset + (PACKED if options.get("packed") else "")
-
-
-def session_of(run: PublishedRun, module: nn.Module, *, packed: bool = False, **options: Any) -> PlanningSession:
-    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's.
-
-    Args:
-        packed: of the module, which is so already.
-    """
+def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
+    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's."""
     return PlanningSession(
         module, cluster=run.cluster, batch=run.batch, seq=run.seq, reduce_dtype=run.reduce_dtype, **options
     )
@@ -178,7 +171,7 @@ def plan_of(run: PublishedRun, options: Mapping[str, Any]) -> Planned:
     """Return what comes of a run's job; ``options`` as of `session_of`."""
     found: ShardingPlan | str
     with quiet_libraries():
-        source = load_model(_model(run, options), batch=run.batch, seq=run.seq)
+        source = load_model(run.preset, batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
             found = session_of(run, source.module, **options).plan()
@@ -197,7 +190,7 @@ def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | s
     """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
     parallel = run.parallel
     with quiet_libraries():
-        source = load_model(_model(run, options), batch=run.batch, seq=run.seq)
+        source = load_model(run.preset, batch=run.batch, seq=run.seq)
         try:
             session = session_of(
                 run,
@@ -281,6 +274,8 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
+    if arguments.packed:
+        wanted = [dataclasses.replace(run, preset=run.preset + PACKED) for run in wanted]
     options = {
         "executable_only": not arguments.pipelines,
         "fused": arguments.fused,
@@ -288,7 +283,6 @@ def main() -> int:
         "regather": arguments.regather,
         "even_order": arguments.even_order,
         "axes": arguments.axes,
-        "packed": arguments.packed,
     }
     return show_planned(wanted, options, own=arguments.own_mesh)
 

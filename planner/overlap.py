@@ -31,22 +31,15 @@ class Overlap:
     backward: str
     once_forward: str
     once_backward: str
-    taken_share: float
-    message_share: float
+    taken_share: float = 0.0
+    message_share: float = 0.0
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Self:
         """Return how ``device`` does."""
         if not device.overlaps:
             forward, backward = quantity.BLOCKING_FORWARD, quantity.BLOCKING_BACKWARD
-            return cls(
-                forward=forward,
-                backward=backward,
-                once_forward=forward,
-                once_backward=backward,
-                taken_share=0.0,
-                message_share=0.0,
-            )
+            return cls(forward=forward, backward=backward, once_forward=forward, once_backward=backward)
         alone = in_step(device)
         return cls(
             forward=quantity.PREFETCH_FORWARD,

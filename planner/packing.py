@@ -79,6 +79,26 @@ def packed_layers(module: nn.Module) -> int:
     return sum("_packing" in vars(part) for part in module.modules())
 
 
+def tp_plan_of(module: nn.Module) -> dict[str, str] | None:
+    """Return the styles by FQN pattern that ``module`` carries (``tp_plan``, as Hugging Face's do), None without any.
+
+    A packed layer has the style of the layers that it was made from, where that is one.
+    """
+    carried = getattr(module, "tp_plan", None)
+    if not isinstance(carried, Mapping) or not carried:
+        return None
+    styles = {str(pattern): str(style) for pattern, style in carried.items()}
+    if not packed_layers(module):
+        return styles
+    found = dict(styles)
+    for packed, names in ((PACKED_ATTENTION, (QUERY, KEY, VALUE)), (PACKED_GATE, (GATE, FACTOR))):
+        for pattern, style in styles.items():
+            stem, dot, leaf = pattern.rpartition(".")
+            if leaf == names[0] and all(styles.get(f"{stem}{dot}{name}") == style for name in names):
+                found[f"{stem}{dot}{packed}"] = style
+    return found
+
+
 def _pack_attention(part: Any, uses: Mapping[int, int]) -> None:
     layers = _layers(part, (QUERY, KEY, VALUE), uses)
     width = getattr(part, "head_dim", None)

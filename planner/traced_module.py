@@ -16,6 +16,7 @@ from planner.fused_modules import TRACED, fuse
 from planner.graph import OpGraph
 from planner.inputs import GivenInputs, as_inputs, batch_of, decodes, inputs_for, with_batch, with_dtype
 from planner.job import Job, JobPhase
+from planner.packing import tp_plan_of
 from planner.trace import trace
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -159,12 +160,11 @@ def traced(
         graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
     if phase != "training":
         graph = _with_results(graph)
-    tp_plan = getattr(module, "tp_plan", None)
     return TracedModule(
         name=type(module).__name__,
         names=ModuleNames.of(module),
         fingerprint=model_fingerprint(module),
-        tp_plan=tp_plan if isinstance(tp_plan, Mapping) else None,
+        tp_plan=tp_plan_of(module),
         graph=graph,
         dtype=dtype,
         samples=samples,

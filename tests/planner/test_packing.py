@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 import transformers
 from small_models import TINY_LLAMA
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from api.models import load_model, quiet_libraries
 from api.planning import fingerprint, opened_request
@@ -17,7 +19,7 @@ from planner import PlanningSession, pack_projections, unpack_state_dict
 from planner.errors import ModelError
 from planner.fused_modules import TRACED, fuse
 from planner.packed_modules import packed_rows, unpacked_rows
-from planner.packing import packed_layers
+from planner.packing import packed_layers, tp_plan_of
 
 SIZES = {
     "hidden_size": 32,
@@ -148,7 +150,8 @@ def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
     with quiet_libraries():
         source = load_model("llama-3.1-8b+packed", seq=2048)
     assert source.name == "llama-3.1-8b+packed"
-    assert source.tp_plan is None
+    assert source.tp_plan is not None
+    assert source.tp_plan["model.layers.*.self_attn.qkv_proj"] == "colwise"
     assert any("packed" in note for note in source.notes)
     given = PlanRequest(model=HuggingFaceModel(hf_config=TINY_LLAMA, packed=True), cluster="1x4xtoy", batch=4, seq=16)
     named = PlanRequest(model="llama-3.1-8b+packed", cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
@@ -166,6 +169,30 @@ def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
         assert any(name.endswith("mlp.gate_up_proj.weight") for name in plan.plan)
         assert any(name.endswith("self_attn.qkv_proj.weight") for name in plan.plan)
         assert not any(name.endswith("q_proj.weight") for name in plan.plan)
+
+
+def test_an_experts_plan_splits_packed_layers_too() -> None:
+    steps = []
+    for name in ("llama-3.1-8b", "llama-3.1-8b+packed"):
+        with quiet_libraries():
+            source = load_model(name, seq=2048)
+        session = PlanningSession(source.module, cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
+        plan = session.plan(planner="tensor-parallel", mesh="tp=8", memory_bytes=2**40)
+        assert plan.estimate is not None
+        steps.append(plan.estimate.step_time_s)
+        for parameter, layout in plan.plan.items():
+            if re.search(r"(q|k|v|qkv|gate|up|gate_up)_proj\.weight$", parameter):
+                assert layout == (Shard(0),), parameter
+    assert steps[1] < steps[0]
+
+
+def test_only_styles_that_its_layers_share_are_a_packed_layers() -> None:
+    model = pack_projections(make("llama"))
+    model._tp_plan = {"a.q_proj": "colwise", "a.k_proj": "colwise", "b.gate_proj": "colwise", "b.up_proj": "rowwise"}
+    assert tp_plan_of(model) == model._tp_plan
+    model._tp_plan["a.v_proj"] = "colwise"
+    assert tp_plan_of(model) == {**model._tp_plan, "a.qkv_proj": "colwise"}
+    assert tp_plan_of(nn.Linear(1, 1)) is None
 
 
 def test_fused_activations_take_pairs() -> None:
