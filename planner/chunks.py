@@ -25,6 +25,8 @@ def role_of(rank: int, ranks: int) -> Role:
 def interleaved(blocks: int, ranks: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, ...], int] | None:
     """Return the blocks of each rank and the chunks that it has them in: as many as can be; None where that is one.
 
+    Of two ranks only one may have an end of the model for a chunk: they would wait for each other.
+
     Args:
         blocks: equal blocks to be spread over the ranks.
         ranks: two at least.
@@ -35,7 +37,7 @@ def interleaved(blocks: int, ranks: int, first: float = 0.0, last: float = 0.0) 
         found = []
         for fewer in itertools.product((0, 1), repeat=2):
             size, left = divmod(blocks + sum(fewer), ranks * chunks)
-            if not left and size > max(fewer):
+            if not left and (size > 1 or sum(fewer) < ranks):
                 counts = [size * chunks] * ranks
                 counts[0] -= fewer[0]
                 counts[-1] -= fewer[1]

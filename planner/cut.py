@@ -31,7 +31,7 @@ def obstacle(graph: OpGraph, blocks: Blocks) -> str | None:
     if len(blocks.lists) != 1:
         return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and one is cut"
     (listed,) = blocks.lists.values()
-    homes = _Homes.of(graph, {block: number for number, block in enumerate(listed)})
+    homes = _Homes.of(graph, {block: number for number, block in enumerate(listed)}, len(listed) - 1)
     if homes is None:
         return "its blocks do not run one after the other"
     users: dict[str, set[int]] = {}
@@ -64,11 +64,17 @@ class _Homes:
     made: Mapping[str, int]
 
     @classmethod
-    def of(cls, graph: OpGraph, stage_of: Mapping[str, int]) -> _Homes | None:
-        """Return where ops run, given the stage of each block; None where the blocks do not run in that order."""
+    def of(cls, graph: OpGraph, stage_of: Mapping[str, int], last: int) -> _Homes | None:
+        """Return where ops run, given the stage of each block; None where the blocks do not run in that order.
+
+        Args:
+            last: the stage of what runs after all blocks.
+        """
         running, own, made = 0, dict[str, int](), dict[str, int]()
-        for op in graph.ops:
-            running_here = stage_of.get(block_of(graph.calls[op.call].fqn) or "", running)
+        blocks = [block_of(graph.calls[op.call].fqn) or "" for op in graph.ops]
+        after = 1 + max((position for position, block in enumerate(blocks) if block in stage_of), default=-1)
+        for position, (op, block) in enumerate(zip(graph.ops, blocks, strict=True)):
+            running_here = last if position >= after else stage_of.get(block, running)
             if running_here < running:
                 return None
             running = running_here
@@ -91,14 +97,14 @@ def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> O
     """Return one of the stages of a graph that has no `obstacle`, or several that one rank has.
 
     Args:
-        counts: blocks of each stage.
+        counts: blocks of each stage; the first and the last may have none.
         which: from 0, in order; no two that follow each other.
     """
     (listed,) = blocks.lists.values()
     assert sum(counts) == len(listed)
     assert all(after > stage + 1 for stage, after in itertools.pairwise(which))
     numbers = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    homes = _Homes.of(graph, dict(zip(listed, numbers, strict=True)))
+    homes = _Homes.of(graph, dict(zip(listed, numbers, strict=True)), len(counts) - 1)
     assert homes is not None
     return _rank(graph, homes, which, len(counts))
 

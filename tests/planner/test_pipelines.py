@@ -15,6 +15,9 @@ from planner.opened_plan import estimate_plan
 from planner.patterns import match_keys
 from planner.plan import ShardingPlan
 
+ODD: dict[str, Any] = {"batch": 18, "ac": "none", "micro_batches": 9}
+"""As many micro-batches as are no multiple of any stages: chunks cannot interleave."""
+
 
 @pytest.fixture(scope="module")
 def interleaved() -> ShardingPlan:
@@ -24,11 +27,11 @@ def interleaved() -> ShardingPlan:
 
 @pytest.fixture(scope="module")
 def pipelined() -> ShardingPlan:
-    return session_of(SLOW, executable_only=False, ac="none", micro_batches=8).plan()
+    return session_of(SLOW, executable_only=False, **ODD).plan()
 
 
 def test_on_slow_nodes_a_pipeline_wins(pipelined: ShardingPlan) -> None:
-    executable = session_of(SLOW, ac="none", micro_batches=8).plan()
+    executable = session_of(SLOW, **ODD).plan()
     assert executable.pipeline is None
     assert executable.estimate is not None
     assert pipelined.pipeline is not None
@@ -42,7 +45,7 @@ def test_on_slow_nodes_a_pipeline_wins(pipelined: ShardingPlan) -> None:
 
 
 def test_a_mesh_can_say_how_many_stages_there_are(pipelined: ShardingPlan) -> None:
-    planned = session_of(SLOW, executable_only=False, ac="none", micro_batches=8)
+    planned = session_of(SLOW, executable_only=False, **ODD)
     given = planned.plan(mesh=str(pipelined.mesh))
     assert given.mesh == pipelined.mesh
     assert given.estimate is not None

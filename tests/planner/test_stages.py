@@ -6,13 +6,15 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from interleaved_schedule import simulated_s
 
 from cost_model import ClusterSpec
 from cost_model.parallelism import ParallelSpec
-from cost_model.pipeline import idle_share
+from cost_model.pipeline import idle_passes, idle_share
 from planner.balance import balanced
+from planner.chunks import chunk_sizes, interleaved, role_of
 from planner.report import Estimate
 from planner.stage_searches import stage_clusters
 from planner.stages import kinds_of, least_step_s, pipeline_step_s, stage_limit_s
@@ -113,3 +115,30 @@ def test_a_stage_has_whole_nodes_or_a_part_of_one() -> None:
         8: (1, 2),
         16: (1, 1),
     }
+
+
+@given(
+    ranks=st.integers(2, 6),
+    blocks=st.integers(2, 24),
+    rounds=st.integers(1, 6),
+    first=st.sampled_from([0.02, 0.1]),
+    last=st.sampled_from([0.02, 0.3, 0.66, 1.0, 2.0]),
+)
+@example(ranks=8, blocks=126, rounds=8, first=0.02, last=0.66)
+def test_an_interleaved_step_takes_no_longer_than_is_said(
+    ranks: int, blocks: int, rounds: int, first: float, last: float
+) -> None:
+    """Megatron's own order of passes, with chunks of an embedding or a head alone where there are such."""
+    found = interleaved(blocks, ranks, first, last) if blocks >= ranks else None
+    if found is None:
+        return
+    counts, chunks = found
+    seconds = [
+        [float(size) for size in chunk_sizes(role_of(rank, ranks), count, chunks)] for rank, count in enumerate(counts)
+    ]
+    seconds[0][0] += first
+    seconds[-1][-1] += last
+    micro_batches = rounds * ranks
+    passes = micro_batches + idle_passes(ranks, chunks)
+    said = least_step_s([3 * sum(of_rank) * passes for of_rank in seconds], micro_batches, chunks)
+    assert 0.85 * said < simulated_s(seconds, micro_batches) < (1.01 if rounds >= 4 else 1.03) * said
