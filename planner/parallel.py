@@ -1,8 +1,8 @@
-"""Tasks of a search, one after the other in this process, or several at once in others through joblib.
+"""Tasks of a search, one after the other in this process, or several at once.
 
-What joblib starts is its own affair: local processes, or what `joblib.parallel_config` was told (dask, ray). A worker
-is sent the search once, as bytes, and each task with its few numbers; what it finds is sent back. Which task comes next
-is decided here, one at a time, from what was found by then.
+At once they are done on this machine, here and in other processes (`planner.local_workers`), or where
+`joblib.parallel_config` was told to (dask, ray). A worker gets the search once, as bytes, and each task with its few
+numbers; what it finds is sent back. Which task comes next is decided here, one at a time, from what was found by then.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import multiprocessing
 import os
 import pickle
 import sys
+import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import joblib
@@ -32,6 +34,7 @@ import torch
 from planner import collector
 from planner.clock import Clock
 from planner.errors import JobError, SolverError
+from planner.local_workers import LocalWorkers, Round
 
 Tag = TypeVar("Tag")
 Result = TypeVar("Result")
@@ -56,10 +59,16 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A bench as bytes; two are the same where their digests are."""
+    """A bench as bytes, or the file that they are in; two are the same where their digests are."""
 
     digest: str
-    data: npt.NDArray[np.uint8] = field(compare=False)
+    data: npt.NDArray[np.uint8] | Path = field(compare=False)
+
+    def unpacked(self) -> Bench:
+        """Return a copy of the bench."""
+        data = self.data.read_bytes() if isinstance(self.data, Path) else self.data.tobytes()
+        found: Bench = pickle.loads(data)  # noqa: S301  written by `_packed`, in the process that asks
+        return found
 
 
 class _Pickler(pickle.Pickler):
@@ -85,39 +94,48 @@ def _packed(bench: Bench) -> _Sent:
 @functools.lru_cache(maxsize=1)
 def _unpacked(sent: _Sent) -> Bench:
     """Return the bench that was sent: made once in a worker, and kept until another one is sent."""
-    found: Bench = pickle.loads(sent.data.tobytes())  # noqa: S301  written by `_packed`, in the process that asks
+    found = sent.unpacked()
     _settle()
     return found
 
 
-_LOKY = "joblib.externals.loky.process_executor"
-
-
 def _settle() -> None:
-    """Have joblib's own worker processes keep what a bench remembers.
+    """Have a worker process of this machine keep what a bench remembers.
 
-    From 300 MB on joblib takes it for a leak, ends the worker and begins with another. Or, where it cannot measure
-    that, it collects garbage once a second, in all that was imported.
+    From 300 MB on loky takes it for a leak, ends the worker and begins with another. Or, where it cannot measure that,
+    it collects garbage once a second, in all that was imported.
     """
-    if multiprocessing.current_process().name.startswith("LokyProcess") and _LOKY in sys.modules:
-        sys.modules[_LOKY].__dict__["_MAX_MEMORY_LEAK_SIZE"] = sys.maxsize
+    if multiprocessing.current_process().name.startswith("LokyProcess"):
+        sys.modules["loky.process_executor"].__dict__["_MAX_MEMORY_LEAK_SIZE"] = sys.maxsize
         gc.freeze()
+
+
+def _unlink(name: str) -> None:
+    Path(name).unlink(missing_ok=True)
 
 
 _one_at_a_time = threading.Lock()
 """Of threads that share a worker's bench, where the caller has joblib use threads."""
 
 
-def _work(
+def _work(sent: _Sent, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
+    """Return what came of a task, and the seconds spent by stage. Runs in the worker."""
+    with _one_at_a_time:
+        return _done_on(_unpacked(sent), terms, task)
+
+
+def _work_numbered(
     sent: _Sent, terms: Any, number: int, task: Callable[[Any], Result]
 ) -> tuple[int, Result, Mapping[str, float]]:
-    """Return the task's number, what came of it, and the seconds spent by stage. Runs in the worker."""
-    with _one_at_a_time, collector.put_off():
-        bench = _unpacked(sent)
+    """Return the same with the task's number."""
+    return number, *_work(sent, terms, task)
+
+
+def _done_on(bench: Bench, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
+    with collector.put_off():
         bench.take(terms)
         bench.clock.spent.clear()
-        result = task(bench)
-        return number, result, dict(bench.clock.spent)
+        return task(bench), dict(bench.clock.spent)
 
 
 def _ready() -> int:
@@ -126,27 +144,10 @@ def _ready() -> int:
     return os.getpid()
 
 
-class Starting:
-    """Workers that import what they need, while this process does other things. Iterating waits until they have."""
-
-    def __init__(self, jobs: int) -> None:
-        """Have ``jobs`` workers begin, where these are not this process."""
-        workers = 0 if _is_local(jobs) else joblib.effective_n_jobs(jobs)
-        self._processes: Iterable[int] = ()
-        if workers:
-            self._processes = _parallel(jobs)(joblib.delayed(_ready)() for _ in range(workers))
-            weakref.finalize(self, _closed, self._processes)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield their processes."""
-        yield from self._processes
-
-
-def _closed(results: Any) -> None:
-    """End a round of tasks; joblib warns where some are given up."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        results.close()
+def begun(jobs: int) -> LocalWorkers | None:
+    """Have the processes begin that are to work beside this one, while this one does other things; None for no such."""
+    others = joblib.effective_n_jobs(jobs) - 1
+    return LocalWorkers(others, _ready) if others > 0 and _is_here() else None
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
@@ -160,8 +161,13 @@ def _parallel(jobs: int) -> joblib.Parallel:
     )
 
 
-def _is_local(jobs: int) -> bool:
+def _is_alone(jobs: int) -> bool:
     return jobs == 1 or joblib.effective_n_jobs(jobs) == 1
+
+
+def _is_here() -> bool:
+    """Tell whether nobody has said that tasks run elsewhere than in processes of this machine."""
+    return isinstance(joblib.parallel.get_active_backend()[0], joblib.parallel.LokyBackend)
 
 
 def checked_jobs(jobs: int) -> int:
@@ -176,17 +182,18 @@ def checked_jobs(jobs: int) -> int:
 
 
 class Pool:
-    """Does tasks on a bench, and on copies of it in ``jobs`` workers (as `joblib.Parallel` counts them)."""
+    """Does tasks on a bench, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1, begun: Starting | None = None) -> None:
+    def __init__(self, bench: Bench, jobs: int = 1, workers: LocalWorkers | None = None) -> None:
         """Take the bench.
 
         Args:
-            begun: workers that were told to begin already.
+            workers: processes of this machine that have begun already.
         """
-        self._bench, self._jobs, self._begun = bench, jobs, begun
+        self._bench, self._jobs, self._workers = bench, jobs, workers
         self._terms: Any = None
         self._sent: _Sent | None = None
+        self._copy: Bench | None = None
 
     def under(self, terms: Any) -> Pool:
         """Return this pool, ready for tasks under ``terms``."""
@@ -208,14 +215,15 @@ class Pool:
         Raises:
             SolverError: a worker died.
         """
-        if _is_local(self._jobs):
+        if _is_alone(self._jobs):
             while (picked := pick()) is not None:
                 done(*picked, picked[1](self._bench))
             return
-        self._sent = self._sent or _packed(self._bench)
         try:
-            for _ in self._begun or ():
-                pass
+            if _is_here():
+                self._run_here(pick, done)
+                return
+            self._sent = self._sent or _packed(self._bench)
             while self._round(self._sent, pick, done):
                 pass
         except BrokenExecutor as error:
@@ -223,6 +231,43 @@ class Pool:
                 f"a worker process of the search ended before its task did ({type(error).__name__}).",
                 what_to_do="Most often memory ran out: search with fewer jobs.",
             ) from error
+
+    def _run_here(self, pick: Pick[Tag], done: Done[Tag]) -> None:
+        """Do tasks in this process, and in others as soon as they are ready.
+
+        Here they work on a copy too: the bench itself is at hand for who picks, meanwhile and in another thread.
+        """
+        self._workers = workers = self._workers or begun(self._jobs)
+        assert workers is not None
+        workers.begin()
+        if self._copy is None:
+            self._sent, self._copy = self._filed()
+        sent, copy, terms = self._sent, self._copy, self._terms
+
+        def note(tag: Tag, task: Any, result: tuple[Any, Mapping[str, float]]) -> None:
+            found, spent = result
+            self._bench.clock.add(spent)
+            done(tag, task, found)
+
+        def elsewhere(task: Any) -> tuple[Any, Mapping[str, float]]:
+            found: tuple[Any, Mapping[str, float]] = workers.do(_work, sent, terms, task)
+            return found
+
+        Round(pick, note, workers.stop).run(
+            lambda task: _done_on(copy, terms, task),
+            [(functools.partial(workers.ready, n), elsewhere) for n in range(workers.count)],
+        )
+
+    def _filed(self) -> tuple[_Sent, Bench]:
+        """Return the bench as a file, there for as long as this pool, and a copy of it."""
+        sent = _packed(self._bench)
+        assert not isinstance(sent.data, Path)
+        handle, name = tempfile.mkstemp(prefix="shardplan-")
+        weakref.finalize(self, _unlink, name)
+        with os.fdopen(handle, "wb") as file:
+            file.write(sent.data.data)
+        filed = _Sent(sent.digest, Path(name))
+        return filed, filed.unpacked()
 
     def _round(self, sent: _Sent, pick: Pick[Tag], done: Done[Tag]) -> bool:
         """Do tasks until ``pick`` has none and all that were begun are done; return whether there was any."""
@@ -243,7 +288,7 @@ class Pool:
                         return
                     begun, number = begun + 1, begun
                     waiting[number] = picked
-                yield joblib.delayed(_work)(sent, self._terms, number, picked[1])
+                yield joblib.delayed(_work_numbered)(sent, self._terms, number, picked[1])
 
         results = _parallel(self._jobs)(tasks())
         try:
@@ -252,7 +297,9 @@ class Pool:
                     self._bench.clock.add(spent)
                     done(*waiting.pop(number), result)
         finally:
-            _closed(results)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # joblib's, where some are given up
+                results.close()
         if failed:
             raise failed[0]
         return begun > 0

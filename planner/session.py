@@ -35,7 +35,7 @@ from planner.job import (
 )
 from planner.notes import notes_on
 from planner.outer_search import Found, OuterSearch, Progress
-from planner.parallel import Pool, Starting, checked_jobs
+from planner.parallel import Pool, begun, checked_jobs
 from planner.pins import Pins
 from planner.pipeline_mesh import given_stages, no_pipeline, refuse_stages
 from planner.pipeline_search import Piped, PipelineSearch
@@ -90,7 +90,7 @@ class PlanningSession:
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
-        begun = Starting(checked_jobs(jobs))
+        workers = begun(checked_jobs(jobs))
         self._progress = progress
         self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
         self._executable_only = executable_only
@@ -141,7 +141,7 @@ class PlanningSession:
             even_order=self.job.even_order,
         )
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._pool = Pool(Bench(self._search), jobs, begun)
+        self._pool = Pool(Bench(self._search), jobs, workers)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None

@@ -34,7 +34,7 @@ def traced() -> TracedModel:
     return llama()
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (1, 2, 1), (0, 2, 2, 0), (1, 3, 0)])
 def test_stages_are_the_whole_model(traced: TracedModel, counts: tuple[int, ...]) -> None:
     whole = traced.graph
     stages = [cut(whole, traced.blocks, counts, stage) for stage in range(len(counts))]
@@ -55,11 +55,12 @@ def test_stages_are_the_whole_model(traced: TracedModel, counts: tuple[int, ...]
     assert not any(output.is_loss for stage in stages[:-1] for output in stage.outputs)
 
 
-def test_a_rank_has_the_stages_that_it_is_given() -> None:
+@pytest.mark.parametrize("counts", [(1,) * 6, (0, *(1,) * 6, 0)])
+def test_a_rank_has_the_stages_that_it_is_given(counts: tuple[int, ...]) -> None:
     """Chunks of an interleaved pipeline, in one graph: all that each makes, is handed and hands on."""
     traced = llama(layers=6)
-    whole, counts = traced.graph, (1,) * 6
-    for which in ((0, 2, 4), (1, 3, 5)):
+    whole, chunks = traced.graph, tuple(tuple(range(rank, len(counts), 2)) for rank in (0, 1))
+    for which in chunks:
         rank = cut(whole, traced.blocks, counts, *which)
         alone = [cut(whole, traced.blocks, counts, stage) for stage in which]
         assert {op.name for op in rank.ops} == {op.name for stage in alone for op in stage.ops}
@@ -72,7 +73,7 @@ def test_a_rank_has_the_stages_that_it_is_given() -> None:
                 for side in getattr(stage, sides)
                 if side.path.startswith("pipeline.")
             ]
-    ranks = [cut(whole, traced.blocks, counts, *which) for which in ((0, 2, 4), (1, 3, 5))]
+    ranks = [cut(whole, traced.blocks, counts, *which) for which in chunks]
     assert sum(flops(rank) for rank in ranks) == pytest.approx(flops(whole))
 
 

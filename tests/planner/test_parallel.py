@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import families
@@ -17,7 +21,7 @@ import pytest
 from planner.clock import Clock
 from planner.errors import JobError, SolverError
 from planner.outer_search import OuterSearch
-from planner.parallel import Pool, Starting, checked_jobs
+from planner.parallel import Pool, begun, checked_jobs
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
 
@@ -39,11 +43,12 @@ def add(number: int, bench: Adder) -> tuple[int, int, int]:
     """Return the sum, the process, and how many tasks its bench has done."""
     with bench.clock.stage("adding"):
         bench.done += 1
+        time.sleep(0.05)
     return number + bench.to, os.getpid(), bench.done
 
 
 def remember(bench: Adder) -> tuple[int, int]:
-    """Keep more than joblib takes for no leak (it looks once a second); return the process and its tasks done."""
+    """Keep more than loky takes for no leak (it looks once a second); return the process and its tasks done."""
     if bench.done:  # what is there after the first task it takes for granted
         bench.remembered = b"x" * 400_000_000
     bench.done += 1
@@ -51,20 +56,43 @@ def remember(bench: Adder) -> tuple[int, int]:
     return os.getpid(), bench.done
 
 
-def die(bench: Adder) -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(bench: Adder) -> None:
-    raise LookupError("of the task")
-
-
-def wait_long(bench: Adder) -> None:
+def wait_long() -> None:
     time.sleep(60)
 
 
+def fail() -> None:
+    raise LookupError("of the task")
+
+
+def interrupt() -> None:
+    """As control-C does."""
+    raise KeyboardInterrupt
+
+
+def nothing() -> None:
+    pass
+
+
+def in_turn(here: int, parts: tuple[Callable[[], None], Callable[[], None]], bench: Adder) -> None:
+    """Do one thing in the process of the tests, after a moment in which others begin, and another thing elsewhere."""
+    if os.getpid() == here:
+        time.sleep(1)
+        parts[0]()
+    else:
+        parts[1]()
+
+
+def both(here: Callable[[], None], elsewhere: Callable[[], None]) -> list[Any]:
+    """Return a task for each of two processes, and one more."""
+    return [functools.partial(in_turn, os.getpid(), (here, elsewhere))] * 3
+
+
 def workers() -> list[psutil.Process]:
-    """Return the processes that joblib started."""
+    """Return the processes that work beside this one."""
     children = psutil.Process().children(recursive=True)
     return [c for c in children if c.is_running() and "LokyProcess" in " ".join(c.cmdline())]
 
@@ -85,55 +113,80 @@ class Walk:
             self.tasks.append(self.later.pop())
 
 
+def two_at_once() -> Pool:
+    """Return a pool of this process and another one, which is ready."""
+    others = begun(2)
+    assert others is not None
+    assert others.ready(0) != os.getpid()
+    return Pool(Adder(), jobs=2, workers=others).under(0)
+
+
 def test_a_bench_is_sent_once_and_what_is_found_can_lead_to_more() -> None:
-    tasks = [functools.partial(add, number) for number in range(6)]
+    tasks = [functools.partial(add, number) for number in range(12)]
     walk, bench = Walk(tasks[:2], tasks[2:]), Adder()
+    two_at_once()
     pool = Pool(bench, jobs=2).under(100)
     pool.run(walk.pick, walk.done)
-    assert sorted(total for _, (total, _, _) in walk.found) == list(range(100, 106))
+    assert sorted(total for _, (total, _, _) in walk.found) == list(range(100, 112))
     processes = {process for _, (_, process, _) in walk.found}
-    assert os.getpid() not in processes
-    assert sum(max(n for _, (_, p, n) in walk.found if p == process) for process in processes) == 6
-    assert bench.done == 0
-    assert bench.clock.spent["adding"] > 0
+    assert len(processes) == 2
+    assert os.getpid() in processes
+    assert sum(max(n for _, (_, p, n) in walk.found if p == process) for process in processes) == 12
+    assert bench.done == 0  # the bench itself is only read: who picks looks at it meanwhile
+    assert bench.clock.spent["adding"] >= 12 * 0.05
     again = Walk(tasks[:1])
     pool.under(200).run(again.pick, again.done)
     assert [total for _, (total, _, _) in again.found] == [200]
 
 
-def test_workers_that_remember_much_are_kept() -> None:
+def test_what_is_sent_is_a_file_for_as_long_as_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    walk, pool = Walk([functools.partial(add, 1)]), Pool(Adder(), jobs=2).under(0)
+    pool.run(walk.pick, walk.done)
+    assert len(list(tmp_path.iterdir())) == 1
+    del pool
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_that_remember_much_are_kept() -> None:
     walk = Walk([remember] * 6)
-    Pool(Adder(), jobs=2).under(0).run(walk.pick, walk.done)
+    two_at_once().run(walk.pick, walk.done)
     done = [found for _, found in walk.found]
+    assert len({p for p, _ in done}) == 2
     assert sum(max(n for p, n in done if p == process) for process in {p for p, _ in done}) == 6
-    assert len({p for p, _ in done}) <= 2
 
 
-def test_workers_that_began_early_are_those_that_work() -> None:
-    begun = Starting(2)
-    processes = set(begun)
-    walk = Walk([functools.partial(add, number) for number in range(4)])
-    Pool(Adder(), jobs=2, begun=begun).under(0).run(walk.pick, walk.done)
-    # Workers that were begun anew would all be others.
-    assert processes & {process for _, (_, process, _) in walk.found}
-    assert os.getpid() not in processes
-    assert not list(Starting(1))
+def test_those_that_began_early_are_those_that_work() -> None:
+    others = begun(3)
+    assert others is not None
+    assert others.ready(1)
+    there = {process.pid for process in workers()}
+    walk = Walk([functools.partial(add, number) for number in range(30)])
+    Pool(Adder(), jobs=3, workers=others).under(0).run(walk.pick, walk.done)
+    # Others that were begun anew would be different ones.
+    assert {process for _, (_, process, _) in walk.found} <= there | {os.getpid()}
+    assert begun(1) is None
 
 
 def test_the_caller_says_where_tasks_run() -> None:
     walk = Walk([functools.partial(add, number) for number in range(4)])
     with joblib.parallel_config(backend="threading"):
+        assert begun(2) is None
         Pool(Adder(), jobs=2).under(1).run(walk.pick, walk.done)
     assert {process for _, (_, process, _) in walk.found} == {os.getpid()}
     assert max(n for _, (_, _, n) in walk.found) == 4
 
 
 def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
-    walk = Walk([die, wait_long])
+    walk, pool = Walk(both(nothing, die)), two_at_once()
     with pytest.raises(SolverError, match="worker process") as raised:
-        Pool(Adder(), jobs=2).under(0).run(walk.pick, walk.done)
+        pool.run(walk.pick, walk.done)
     assert "fewer jobs" in raised.value.what_to_do
     assert not gone(workers())
+    again = Walk([functools.partial(add, number) for number in range(4)])
+    pool.run(again.pick, again.done)
+    assert len(again.found) == 4
 
 
 def gone(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -145,23 +198,35 @@ def test_nothing_is_left_running_when_it_is_interrupted() -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    walk = Walk([wait_long, functools.partial(add, 1)])
-    with pytest.raises(KeyboardInterrupt):
-        Pool(Adder(), jobs=2).under(0).run(walk.pick, interrupted)
-    assert not gone(workers())
+    for here, done in ((interrupt, Walk([]).done), (nothing, interrupted)):
+        walk, pool = Walk(both(here, wait_long)), two_at_once()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(walk.pick, done)
+        assert not gone(workers())
+        assert time.monotonic() - began < 50  # of the 60 that the other one would wait
 
 
-def test_what_a_task_or_a_walk_raises_is_raised() -> None:
+@pytest.mark.parametrize(("here", "elsewhere"), [(fail, nothing), (nothing, fail)])
+def test_what_a_task_raises_is_raised(here: Callable[[], None], elsewhere: Callable[[], None]) -> None:
+    walk = Walk(both(here, elsewhere))
+    with pytest.raises(LookupError, match="of the task"):
+        two_at_once().run(walk.pick, walk.done)
+
+
+def test_what_a_task_raises_in_a_thread_is_raised() -> None:
+    walk = Walk(both(fail, fail))
+    with joblib.parallel_config(backend="threading"), pytest.raises(LookupError, match="of the task"):
+        Pool(Adder(), jobs=2).under(0).run(walk.pick, walk.done)
+
+
+@pytest.mark.parametrize("backend", ["loky", "threading"])
+def test_what_a_walk_raises_is_raised(backend: str) -> None:
     def broken() -> None:
         raise LookupError("of the walk")
 
-    walk = Walk([fail])
-    with joblib.parallel_config(backend="threading"):
-        pool = Pool(Adder(), jobs=2).under(0)
-        with pytest.raises(LookupError, match="of the task"):
-            pool.run(walk.pick, walk.done)
-        with pytest.raises(LookupError, match="of the walk"):
-            pool.run(broken, walk.done)
+    with joblib.parallel_config(backend=backend), pytest.raises(LookupError, match="of the walk"):
+        Pool(Adder(), jobs=2).under(0).run(broken, Walk([]).done)
 
 
 def test_no_jobs_are_refused() -> None:
