@@ -24,6 +24,7 @@ from executor.mesh import device_mesh_for
 from executor.redistribute import conjugate
 from executor.shard import shard_with_clock
 from executor.torch_internals import fake_process_group, local_of, make_dtensor
+from planner.cache_argument import cache_argument
 from planner.eager_masks import unpacked_sequences
 from planner.errors import PlanError
 from planner.plan import JobPhase, ShardingPlan
@@ -170,10 +171,13 @@ def _behind_a_prompt(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise PlanError("A decoding step needs input_ids, by keyword.", what_to_do='Give {"input_ids": ...}.')
+    cache = cache_argument(model)
+    if cache is None:
+        raise PlanError(f"{type(model).__name__} takes no cache.", what_to_do="Verify the plan of its prefill.")
     given = {**batch, "use_cache": True}
     prompt = {**given, "input_ids": batch["input_ids"].expand(-1, tokens)}
     with torch.no_grad():
-        return {**given, "past_key_values": model(**prompt).past_key_values if tokens else None}
+        return {**given, cache: getattr(model(**prompt), cache) if tokens else None}
 
 
 def _ones_like(loss: torch.Tensor) -> torch.Tensor:

@@ -191,12 +191,23 @@ def _packed_gated_mlp(module: PackedGatedMLP, ops: FusedOps, *args: Any, **kwarg
 
 def rotates(forward: Forward) -> bool:
     """Tell whether a forward calls a function of its module that turns queries and keys."""
+    inner = forward
+    while isinstance(inner, types.FunctionType) and hasattr(inner, "__wrapped__"):
+        if _cell_of_wrapped(inner) is None:
+            return False
+        inner = inner.__wrapped__
     return (
-        isinstance(forward, types.FunctionType)
-        and not hasattr(forward, "__wrapped__")
-        and _ROTARY_FUNCTION in forward.__code__.co_names
-        and _rotation_agrees(forward.__globals__.get(_ROTARY_FUNCTION))
+        isinstance(inner, types.FunctionType)
+        and _ROTARY_FUNCTION in inner.__code__.co_names
+        and _rotation_agrees(inner.__globals__.get(_ROTARY_FUNCTION))
     )
+
+
+def _cell_of_wrapped(wrapper: types.FunctionType) -> int | None:
+    """Return in which cell of its closure a decorator's function has what it wraps; None where that is not clear."""
+    wrapped = types.CellType(wrapper.__dict__["__wrapped__"])
+    held = [index for index, cell in enumerate(wrapper.__closure__ or ()) if cell == wrapped]
+    return held[0] if len(held) == 1 else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -213,6 +224,14 @@ def _rotation_agrees(function: Forward | None) -> bool:
 def _with_rotation(forward: Forward, ops: FusedOps) -> Forward:
     """Return ``forward`` as it is, but that it calls ``ops`` to turn queries and keys; other code is not affected."""
     assert isinstance(forward, types.FunctionType)
+    if hasattr(forward, "__wrapped__"):  # such as what takes arguments by their old names
+        place, cells = _cell_of_wrapped(forward), list(forward.__closure__ or ())
+        assert place is not None
+        inner = _with_rotation(forward.__wrapped__, ops)
+        cells[place] = types.CellType(inner)
+        found = _copy(forward, forward.__globals__, tuple(cells))
+        found.__dict__["__wrapped__"] = inner
+        return found
     own = forward.__globals__[_ROTARY_FUNCTION]
 
     def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any) -> Any:
@@ -221,14 +240,16 @@ def _with_rotation(forward: Forward, ops: FusedOps) -> Forward:
             return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
         return own(q, k, cos, sin, *rest, **named)
 
-    found = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, _ROTARY_FUNCTION: rotate},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    found.__kwdefaults__ = forward.__kwdefaults__
+    return _copy(forward, {**forward.__globals__, _ROTARY_FUNCTION: rotate}, forward.__closure__)
+
+
+def _copy(
+    function: types.FunctionType, names: dict[str, Any], closure: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
+    """Return a function of the same code, with other globals or another closure."""
+    found = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    found.__kwdefaults__ = function.__kwdefaults__
+    found.__dict__.update(function.__dict__)
     return found
 
 

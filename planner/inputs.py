@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture import ExampleInputs
+from planner.cache_argument import cache_argument
 from planner.errors import JobError, ModelError
 from planner.job import JobPhase
 from planner.latent_attention import latent_attentions
@@ -108,7 +109,7 @@ def decodes(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False) or latent_attentions(module):
         return False
-    return "past_key_values" in signature(module.forward).parameters
+    return cache_argument(module) is not None
 
 
 def check_decodes(module: nn.Module) -> None:

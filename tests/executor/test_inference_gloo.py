@@ -15,6 +15,7 @@ from executor.batch import local_batch
 from executor.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner import PlanningSession
+from planner.cache_argument import cache_argument
 from planner.plan import ShardingPlan
 
 BATCH, PROMPT, STEPS, VOCAB = 8, 12, 4, 256
@@ -48,13 +49,15 @@ def generate(rank: int, family: str, plans: list[dict[str, Any]]) -> list[Ran]:
         mesh = device_mesh_for(plan)
         shard_module(model, mesh, plan)
         theirs = ours = None
+        cache = cache_argument(reference)
+        assert cache is not None
         worst = 0.0
         for length in [PROMPT] + [1] * (STEPS if plan.job.phase == "decode" else 0):
             batch = {"input_ids": tokens(length)}
             with torch.no_grad():
-                expected = reference(**batch, past_key_values=theirs, use_cache=True)
-                got = model(**local_batch(batch, mesh, plan), past_key_values=ours, use_cache=True)
-            theirs, ours = expected.past_key_values, got.past_key_values
+                expected = reference(**batch, **{cache: theirs}, use_cache=True)
+                got = model(**local_batch(batch, mesh, plan), **{cache: ours}, use_cache=True)
+            theirs, ours = getattr(expected, cache), getattr(got, cache)
             worst = max(worst, (whole(got.logits) - expected.logits).abs().max().item())
         keys = ours.layers[0].keys
         found.append(Ran(worst, tuple(keys.to_local().shape), tuple(keys.shape)))
