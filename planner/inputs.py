@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.capture import ExampleInputs
 from planner.cache_argument import cache_argument
+from planner.capture import ExampleInputs
 from planner.errors import JobError, ModelError
 from planner.job import JobPhase
 from planner.latent_attention import latent_attentions
