@@ -21,6 +21,7 @@ from cost_model.devices import DeviceSpec
 from cost_model.efficiency import GemmEfficiency, by_architecture, shipped_efficiency
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
+_LARGE_TILE = 128 * 256
 _MOST_SPLITS = 8
 _PARTIAL_NBYTES = 8  # a partial sum in float32, written and read
 
@@ -100,18 +101,71 @@ def grouped_gemm_time_s(
 
     Args:
         tokens: rows of all groups together.
-        kernel: ``streams``, a multiplication for each group on a few streams (Transformer Engine's way), or
-            ``grouped``, torch's one kernel for all.
+        kernel: ``streams``, a multiplication for each group on a few streams (Transformer Engine's way),
+            ``one by one``, on one stream, or ``grouped``, torch's one kernel for all.
         efficiency: the constants; None for those that ship.
     """
-    if kernel not in ("streams", "grouped"):
-        raise ValueError(f"kernel is {kernel!r}; it is streams or grouped")
+    if kernel not in ("streams", "one by one", "grouped"):
+        raise ValueError(f"kernel is {kernel!r}; it is streams, one by one or grouped")
     constants = efficiency or shipped_efficiency().gemm
     rows = -(-tokens // groups)
+    if kernel == "one by one":
+        return groups * gemm_time_s(m=rows, n=n, k=k, device=device, dtype=dtype, efficiency=constants)
     together_s = gemm_time_s(m=rows, n=n, k=k, batch=groups, device=device, dtype=dtype, efficiency=constants)
     if kernel == "streams":
         return together_s + (groups - 1) * device.kernel_launch_s if together_s else 0.0
     return together_s / by_architecture(constants.grouped, device.architecture)
+
+
+def grouped_gradient_time_s(
+    *,
+    tokens: float,
+    n: float,
+    k: float,
+    groups: int,
+    device: DeviceSpec,
+    dtype: str,
+    kernel: str = "grouped",
+    efficiency: GemmEfficiency | None = None,
+) -> float:
+    """Return the seconds of the gradients of experts' matrices, ``[n, tokens / groups] @ [tokens / groups, k]``.
+
+    Args:
+        tokens: rows of all groups together.
+        kernel: ``one by one`` or ``grouped``, as of `grouped_gemm_time_s`.
+        efficiency: the constants; None for those that ship.
+    """
+    if kernel not in ("one by one", "grouped"):
+        raise ValueError(f"kernel is {kernel!r}; it is one by one or grouped")
+    constants = efficiency or shipped_efficiency().gemm
+    depth = tokens / groups
+    if kernel == "one by one":
+        return groups * gemm_time_s(m=n, n=k, k=depth, device=device, dtype=dtype, efficiency=constants)
+    together_s = gemm_time_s(m=n, n=k, k=depth, batch=groups, device=device, dtype=dtype, efficiency=constants)
+    return together_s / by_architecture(constants.grouped, device.architecture)
+
+
+def runs_one_by_one(
+    *,
+    tokens: float,
+    n: float,
+    groups: int,
+    architecture: str,
+    processors: int,
+    efficiency: GemmEfficiency | None = None,
+) -> bool:
+    """Tell whether experts' products ``[tokens / groups, k] @ [k, n]`` are to run one after the other.
+
+    That is, where torch's one kernel for all is slower than a product of its own (on Blackwell it reaches half the
+    rate), and where each expert's product is large enough to keep all processors busy.
+
+    Args:
+        architecture: of the device, ``sm100`` for example.
+        processors: of the device; 0 if not known.
+    """
+    constants = efficiency or shipped_efficiency().gemm
+    is_slow = by_architecture(constants.grouped, architecture) < 1.0
+    return is_slow and processors > 0 and tokens / groups * n >= processors * _LARGE_TILE
 
 
 def _tiled_time_s(

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layout import Layout, format_layout
+from executor.expert_products import ExpertProducts
 from executor.expert_rows import Exchange, Rows, exchanged_rows
 from executor.op_embedding import split_offset
 from executor.redistribute import Redistributor, contiguous_stride
@@ -158,24 +159,25 @@ class _Experts(torch.autograd.Function):
         row_weights, tokens = _of_rows(local_of(weights), rows), x[rows.token]
         if exchange is not None:
             tokens, row_weights = exchange.to_experts(tokens), exchange.to_experts(row_weights)
-        inner = _product(tokens, up_matrices, counts)
+        products = ExpertProducts.of(counts, tokens, down_matrices)
+        inner = products.of_rows(tokens, up_matrices)
         # Where tokens came from other ranks they are kept as they came.
         kept = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)
         del tokens
         gate, up = inner.chunk(2, -1)
         weighted = _activated(gate, activation).mul_(up).mul_(row_weights.to(x.dtype))
         found = torch.zeros_like(x)
-        results = _product(weighted, down_matrices, counts)
+        results = products.of_rows(weighted, down_matrices)
         if exchange is not None:
             del weighted
             results = exchange.to_tokens(results)
         found.index_add_(0, rows.token, results)
-        ctx.save_for_backward(local_of(weights), up_matrices, down_matrices, inner, rows.choice, counts, *kept)
+        ctx.save_for_backward(local_of(weights), up_matrices, down_matrices, inner, rows.choice, products.counts, *kept)
         ctx.group = None if exchange is None else exchange.group
         ctx.redistributor, ctx.output, ctx.activation = redistributor, output, activation
         ctx.layouts = tuple(hidden.placements), layout, tuple(down.placements)
         ctx.shapes = [tuple(tensor.shape) for tensor in (hidden, weights, gate_up, down)]
-        ctx.tokens = x.shape[0]
+        ctx.tokens, ctx.one_by_one = x.shape[0], products.one_by_one
         return make_dtensor(found, redistributor.device_mesh, output, hidden.shape, contiguous_stride(hidden.shape))
 
     @staticmethod
@@ -199,30 +201,30 @@ class _Experts(torch.autograd.Function):
 def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of this rank's hidden, weights, gate_up and down, given that of its result."""
     weights, up_matrices, down_matrices, inner, choice, counts, tokens, came_weights, sizes, order = ctx.saved_tensors
-    rows = Rows(choice, counts, weights.shape[1])
+    rows, products = Rows(choice, counts, weights.shape[1]), ExpertProducts(counts, ctx.one_by_one)
     exchange = None if ctx.group is None else Exchange(ctx.group, sizes, order)
     needs_x, _, needs_weights, needs_up, needs_down = ctx.needs_input_grad[:5]
     gate, up = inner.chunk(2, -1)
     row_weights = (_of_rows(weights, rows) if exchange is None else came_weights).to(inner.dtype)
     arrived = gradient[rows.token]
     arrived = arrived if exchange is None else exchange.to_experts(arrived)
-    of_weighted = _product(arrived, down_matrices.transpose(1, 2), counts)
+    of_weighted = products.of_rows(arrived, down_matrices.transpose(1, 2))
     product = _activated(gate, ctx.activation).mul_(up)
     of_weights = None
     if needs_weights:
         of_rows = (of_weighted * product).sum(-1).to(weights.dtype)
         of_rows = of_rows if exchange is None else exchange.to_tokens(of_rows)
         of_weights = weights.new_zeros(weights.numel()).index_copy_(0, rows.choice, of_rows).view(weights.shape)
-    of_down = _outer(arrived, product.mul_(row_weights), counts, down_matrices) if needs_down else None
+    of_down = products.of_matrices(arrived, product.mul_(row_weights), down_matrices) if needs_down else None
     del arrived, product
     of_inner = _through_activation(of_weighted.mul_(row_weights), gate, up, ctx.activation)
     del of_weighted
     of_up = None
     if needs_up:
-        of_up = _outer(of_inner, tokens[rows.token] if exchange is None else tokens, counts, up_matrices)
+        of_up = products.of_matrices(of_inner, tokens[rows.token] if exchange is None else tokens, up_matrices)
     of_x = None
     if needs_x:
-        passed = _product(of_inner, up_matrices.transpose(1, 2), counts)
+        passed = products.of_rows(of_inner, up_matrices.transpose(1, 2))
         if exchange is not None:
             del of_inner
             passed = exchange.to_tokens(passed)
@@ -259,23 +261,3 @@ def _through_activation(gradient: torch.Tensor, gate: torch.Tensor, up: torch.Te
     aten = torch.ops.aten
     backward = aten.silu_backward.default if activation == "silu" else aten.gelu_backward.default
     return torch.cat([backward(gradient * up, gate), gradient.mul_(_activated(gate, activation))], -1)
-
-
-def _product(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return each row times the transpose of its expert's matrix: [rows, k], [experts, n, k] -> [rows, n]."""
-    if rows.is_meta:
-        return rows.new_empty(rows.shape[0], matrices.shape[1])
-    if rows.is_cuda and rows.dtype == torch.bfloat16:
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    pieces = rows.split(counts.tolist())
-    return torch.cat([piece @ matrix.t() for piece, matrix in zip(pieces, matrices, strict=True)])
-
-
-def _outer(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Return each expert's sum over its rows of outer products: [rows, n], [rows, k] -> [experts, n, k]."""
-    if left.is_meta:
-        return torch.empty_like(matrices)
-    if left.is_cuda and left.dtype == torch.bfloat16:
-        return F.grouped_mm(left.t(), right, offs=counts.cumsum(0, dtype=torch.int32))
-    sizes = counts.tolist()
-    return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])

@@ -166,6 +166,11 @@ class ExpertsWork(NamedTuple):
         return self.rows * self.width * self.itemsize if self.ranks > 1 else 0
 
     @property
+    def least_width(self) -> int:
+        """The fewest columns that a product of rows with a matrix has, forward and backward."""
+        return min(self.width, self.inner)
+
+    @property
     def flops(self) -> float:
         """Of the forward: three matrices, a multiply-add is two."""
         return 6.0 * self.rows * self.width * self.inner

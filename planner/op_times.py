@@ -13,7 +13,7 @@ from cost_model import DeviceSpec, op_time_s
 from cost_model.attention import attention_time_s, cached_attention_time_s, causal_imbalance
 from cost_model.compute import stream_bytes_per_s
 from cost_model.efficiency import UnfusedEfficiency, shipped_efficiency
-from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
+from cost_model.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s, runs_one_by_one
 from cost_model.in_step import in_step
 from planner import experts, fused_ops
 from planner.graph import Op, Value
@@ -301,15 +301,26 @@ class OpTimes:
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
         up, down = (2 * work.inner, work.width), (work.width, work.inner)
 
+        device = self._device
+        apart = dtype == "bf16" and runs_one_by_one(
+            tokens=work.rows,
+            n=work.least_width,
+            groups=work.experts,
+            architecture=device.architecture,
+            processors=device.processors,
+        )
+        kernel = "one by one" if apart else "grouped"
+
         def product_s(n: int, k: int) -> float:
             alone_s = grouped_gemm_time_s(
-                tokens=work.rows, n=n, k=k, groups=work.experts, device=self._device, dtype=dtype, kernel="grouped"
+                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
             )
             return alone_s / self._in_step.expert_share
 
         def gradient_s(n: int, k: int) -> float:
-            depth = work.rows / work.experts
-            alone_s = gemm_time_s(m=n, n=k, k=depth, batch=work.experts, device=self._device, dtype=dtype)
+            alone_s = grouped_gradient_time_s(
+                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
+            )
             return alone_s / self._in_step.expert_share
 
         forward_s = product_s(*up) + product_s(*down) + work.forward_nbytes / bytes_per_s

@@ -10,7 +10,7 @@ from cost_model.attention import attention_time_s
 from cost_model.compute import dtype_nbytes, elementwise_time_s
 from cost_model.devices import DeviceSpec, device_names, find_device
 from cost_model.efficiency import Efficiency, shipped_efficiency
-from cost_model.gemm import gemm_time_s, grouped_gemm_time_s
+from cost_model.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s
 from published.rows import number
 
 DEVICES = (
@@ -190,9 +190,9 @@ def grouped_row_time_s(
     if match is None or "fwd+bwd" not in row["op"]:
         raise OutOfScopeError(f"no model of {row['op']}")
     groups = int(match[1])
-    weights_s = gemm_time_s(
-        m=k, n=n, k=tokens // groups, batch=groups, device=device, dtype=dtype, efficiency=constants
-    ) / (dict(constants.grouped).get(device.architecture) or dict(constants.grouped)["default"])
+    weights_s = grouped_gradient_time_s(
+        tokens=tokens, n=k, k=n, groups=groups, device=device, dtype=dtype, efficiency=constants
+    )
     all_s = seconds(tokens, n, k, groups) + seconds(tokens, k, n, groups) + weights_s
     if "quantisation" in row["op"]:
         numel = tokens * (n + k) + groups * n * k

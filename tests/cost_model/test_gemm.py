@@ -12,7 +12,14 @@ from cost_model.cluster import ClusterError, find_device
 from cost_model.compute import matmul_flops_per_s
 from cost_model.devices import DeviceSpec, device_names
 from cost_model.efficiency import shipped_efficiency
-from cost_model.gemm import gemm_flops, gemm_rate_flops_per_s, gemm_time_s, grouped_gemm_time_s
+from cost_model.gemm import (
+    gemm_flops,
+    gemm_rate_flops_per_s,
+    gemm_time_s,
+    grouped_gemm_time_s,
+    grouped_gradient_time_s,
+    runs_one_by_one,
+)
 
 H100 = find_device("h100-sxm-80gb")
 PLAIN = dataclasses.replace(
@@ -91,13 +98,36 @@ def test_grouped_is_a_batch_with_its_launches() -> None:
     assert grouped_gemm_time_s(tokens=0, groups=8, **shape) == 0.0
 
 
+def test_experts_products_run_one_by_one_where_the_grouped_kernel_is_slow() -> None:
+    blackwell, groups, n, k = find_device("gb200-nvl72-186gb"), 4, 4096, 7168
+    shape = {"groups": groups, "n": n, "k": k, "device": blackwell, "dtype": "bf16"}
+    for tokens in (groups * 2048, groups * 8192, groups * 10_000):
+        one_by_one = grouped_gemm_time_s(tokens=tokens, kernel="one by one", **shape)
+        alone = gemm_time_s(m=tokens // groups, n=n, k=k, device=blackwell, dtype="bf16")
+        assert one_by_one == pytest.approx(groups * alone)
+        assert one_by_one < 0.7 * grouped_gemm_time_s(tokens=tokens, kernel="grouped", **shape)
+        gradients = grouped_gradient_time_s(tokens=tokens, kernel="one by one", **shape)
+        assert gradients < 0.7 * grouped_gradient_time_s(tokens=tokens, **shape)
+        assert _runs_one_by_one(blackwell, tokens, n, groups)
+    assert not _runs_one_by_one(H100, groups * 8192, n, groups)  # the kernel is as fast as one product there
+    assert not _runs_one_by_one(blackwell, groups * 128, n, groups)  # most processors would idle
+    assert not _runs_one_by_one(blackwell, groups * 2048, 128, groups)
+    with pytest.raises(ValueError, match="one by one or grouped"):
+        grouped_gradient_time_s(tokens=8, kernel="streams", **shape)
+
+
+def _runs_one_by_one(device: DeviceSpec, tokens: int, n: int, groups: int) -> bool:
+    kind = {"architecture": device.architecture, "processors": device.processors}
+    return runs_one_by_one(tokens=tokens, n=n, groups=groups, **kind)
+
+
 def test_bad_arguments() -> None:
     assert gemm_time_s(m=0, n=5, k=5, device=H100, dtype="bf16") == 0.0
     with pytest.raises(ValueError, match="negative"):
         gemm_time_s(m=-1, n=5, k=5, device=H100, dtype="bf16")
     with pytest.raises(ClusterError, match="no bf16 matrix rate"):
         gemm_time_s(m=5, n=5, k=5, device=find_device("v100-sxm-32gb"), dtype="bf16")
-    with pytest.raises(ValueError, match="streams or grouped"):
+    with pytest.raises(ValueError, match="streams, one by one or grouped"):
         grouped_gemm_time_s(tokens=8, n=8, k=8, groups=2, device=H100, dtype="bf16", kernel="loop")
 
 

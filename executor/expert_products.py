@@ -1,0 +1,70 @@
+"""Products of experts' rows with their matrices: torch's one kernel for all, or a product for each.
+
+The one kernel takes bfloat16 on a GPU, and is slow on some (`cost_model.gemm.runs_one_by_one`). For a product of its
+own, how many rows an expert has must be known to the host, which waits for the GPU then, once a forward.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+
+from cost_model.gemm import runs_one_by_one
+
+
+class ExpertProducts(NamedTuple):
+    """How many rows each expert has, and how their products run.
+
+    Attributes:
+        counts: [experts]; on the CPU where products run one by one.
+    """
+
+    counts: torch.Tensor
+    one_by_one: bool
+
+    @classmethod
+    def of(cls, counts: torch.Tensor, rows: torch.Tensor, down: torch.Tensor) -> Self:
+        """Choose what is faster for ``rows`` [rows, width] and matrices like ``down`` [experts, width, inner]."""
+        apart = _one_by_one(rows, down)
+        return cls(counts.cpu() if apart and not counts.is_meta else counts, apart)
+
+    def of_rows(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Return each row times the transpose of its expert's matrix: [rows, k], [experts, n, k] -> [rows, n]."""
+        if rows.is_meta:
+            return rows.new_empty(rows.shape[0], matrices.shape[1])
+        if not self.one_by_one:
+            return F.grouped_mm(rows, matrices.transpose(1, 2), offs=self._ends())
+        found, sizes = rows.new_empty(rows.shape[0], matrices.shape[1]), self.counts.tolist()
+        for piece, matrix, result in zip(rows.split(sizes), matrices, found.split(sizes), strict=True):
+            torch.mm(piece, matrix.t(), out=result)
+        return found
+
+    def of_matrices(self, left: torch.Tensor, right: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return each expert's sum over its rows of outer products: [rows, n], [rows, k] -> [experts, n, k]."""
+        if left.is_meta:
+            return torch.empty_like(like)
+        if not self.one_by_one:
+            return F.grouped_mm(left.t(), right, offs=self._ends())
+        found, sizes = torch.empty_like(like), self.counts.tolist()
+        for a, b, result in zip(left.split(sizes), right.split(sizes), found, strict=True):
+            torch.mm(a.t(), b, out=result)
+        return found
+
+    def _ends(self) -> torch.Tensor:
+        return self.counts.cumsum(0, dtype=torch.int32)
+
+
+def _one_by_one(rows: torch.Tensor, down: torch.Tensor) -> bool:
+    if not rows.is_cuda or rows.dtype != torch.bfloat16:
+        return True
+    major, minor = torch.cuda.get_device_capability(rows.device)
+    experts, width, inner = down.shape
+    return runs_one_by_one(
+        tokens=rows.shape[0],
+        n=min(width, inner),
+        groups=experts,
+        architecture=f"sm{major}{minor}",
+        processors=torch.cuda.get_device_properties(rows.device).multi_processor_count,
+    )
