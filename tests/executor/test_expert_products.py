@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +22,9 @@ def grouped(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor) -> t
     """As `torch.nn.functional.grouped_mm`, which runs on a GPU alone."""
     ends = [0, *offs.tolist()]
     if matrices.dim() == 2:  # rows are [n, rows]
-        return torch.stack([rows[:, a:b] @ matrices[a:b] for a, b in zip(ends, ends[1:], strict=False)])
-    pieces = zip(ends, ends[1:], matrices, strict=False)
-    return torch.cat([rows[a:b] @ matrix for a, b, matrix in pieces])
+        return torch.stack([rows[:, a:b] @ matrices[a:b] for a, b in itertools.pairwise(ends)])
+    pieces = zip(itertools.pairwise(ends), matrices, strict=True)
+    return torch.cat([rows[a:b] @ matrix for (a, b), matrix in pieces])
 
 
 def test_both_ways_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
