@@ -13,6 +13,7 @@ import typer
 
 from api.cli_options import (
     Ac,
+    Attention,
     Axes,
     Batch,
     Cluster,
@@ -78,6 +79,7 @@ def plan_command(
     regather: Regather = False,
     fused: Fused = False,
     even_order: EvenOrder = False,
+    attention_kernel: Attention = None,
     time_limit: TimeLimit = None,
     jobs: Jobs = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
@@ -111,6 +113,7 @@ def plan_command(
             regather=regather,
             fused=fused,
             even_order=even_order,
+            attention_kernel=attention_kernel,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
         if output is not None:
@@ -154,6 +157,7 @@ def estimate_command(
     fused: Annotated[bool | None, typer.Option("--fused", help="As for plan; with a planner's name alone.")] = None,
     regather: Annotated[bool | None, typer.Option("--regather", help="As for plan; likewise.")] = None,
     even_order: Annotated[bool | None, typer.Option("--even-order", help="As for plan; likewise.")] = None,
+    attention_kernel: Attention = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
     virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
@@ -178,6 +182,7 @@ def estimate_command(
                 "--fused": fused,
                 "--regather": regather,
                 "--even-order": even_order,
+                "--attention-kernel": attention_kernel,
             }
             wrong = [option for option, value in for_plans.items() if value is not None]
             if wrong:
@@ -219,6 +224,7 @@ def estimate_command(
             "fused": fused,
             "regather": regather,
             "even_order": even_order,
+            "attention_kernel": attention_kernel,
         }
         given = {key: value for key, value in options.items() if value is not None}
         if file is not None:

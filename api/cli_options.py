@@ -107,6 +107,13 @@ EvenOrder = Annotated[
         "work even: no queries are exchanged; logits come in that order.",
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention-kernel",
+        help="flash3: attention in FlashAttention-3 in place of the kernel that torch chooses, on Hopper.",
+    ),
+]
 TimeLimit = Annotated[
     float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
 ]

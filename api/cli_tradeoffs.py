@@ -10,6 +10,7 @@ import typer
 
 from api.cli_options import (
     Ac,
+    Attention,
     Axes,
     Batch,
     Cluster,
@@ -66,6 +67,7 @@ def runner_ups_command(
     fused: Fused = False,
     regather: Regather = False,
     even_order: EvenOrder = False,
+    attention_kernel: Attention = None,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -83,6 +85,7 @@ def runner_ups_command(
         "fused": fused,
         "regather": regather,
         "even_order": even_order,
+        "attention_kernel": attention_kernel,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -110,6 +113,7 @@ def pareto_command(
     fused: Fused = False,
     regather: Regather = False,
     even_order: EvenOrder = False,
+    attention_kernel: Attention = None,
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
@@ -134,6 +138,7 @@ def pareto_command(
         "fused": fused,
         "regather": regather,
         "even_order": even_order,
+        "attention_kernel": attention_kernel,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
         "axes": axes,
@@ -166,6 +171,7 @@ def sizes_command(
     fused: Fused = False,
     regather: Regather = False,
     even_order: EvenOrder = False,
+    attention_kernel: Attention = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
@@ -173,7 +179,7 @@ def sizes_command(
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
     job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
-    job |= {"fused": fused, "regather": regather, "even_order": even_order}
+    job |= {"fused": fused, "regather": regather, "even_order": even_order, "attention_kernel": attention_kernel}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.tradeoff_rows import size_rows

@@ -40,7 +40,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
             reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, regather,
-            fused, even_order.
+            fused, even_order, attention_kernel.
     """
 
     def __init__(

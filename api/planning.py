@@ -119,6 +119,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "regather": request.regather,
         "fused": request.fused,
         "even_order": request.even_order,
+        "attention_kernel": request.attention_kernel,
         "progress": progress,
     }
     cluster = read_cluster(request, allow_local=allow_local)

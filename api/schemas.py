@@ -95,6 +95,8 @@ class PlanRequest(BaseModel):
     even_order: bool = False
     """Whether, where attention's sequences are split, the model has its tokens in an order that makes work under a
     causal mask even: no queries are exchanged, and logits come in that order."""
+    attention_kernel: Literal["flash3"] | None = None
+    """``flash3``: attention in FlashAttention-3, on Hopper; without it, in the kernel that torch chooses."""
     planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
 
     @property

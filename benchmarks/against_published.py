@@ -5,10 +5,11 @@
     cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
 For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
-cluster, batch, sequence and dtype of gradients' reduction, with pipelines if ``--pipelines`` says so. The two prices
-come from two models of a step (docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or
-less is priced in bf16 as well, and has no measurement to be shown. One that would not fit in bf16, by its own estimate,
-is none to compare with. Exit code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
+cluster, batch, sequence, dtype of gradients' reduction and, where it was FlashAttention-3 on a GPU that runs it,
+kernel of attention, with pipelines if ``--pipelines`` says so. The two prices come from two models of a step
+(docs/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as
+well, and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with.
+Exit code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
 
 ``--own-mesh`` plans each run's own configuration as well: its mesh, micro-batches and checkpointing are given, the rest
 is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
@@ -53,11 +54,12 @@ from torch import nn
 from api.configs import PACKED
 from api.models import load_model, quiet_libraries
 from cost_model import ClusterSpec
+from cost_model.attention import runs_kernel
 from cost_model.parallelism import ParallelSpec
 from cost_model.step_memory import step_memory
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
-from planner.job import Job
+from planner.job import AttentionKernel, Job
 
 PRESETS = {
     "Llama3-8B": "llama-3.1-8b",
@@ -77,8 +79,8 @@ OWN_MESH_COLUMNS = (*COLUMNS, "as a plan", "")
 OTHER_BITS = "its configuration does not fit in bf16"
 
 
-JobKey = tuple[str, ClusterSpec, int, int, str]
-"""Preset, cluster, batch, sequence, and the dtype that gradients are reduced in."""
+JobKey = tuple[str, ClusterSpec, int, int, str, str | None]
+"""Preset, cluster, batch, sequence, the dtype that gradients are reduced in, and a kernel of attention not torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +104,15 @@ class PublishedRun:
         return "bf16" if self.parallel.implementation.reduce_nbytes == 2 else "fp32"
 
     @property
+    def attention_kernel(self) -> AttentionKernel | None:
+        """In which the run's attention ran, where torch would not choose that."""
+        named = self.parallel.implementation.attention
+        return "flash3" if named == "flash3" and runs_kernel(named, self.cluster.device) else None
+
+    @property
     def job(self) -> JobKey:
         """What a plan is made for."""
-        return self.preset, self.cluster, self.batch, self.seq, self.reduce_dtype
+        return self.preset, self.cluster, self.batch, self.seq, self.reduce_dtype, self.attention_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +171,13 @@ def _degrees(row: Mapping[str, str]) -> str:
 def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
     """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's."""
     return PlanningSession(
-        module, cluster=run.cluster, batch=run.batch, seq=run.seq, reduce_dtype=run.reduce_dtype, **options
+        module,
+        cluster=run.cluster,
+        batch=run.batch,
+        seq=run.seq,
+        reduce_dtype=run.reduce_dtype,
+        attention_kernel=run.attention_kernel,
+        **options,
     )
 
 

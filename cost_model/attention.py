@@ -81,6 +81,11 @@ def default_kernel(device: DeviceSpec) -> str:
     return _BEST.get(device.architecture, "flash2")
 
 
+def runs_kernel(kernel: str, device: DeviceSpec) -> bool:
+    """Tell whether ``device`` runs a fused kernel, one of ``KERNELS``."""
+    return device.flash_attention and device.architecture in _ON.get(kernel, ())
+
+
 def attention_time_s(
     *,
     batch: float,

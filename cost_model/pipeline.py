@@ -22,10 +22,20 @@ def idle_passes(ranks: int, chunks: int = 1) -> float:
     return (ranks - 1) / chunks
 
 
-def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int) -> float:
+def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int, *, end_alone: bool = False) -> float:
     """Return for how many micro-batches rank ``rank`` of 1F1B, interleaved or not, holds activations of all its layers
-    at once, at most."""
-    held = (ranks * chunks + ranks - 1 - 2 * rank) / chunks if chunks > 1 else float(ranks - rank)
+    at once, at most.
+
+    Args:
+        end_alone: whether the first chunk of the first rank, or the last of the last, has no layers. Then those that
+            have some hold p each, and on the last rank one more in all.
+    """
+    if chunks == 1:
+        held = float(ranks - rank)
+    elif end_alone:
+        held = ranks + (rank > 0) / (chunks - 1)
+    else:
+        held = (ranks * chunks + ranks - 1 - 2 * rank) / chunks
     return min(float(micro_batches), held)
 
 

@@ -2,7 +2,8 @@
 
 ``sums`` [batch, heads, rows] are what attention over parts of the keys is put together by. torch has such kernels for
 CPUs, and on CUDA, for half precision without a mask, cuDNN's and FlashAttention-2: cuDNN's where torch would choose it
-for `scaled_dot_product_attention`, as it does on Hopper and Blackwell. The rest is computed with all scores in memory.
+for `scaled_dot_product_attention`, as it does on Hopper and Blackwell. FlashAttention-3 takes the place of both where a
+plan says so. The rest is computed with all scores in memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,29 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from executor import torch_internals
+from planner.errors import PlanError
+from planner.job import AttentionKernel
 
 _aten = torch.ops.aten
 _WIDTHS, _WIDEST = 8, 256
 """Widths that FlashAttention-2 takes are multiples of the one, and at most the other."""
+
+
+def use_kernel(kernel: AttentionKernel | None, device_type: str) -> None:
+    """Have attention run in ``kernel`` from now on, in this process; on a GPU alone.
+
+    Raises:
+        PlanError: it cannot be had here.
+    """
+    if kernel is None or device_type != "cuda":
+        return
+    try:
+        torch_internals.use_flash_attention_3()
+    except (ImportError, RuntimeError) as error:
+        raise PlanError(
+            f"The plan's attention runs in FlashAttention-3, which torch cannot use here: {error}.",
+            what_to_do="Install FlashAttention-3 (flash_attn_interface), or plan without attention_kernel.",
+        ) from error
 
 
 def attend(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from executor.attention_kernels import use_kernel
 from executor.boundaries import attach_boundaries
 from executor.checkpointing import checkpoint_blocks
 from executor.checks import check_plan
@@ -55,7 +56,8 @@ def shard_module(
         src_data_rank: the rank whose parameter values count; None takes each rank's own, without communication.
 
     Raises:
-        PlanError: plan, module and mesh do not fit together; nothing has been touched.
+        PlanError: plan, module and mesh do not fit together, or the plan's kernel of attention cannot be had; nothing
+            has been touched.
     """
     return _shard(module, device_mesh, plan, PhaseClock(), sharders=sharders, src_data_rank=src_data_rank)
 
@@ -76,6 +78,7 @@ def _shard(
     without_memory: bool = False,
 ) -> nn.Module:
     check_plan(module, device_mesh, plan, sharders)
+    use_kernel(plan.job.attention_kernel, device_mesh.device_type)
     groups = gather_groups(module, plan)
     # Nothing is trained in inference: no wider copy is kept.
     resting = None if plan.job.phase == "training" else compute_dtype(plan)

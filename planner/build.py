@@ -12,7 +12,7 @@ from cost_model.layout import MeshSpec
 from planner import baselines
 from planner.candidates import check_mesh
 from planner.inputs import GivenInputs
-from planner.job import JobPhase
+from planner.job import AttentionKernel, JobPhase
 from planner.outer_search import Progress
 from planner.plan import ShardingPlan
 from planner.session import PlanningSession
@@ -42,6 +42,7 @@ def build_plan(
     regather: bool = False,
     fused: bool = False,
     even_order: bool = False,
+    attention_kernel: AttentionKernel | None = None,
     axes: int = 2,
     vary_blocks: bool = False,
     executable_only: bool = True,
@@ -84,14 +85,16 @@ def build_plan(
         even_order: whether, where attention's sequences are split, the model has its tokens in an order that makes work
             under a causal mask even, so that ranks exchange no queries; what the model returns beside its loss then
             comes in that order (`executor.natural_order` undoes it).
+        attention_kernel: "flash3": attention runs in FlashAttention-3, which `executor.shard_module` has torch use, in
+            place of what torch chooses; on Hopper, with the package flash_attn_interface.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
             then takes up to three times as long.
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
             where no mesh is given.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
-        jobs: candidates looked at at once, by joblib: 1 in this process, more in as many others, -1 on all cores, or
-            where `joblib.parallel_config` says. The plan costs the same.
+        jobs: candidates looked at at once: 1 in this process, more in others beside it, -1 on all cores, or where
+            `joblib.parallel_config` says. The plan costs the same.
         progress: told of each stage.
 
     Raises:
@@ -123,6 +126,7 @@ def build_plan(
         regather=regather,
         fused=fused,
         even_order=even_order,
+        attention_kernel=attention_kernel,
         axes=axes,
         vary_blocks=vary_blocks,
         executable_only=executable_only,

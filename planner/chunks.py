@@ -22,7 +22,9 @@ def role_of(rank: int, ranks: int) -> Role:
     return "first" if rank == 0 else "last" if rank == ranks - 1 else "middle"
 
 
-def interleaved(blocks: int, ranks: int, first: float = 0.0, last: float = 0.0) -> tuple[tuple[int, ...], int] | None:
+def interleaved(
+    blocks: int, ranks: int, first: float = 0.0, last: float = 0.0, *, ends_alone: bool = True
+) -> tuple[tuple[int, ...], int] | None:
     """Return the blocks of each rank and the chunks that it has them in: as many as can be; None where that is one.
 
     Of two ranks only one may have an end of the model for a chunk: they would wait for each other.
@@ -32,12 +34,13 @@ def interleaved(blocks: int, ranks: int, first: float = 0.0, last: float = 0.0) 
         ranks: two at least.
         first, last: the work of the first and the last rank beside their blocks, in blocks. Where embedding or head
             could count as the block that makes all chunks equal, that leaves the slowest rank less.
+        ends_alone: whether a chunk may be embedding or head without any block.
     """
     for chunks in range((blocks + 2) // ranks, 1, -1):
         found = []
         for fewer in itertools.product((0, 1), repeat=2):
             size, left = divmod(blocks + sum(fewer), ranks * chunks)
-            if not left and (size > 1 or sum(fewer) < ranks):
+            if not left and (size > 1 or sum(fewer) < (ranks if ends_alone else 1)):
                 counts = [size * chunks] * ranks
                 counts[0] -= fewer[0]
                 counts[-1] -= fewer[1]

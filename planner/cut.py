@@ -26,12 +26,17 @@ PATH = "pipeline"
 """Path of the tensors that one stage hands to the next, before their number, which every stage counts from 0."""
 
 
-def obstacle(graph: OpGraph, blocks: Blocks) -> str | None:
-    """Return why a model cannot be cut into pipeline stages; None where it can."""
+def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str | None:
+    """Return why a model cannot be cut into pipeline stages; None where it can.
+
+    Args:
+        ends_alone: whether stages may be what runs before the first block, or after the last, without any block.
+    """
     if len(blocks.lists) != 1:
         return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and one is cut"
     (listed,) = blocks.lists.values()
-    homes = _Homes.of(graph, {block: number for number, block in enumerate(listed)}, len(listed) - 1)
+    stage_of = {block: number for number, block in enumerate(listed, start=int(ends_alone))}
+    homes = _Homes.of(graph, stage_of, len(listed) + 1 if ends_alone else len(listed) - 1)
     if homes is None:
         return "its blocks do not run one after the other"
     users: dict[str, set[int]] = {}

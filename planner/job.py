@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+from cost_model.attention import runs_kernel
+from cost_model.devices import DeviceSpec
 from cost_model.memory import OPTIMIZERS
 from planner.errors import JobError
 
@@ -42,6 +44,11 @@ class Checkpointing(NamedTuple):
 JobPhase = Literal["training", "prefill", "decode"]
 """What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
 
+AttentionKernel = Literal["flash3"]
+"""Kernels of attention that are not torch's own."""
+
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
+
 PHASES: tuple[JobPhase, ...] = get_args(JobPhase)
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -66,6 +73,8 @@ class Job:
         state_dtype: of the optimizer's states.
         reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are.
         flash_attention: None: where the device has it.
+        attention_kernel: what fused attention runs in: flash3, FlashAttention-3, from a package of its own, on Hopper;
+            None: whatever torch chooses.
         dropout: always as the model's config says; here so that a plan states it.
         mip_gap: relative gap at which the solver may stop.
         memory_bytes: cap on the peak per device; None takes the device's own memory.
@@ -95,6 +104,7 @@ class Job:
     state_dtype: str = "fp32"
     reduce_dtype: str = "fp32"
     flash_attention: bool | None = None
+    attention_kernel: AttentionKernel | None = None
     dropout: Literal["as-configured"] = "as-configured"
     mip_gap: float = 1e-3
     memory_bytes: int | None = None
@@ -118,6 +128,7 @@ class Job:
                 raise JobError(f"{field} is {value}.", what_to_do="Give a whole number from 1 up.", field=field)
         for field in ("dtype", "master_dtype", "state_dtype", "reduce_dtype"):
             self._check_choice(field, tuple(BYTES_PER_ELEMENT), none_is_fine=field == "master_dtype")
+        self._check_choice("attention_kernel", ATTENTION_KERNELS, none_is_fine=True)
         if self.ac is not None:
             Checkpointing.parse(self.ac)
         if not 0 <= self.mip_gap < 1:
@@ -190,6 +201,22 @@ def memory_bytes_of(memory_gb: float) -> int:
             f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
         )
     return int(memory_gb * 1e9)
+
+
+def checked_kernel(kernel: AttentionKernel | None, device: DeviceSpec, dtype: str) -> AttentionKernel | None:
+    """Return the kernel of attention that is asked for.
+
+    Raises:
+        JobError: ``device`` does not run it, or not in ``dtype``.
+    """
+    advice = "Leave attention_kernel out: torch chooses a kernel that runs."
+    if kernel in ATTENTION_KERNELS and not runs_kernel(kernel, device):
+        detail = f"attention_kernel is {kernel!r}, which {device.name} does not run."
+        raise JobError(detail, what_to_do=advice, field="attention_kernel")
+    if kernel is not None and dtype == "fp32":
+        detail = f"attention_kernel is {kernel!r}, which does not run in {dtype}."
+        raise JobError(detail, what_to_do=advice, field="attention_kernel")
+    return kernel
 
 
 def checked_tensor_overlap(tensor_overlap: bool, executable_only: bool) -> bool:

@@ -6,51 +6,95 @@ to find out for itself what is remembered here. Whoever is done with a task deci
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from loky import get_reusable_executor
+from loky import ProcessPoolExecutor
+from loky.backend import resource_tracker
+from loky.process_executor import ShutdownExecutorError
 
 Tag = TypeVar("Tag")
 
 _IDLE_S = 300
 """After so long without any task a process ends."""
 
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 
 class LocalWorkers:
-    """Processes that are kept for the next round of tasks: the same for all who ask for as many."""
+    """Some processes beside this one, as `workers` has them."""
 
-    def __init__(self, count: int, get_ready: Callable[[], int]) -> None:
-        """Have ``count`` processes begin.
+    def __init__(self, count: int) -> None:
+        self.count = count
+        threads = str(max((os.cpu_count() or 1) // (count + 1), 1))
+        env = {name: os.environ.get(name, threads) for name in _THREADS}
+        self._executor = ProcessPoolExecutor(max_workers=count, timeout=_IDLE_S, env=env)
+        self._ready: list[Future[int]] = []
+
+    def begin(self, get_ready: Callable[[], int]) -> bool:
+        """Have the processes begin that are not there; return whether that is possible.
 
         Args:
             get_ready: what each does first; returns the process.
         """
-        self.count, self._get_ready = count, get_ready
-        self._executor: Any = None
-        self._ready: list[Future[int]] = []
-        self.begin()
-
-    def begin(self) -> None:
-        """Have the processes begin that are not there."""
-        executor = get_reusable_executor(max_workers=self.count, timeout=_IDLE_S)
-        if executor is not self._executor:
-            self._executor = executor
-            self._ready = [executor.submit(self._get_ready) for _ in range(self.count)]
+        try:
+            self._ready = [self._executor.submit(get_ready) for _ in range(self.count)]
+        except (BrokenExecutor, ShutdownExecutorError):
+            return False
+        return True
 
     def ready(self, number: int) -> int:
         """Wait until as many processes as ``number`` and one more are ready; return the last of them."""
         return self._ready[number].result()
 
     def do(self, task: Callable[..., Any], *given: Any) -> Any:
-        """Return what comes of a task that one of the processes does."""
-        return self._executor.submit(task, *given).result()
+        """Return what comes of a task that one of the processes does.
+
+        Raises:
+            BrokenExecutor: the process died, or all were ended.
+        """
+        try:
+            return self._executor.submit(task, *given).result()
+        except ShutdownExecutorError as error:
+            raise BrokenExecutor(str(error)) from error
 
     def stop(self) -> None:
         """End the processes, whatever they do."""
         self._executor.shutdown(wait=True, kill_workers=True)
+
+
+_kept: dict[int, LocalWorkers] = {}
+_one_at_a_time = threading.Lock()
+
+
+def workers(count: int, get_ready: Callable[[], int]) -> LocalWorkers:
+    """Return ``count`` processes, which begin now if they are not there: the same for all in this process who ask.
+
+    Args:
+        get_ready: what each does first; returns the process.
+    """
+    with _one_at_a_time:
+        found = _kept.get(count)
+        if found is None or not found.begin(get_ready):
+            found = _kept[count] = LocalWorkers(count)
+            found.begin(get_ready)
+        return found
+
+
+def file_for(owner: object, data: memoryview) -> Path:
+    """Return a file with ``data``, there for as long as ``owner`` is, and not after this process, however it ends."""
+    handle, name = tempfile.mkstemp(prefix="shardplan-")
+    resource_tracker.register(name, "file")
+    weakref.finalize(owner, resource_tracker.maybe_unlink, name, "file")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    return Path(name)
 
 
 class Round(Generic[Tag]):
@@ -86,9 +130,9 @@ class Round(Generic[Tag]):
         Args:
             others: what waits until one is ready, and what does a task there.
         """
-        for begin, do in others:
-            threading.Thread(target=self._join, args=(begin, do), daemon=True).start()
         try:
+            for begin, do in others:
+                threading.Thread(target=self._join, args=(begin, do), daemon=True).start()
             self._work(here)
         except BaseException as error:  # noqa: BLE001  an interruption, raised below
             self._fail(error)

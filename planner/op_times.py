@@ -17,7 +17,7 @@ from cost_model.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_t
 from cost_model.in_step import in_step
 from planner import experts, fused_ops
 from planner.graph import Op, Value
-from planner.job import BYTES_PER_ELEMENT
+from planner.job import BYTES_PER_ELEMENT, AttentionKernel
 from planner.op_profile import OpProfile
 from planner.profile import ATTENTION
 from planner.strategies.context_parallel import ContextWork, is_causal, may_split
@@ -80,11 +80,13 @@ class OpTimes:
     backward is made of. One that does not is charged for one kernel per op and pass, as it runs inside a step.
     """
 
-    def __init__(self, device: DeviceSpec, flash_attention: bool) -> None:
+    def __init__(
+        self, device: DeviceSpec, flash_attention: bool, attention_kernel: AttentionKernel | None = None
+    ) -> None:
         self._host_op_s = device.host_op_s
         self._device = dataclasses.replace(device, kernel_launch_s=0.0) if self._host_op_s else device
         self._in_step = in_step(device)
-        self._kernel = "flash" if flash_attention else "unfused"
+        self._kernel = (attention_kernel or "flash") if flash_attention else "unfused"
         self._known: dict[tuple[object, ...], OpTime] = {}
 
     def of(

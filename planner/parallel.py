@@ -16,10 +16,8 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ import torch
 from planner import collector
 from planner.clock import Clock
 from planner.errors import JobError, SolverError
-from planner.local_workers import LocalWorkers, Round
+from planner.local_workers import LocalWorkers, Round, file_for, workers
 
 Tag = TypeVar("Tag")
 Result = TypeVar("Result")
@@ -110,10 +108,6 @@ def _settle() -> None:
         gc.freeze()
 
 
-def _unlink(name: str) -> None:
-    Path(name).unlink(missing_ok=True)
-
-
 _one_at_a_time = threading.Lock()
 """Of threads that share a worker's bench, where the caller has joblib use threads."""
 
@@ -145,9 +139,9 @@ def _ready() -> int:
 
 
 def begun(jobs: int) -> LocalWorkers | None:
-    """Have the processes begin that are to work beside this one, while this one does other things; None for no such."""
+    """Have the processes begin that are to work beside this one, and return them, ready or not; None for no such."""
     others = joblib.effective_n_jobs(jobs) - 1
-    return LocalWorkers(others, _ready) if others > 0 and _is_here() else None
+    return workers(others, _ready) if others > 0 and _is_here() else None
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
@@ -184,16 +178,11 @@ def checked_jobs(jobs: int) -> int:
 class Pool:
     """Does tasks on a bench, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1, workers: LocalWorkers | None = None) -> None:
-        """Take the bench.
-
-        Args:
-            workers: processes of this machine that have begun already.
-        """
-        self._bench, self._jobs, self._workers = bench, jobs, workers
+    def __init__(self, bench: Bench, jobs: int = 1) -> None:
+        self._bench, self._jobs = bench, jobs
         self._terms: Any = None
         self._sent: _Sent | None = None
-        self._copy: Bench | None = None
+        self._here: tuple[_Sent, Bench] | None = None
 
     def under(self, terms: Any) -> Pool:
         """Return this pool, ready for tasks under ``terms``."""
@@ -237,12 +226,10 @@ class Pool:
 
         Here they work on a copy too: the bench itself is at hand for who picks, meanwhile and in another thread.
         """
-        self._workers = workers = self._workers or begun(self._jobs)
-        assert workers is not None
-        workers.begin()
-        if self._copy is None:
-            self._sent, self._copy = self._filed()
-        sent, copy, terms = self._sent, self._copy, self._terms
+        others = begun(self._jobs)
+        assert others is not None
+        self._here = self._here or self._filed()
+        (sent, copy), terms = self._here, self._terms
 
         def note(tag: Tag, task: Any, result: tuple[Any, Mapping[str, float]]) -> None:
             found, spent = result
@@ -250,23 +237,19 @@ class Pool:
             done(tag, task, found)
 
         def elsewhere(task: Any) -> tuple[Any, Mapping[str, float]]:
-            found: tuple[Any, Mapping[str, float]] = workers.do(_work, sent, terms, task)
+            found: tuple[Any, Mapping[str, float]] = others.do(_work, sent, terms, task)
             return found
 
-        Round(pick, note, workers.stop).run(
+        Round(pick, note, others.stop).run(
             lambda task: _done_on(copy, terms, task),
-            [(functools.partial(workers.ready, n), elsewhere) for n in range(workers.count)],
+            [(functools.partial(others.ready, n), elsewhere) for n in range(others.count)],
         )
 
     def _filed(self) -> tuple[_Sent, Bench]:
         """Return the bench as a file, there for as long as this pool, and a copy of it."""
         sent = _packed(self._bench)
         assert not isinstance(sent.data, Path)
-        handle, name = tempfile.mkstemp(prefix="shardplan-")
-        weakref.finalize(self, _unlink, name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(sent.data.data)
-        filed = _Sent(sent.digest, Path(name))
+        filed = _Sent(sent.digest, file_for(self, sent.data.data))
         return filed, filed.unpacked()
 
     def _round(self, sent: _Sent, pick: Pick[Tag], done: Done[Tag]) -> bool:

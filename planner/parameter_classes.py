@@ -176,11 +176,11 @@ def block_gathers(
             for value in values:
                 held[home[value.name]][index] += 1
     found: list[BlockGather] = []
-    last = max(held, key=lambda block: timeline.starts[block], default="")
-    leading = {
-        min((b for b in held if timeline.starts[b] >= chunk), key=lambda block: timeline.starts[block], default="")
-        for chunk in timeline.chunks
-    }
+    in_order = sorted(held, key=lambda block: timeline.starts[block])
+    last = in_order[-1] if in_order else ""
+    # The first of all begins a later chunk where the first chunk has no block, and is exposed as the first already.
+    leading = {next((b for b in in_order if timeline.starts[b] >= chunk), "") for chunk in timeline.chunks}
+    leading -= set(in_order[:1])
     for block in blocks.representatives:
         if block in held:
             numel = sum(

@@ -132,7 +132,10 @@ class PipelineSearch:
         self._bench = Bench(self.search)
         terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
         self._here = Pool(self._bench).under(terms)
-        self._space = PipelineSpace(self.search, self._work, self._stages.clusters, self.only, self.axes)
+        stages = self._stages
+        self._space = PipelineSpace(
+            self.search, self._work, stages.clusters, self.only, self.axes, stages.may_have_ends_alone()
+        )
 
     @property
     def _stages(self) -> StageSearches:

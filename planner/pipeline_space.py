@@ -44,6 +44,7 @@ class PipelineSpace:
         clusters: number of stages -> what one of them has.
         only: the one number of stages, and their mesh; None: all.
         axes: that the mesh of a stage has at most.
+        ends_alone: whether a chunk of an interleaved stage may be what runs before all blocks, or after, alone.
     """
 
     search: Search
@@ -51,6 +52,7 @@ class PipelineSpace:
     clusters: Mapping[int, ClusterSpec]
     only: tuple[int, MeshSpec] | None
     axes: int
+    ends_alone: bool
 
     def pipelines(self, counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
         """Yield every pipeline in one of these numbers of micro-batches and modes of checkpointing."""
@@ -77,7 +79,7 @@ class PipelineSpace:
 
     def spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
         """Return ways to spread the blocks over so many stages, and the chunks that each stage has them in."""
-        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends)
+        found = interleaved(len(listed_blocks(self.search)), stages, *self._ends, ends_alone=self.ends_alone)
         return [*((split, 1) for split in self.splits(stages)), *(() if found is None else (found,))]
 
     def _may_split(self, mesh: MeshSpec, stages: int, count: int) -> bool:

@@ -13,6 +13,7 @@ from cost_model.layout import MeshSpec
 from planner.base import ShardingPlanner
 from planner.build import build_plan
 from planner.inputs import GivenInputs
+from planner.job import AttentionKernel
 from planner.plan import ShardingPlan
 
 
@@ -36,6 +37,7 @@ class _LocalPlanner(ShardingPlanner):
     regather: bool = False
     fused: bool = False
     even_order: bool = False
+    attention_kernel: AttentionKernel | None = None
     axes: int = 2
 
     kind: ClassVar[str]
@@ -78,6 +80,7 @@ class _LocalPlanner(ShardingPlanner):
             regather=self.regather,
             fused=self.fused,
             even_order=self.even_order,
+            attention_kernel=self.attention_kernel,
             axes=self.axes,
             executable_only=self._executable_only(),
             tensor_overlap=self._tensor_overlap(),

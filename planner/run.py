@@ -24,6 +24,7 @@ class StagePlace:
         cluster: that all stages are on.
         chunks: of the model that each stage has; more than one are interleaved.
         bounds_chunks: whether it is looked at, in one chunk, for what it says of all stages, interleaved ones too.
+        end_alone: whether one of its chunks is what runs before all blocks, or after, alone.
     """
 
     index: int
@@ -31,6 +32,7 @@ class StagePlace:
     cluster: ClusterSpec
     chunks: int = 1
     bounds_chunks: bool = False
+    end_alone: bool = False
 
     def group(self, mesh: MeshSpec) -> AxisGroup:
         """Return how the ranks that hand tensors on to each other lie on the nodes; ``mesh`` is of one stage."""
@@ -92,4 +94,6 @@ class Run:
         place = self.place
         if place is None:
             return 1
-        return held_micro_batches(place.stages, place.chunks, self.micro_batches, place.index)
+        return held_micro_batches(
+            place.stages, place.chunks, self.micro_batches, place.index, end_alone=place.end_alone
+        )

@@ -114,7 +114,9 @@ class Search:
         self.memory_bytes = job.memory_bytes or cluster.memory_bytes
         shared = beside is not None and beside.cluster == cluster
         self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
-        self.op_times: OpTimes = OpTimes(cluster.device, traced.flash_attention) if beside is None else beside.op_times
+        self.op_times: OpTimes = (
+            OpTimes(cluster.device, traced.flash_attention, job.attention_kernel) if beside is None else beside.op_times
+        )
         self._state_bytes = self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
         self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None

@@ -26,9 +26,11 @@ from planner.cut import obstacle
 from planner.errors import MeshError, PlannerError, SolverError
 from planner.inputs import GivenInputs, batch_of
 from planner.job import (
+    AttentionKernel,
     Checkpointing,
     Job,
     JobPhase,
+    checked_kernel,
     checked_tensor_overlap,
     checked_time_limit_s,
     memory_bytes_of,
@@ -82,6 +84,7 @@ class PlanningSession:
         regather: bool = False,
         fused: bool = False,
         even_order: bool = False,
+        attention_kernel: AttentionKernel | None = None,
         axes: int = 2,
         vary_blocks: bool = False,
         executable_only: bool = True,
@@ -90,7 +93,7 @@ class PlanningSession:
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
-        workers = begun(checked_jobs(jobs))
+        begun(checked_jobs(jobs))
         self._progress = progress
         self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
         self._executable_only = executable_only
@@ -109,6 +112,7 @@ class PlanningSession:
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             flash_attention=flash,
+            attention_kernel=checked_kernel(attention_kernel, self.cluster.device, dtype),
             memory_bytes=None if memory_gb is None else memory_bytes_of(memory_gb),
             micro_batches=micro_batches,
             ac=ac,
@@ -141,7 +145,7 @@ class PlanningSession:
             even_order=self.job.even_order,
         )
         self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._pool = Pool(Bench(self._search), jobs, workers)
+        self._pool = Pool(Bench(self._search), jobs)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None

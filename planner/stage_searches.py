@@ -121,6 +121,7 @@ class StageSearches:
     clusters: dict[int, ClusterSpec]
     _models: dict[tuple[Role, int, int], TracedModel] = field(default_factory=dict)
     _searches: dict[tuple[Role, int, int, int], Search] = field(default_factory=dict)
+    _ends_alone: bool | None = None
 
     def of(self, kind: StageKind, stages: int) -> Search:
         """Return what plans a kind of stage on its share of the cluster."""
@@ -133,6 +134,13 @@ class StageSearches:
             found.memory_bytes = whole.memory_bytes
             self._searches[key] = found
         return self._searches[key]
+
+    def may_have_ends_alone(self) -> bool:
+        """Tell whether a chunk may be what runs before all blocks, or after, alone."""
+        if self._ends_alone is None:
+            traced = self.whole.traced
+            self._ends_alone = cutting.obstacle(traced.graph, traced.blocks, ends_alone=True) is None
+        return self._ends_alone
 
     def under(self, memory_bytes: int, restrict: Callable[[MeshSpec], Restriction | None]) -> None:
         """Plan under another cap on memory, and with other choices left."""
@@ -168,6 +176,7 @@ class StageSearches:
             cluster=self.whole.cluster,
             chunks=pipeline.chunks,
             bounds_chunks=pipeline.bounds_chunks,
+            end_alone=0 in chunk_sizes(kind.role, kind.blocks, kind.chunks),
         )
         run = search.run_of(pipeline.mesh, pipeline.micro_batches, pipeline.ac)
         return dataclasses.replace(run, place=place)

@@ -11,8 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor import attention_kernels, torch_internals
-from executor.attention_kernels import attend, attend_backward
+from executor.attention_kernels import attend, attend_backward, use_kernel
 from executor.redistribute import stride_as
+from planner.errors import PlanError
 
 _ATEN = torch.ops.aten
 
@@ -147,3 +148,27 @@ def test_torch_says_which_kernel_it_would_run() -> None:
         assert torch_internals.chosen_attention(q, k, k, True, 0.4) == SDPBackend.MATH
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert torch_internals.chosen_attention(q, k, k, True, 0.4) == SDPBackend.FLASH_ATTENTION
+
+
+def test_flash_attention_3_is_asked_for_where_a_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch_internals, "activate_flash_attention_impl", asked.append)
+    try:
+        use_kernel(None, "cuda")
+        use_kernel("flash3", "cpu")
+        assert not asked
+        assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
+        use_kernel("flash3", "cuda")
+        assert asked == ["FA3"]
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
+
+
+def test_flash_attention_3_that_is_not_installed_is_an_error_that_says_so() -> None:
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(PlanError, match="flash_attn_interface") as raised:
+        use_kernel("flash3", "cuda")
+    assert "plan without attention_kernel" in raised.value.what_to_do
+    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on

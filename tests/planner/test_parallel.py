@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Adder:
     clock: Clock = field(default_factory=Clock)
     done: int = 0
     remembered: bytes = b""
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # a worker keeps the last bench, one of the same bytes
 
     def take(self, terms: int) -> None:
         self.to = terms
@@ -118,7 +120,7 @@ def two_at_once() -> Pool:
     others = begun(2)
     assert others is not None
     assert others.ready(0) != os.getpid()
-    return Pool(Adder(), jobs=2, workers=others).under(0)
+    return Pool(Adder(), jobs=2).under(0)
 
 
 def test_a_bench_is_sent_once_and_what_is_found_can_lead_to_more() -> None:
@@ -163,7 +165,7 @@ def test_those_that_began_early_are_those_that_work() -> None:
     assert others.ready(1)
     there = {process.pid for process in workers()}
     walk = Walk([functools.partial(add, number) for number in range(30)])
-    Pool(Adder(), jobs=3, workers=others).under(0).run(walk.pick, walk.done)
+    Pool(Adder(), jobs=3).under(0).run(walk.pick, walk.done)
     # Others that were begun anew would be different ones.
     assert {process for _, (_, process, _) in walk.found} <= there | {os.getpid()}
     assert begun(1) is None
