@@ -32,6 +32,16 @@ def simulated_s(forward_s: Sequence[Sequence[float]], micro_batches: int) -> flo
     return max(clock)
 
 
+def most_held(rank: int, ranks: int, chunks: int, micro_batches: int, *, empty: int | None = None) -> int:
+    """Return the most passes forward whose backward is to come, those of the chunk ``empty`` not counted."""
+    held = most = 0
+    for what, chunk, _ in _passes(rank, ranks, chunks, micro_batches):
+        if chunk != empty:
+            held += 1 if what == "forward" else -1
+            most = max(most, held)
+    return most
+
+
 def _passes(rank: int, ranks: int, chunks: int, micro_batches: int) -> Iterator[_Pass]:
     """Yield what a rank runs, in its order: some forwards first, then one of each in turn."""
     total = micro_batches * chunks

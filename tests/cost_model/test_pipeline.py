@@ -3,9 +3,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interleaved_schedule import most_held
 
 from cost_model.parallelism import ParallelSpec
-from cost_model.pipeline import idle_share, micro_batches_in_flight
+from cost_model.pipeline import held_micro_batches, idle_share, micro_batches_in_flight
 
 FOUR = ParallelSpec(micro_batch=1, micro_batches=8, seq=8, pipeline=4)
 
@@ -39,3 +40,14 @@ def test_interleaving_never_idles_longer(ranks, chunks):
 def test_a_rank_outside_the_pipeline_is_refused():
     with pytest.raises(ValueError, match="pipeline has 4"):
         micro_batches_in_flight(FOUR, 4)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (3, 2), (4, 4), (8, 16)])
+def test_interleaved_ranks_hold_what_the_schedule_says(ranks, chunks):
+    count = 4 * ranks
+    for rank in range(ranks):
+        held = held_micro_batches(ranks, chunks, count, rank)
+        assert most_held(rank, ranks, chunks, count) == pytest.approx(held * chunks)
+    for rank, empty in ((0, 0), (ranks - 1, chunks - 1)):
+        held = held_micro_batches(ranks, chunks, count, rank, end_alone=True)
+        assert most_held(rank, ranks, chunks, count, empty=empty) == pytest.approx(held * (chunks - 1))

@@ -7,7 +7,9 @@ from typing import Any
 
 import families
 import pytest
+import torch
 from small_models import TINY_LLAMA
+from torch import nn
 
 from api.models import load_model, quiet_libraries
 from planner.candidates import TracedModel
@@ -93,3 +95,47 @@ def test_what_is_no_single_list_of_blocks_is_not_cut(family: str, why: str) -> N
     module, inputs = families.make(family, 8)
     session = PlanningSession(module, cluster="1x2xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
     assert why in (obstacle(session._traced.graph, session._traced.blocks) or "")
+
+
+class Residual(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if scale is None else x * scale).relu() + x
+
+
+class Reaching(nn.Module):
+    """Blocks, one after the other, some parts of which reach further than to the next."""
+
+    def __init__(self, reach: str, blocks: int = 6) -> None:
+        super().__init__()
+        self.reach = reach
+        self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(Residual(8, 8) for _ in range(blocks))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(ids) * self.scale
+        seen = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.scale) if self.reach == "parameter" and number == 0 else layer(x)
+            seen.append(x)
+        last = seen[-2] if self.reach == "head" else 0
+        logits = self.head(x + last)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())}
+
+
+@pytest.mark.parametrize("reach", ["head", "parameter"])
+def test_what_reaches_over_an_end_is_not_cut_into_ends_alone(reach: str) -> None:
+    options: dict[str, Any] = {"dtype": "fp32", "micro_batches": 8, "executable_only": False, "ac": "none"}
+    inputs = {"ids": torch.zeros(8, 4, dtype=torch.long)}
+    session = PlanningSession(Reaching(reach), cluster="4x1xtoy", example_inputs=inputs, **options)
+    graph, blocks = session._traced.graph, session._traced.blocks
+    assert obstacle(graph, blocks) is None
+    assert obstacle(graph, blocks, ends_alone=True) is not None
+    plan = session.plan(mesh="pp=4,dp=1")
+    assert plan.pipeline is not None
+    assert plan.pipeline.chunks == 1
+    plain = PlanningSession(Reaching("nothing"), cluster="4x1xtoy", example_inputs=inputs, **options)
+    assert obstacle(plain._traced.graph, plain._traced.blocks, ends_alone=True) is None
+    plan = plain.plan(mesh="pp=4,dp=1")
+    assert plan.pipeline is not None
+    assert plan.pipeline.chunks == 2

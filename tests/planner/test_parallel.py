@@ -166,6 +166,7 @@ def test_those_that_began_early_are_those_that_work() -> None:
     there = {process.pid for process in workers()}
     walk = Walk([functools.partial(add, number) for number in range(30)])
     Pool(Adder(), jobs=3).under(0).run(walk.pick, walk.done)
+    others.stop()
     # Others that were begun anew would be different ones.
     assert {process for _, (_, process, _) in walk.found} <= there | {os.getpid()}
     assert begun(1) is None

@@ -161,6 +161,30 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
             assert max(len(sent.intersection(waiting)), len(received.intersection(waiting))) <= 1
 
 
+def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: PlanningSession) -> None:
+    cluster = ClusterSpec.parse("4x2xtoy")
+    whole = Search(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    stages = StageSearches(whole, lambda mesh: None, {4: dataclasses.replace(cluster, nodes=1)})
+    counts, chunks = spread(6, 4) or ((), 1)
+    assert (counts, chunks) == ((1, 2, 2, 1), 2)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
+    for kind in pipeline.kinds:
+        search = stages.of(kind, 4)
+        ends = 0 if kind.role == "middle" else 1
+        assert [sum(b.is_first + b.leading for b in search.traced.structure(2).gathers)] == [chunks - ends]
+        run = stages.run(search, kind, pipeline)
+        assert run.in_flight == 4  # all of them: the schedule would hold as many or more
+        assert run.place is not None
+        assert run.place.end_alone is bool(ends)
+        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        assert formulation is not None
+        for seed in range(5):
+            assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
+            assert assignment is not None
+            price = itemise(formulator, structure, decision_of(formulation, assignment))
+            assert min(s for name, s in price.charge.items() if "forward" in name or "backward" in name) >= 0.0
+
+
 def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSession) -> None:
     """A rank earlier holds as many chunks more as the schedule says, of as many blocks."""
     stages = StageSearches(six_blocks._search, lambda mesh: None, {3: ClusterSpec.parse("1x1xtoy")})
