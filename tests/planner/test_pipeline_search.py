@@ -33,7 +33,7 @@ def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> Pi
 
 def space_of(bench: Bench) -> PipelineSpace:
     work = Work.of_model(bench.search, 1, ["none"])
-    return PipelineSpace(bench.search, work, bench.stages.clusters, None, 2)
+    return PipelineSpace(bench.search, work, bench.stages.clusters, None, 2, bench.stages.may_have_ends_alone())
 
 
 _ANY_S = 1e6
@@ -140,7 +140,9 @@ def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(ca
         solved = task(walk._bench)
         if solved.best is not None:
             times[pipeline] = solved.best.step_time_s
-    walk._space = PairsAlone(walk._space.search, walk._space.work, walk._space.clusters, None, 2)
+    walk._space = PairsAlone(
+        walk._space.search, walk._space.work, walk._space.clusters, None, 2, walk._space.ends_alone
+    )
     found = walk.best().plan
     assert found is not None
     assert len(times) > 1
