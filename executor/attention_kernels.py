@@ -16,18 +16,27 @@ from planner.errors import PlanError
 from planner.job import AttentionKernel
 
 _aten = torch.ops.aten
+_HOPPER = (9, 0)
 _WIDTHS, _WIDEST = 8, 256
 """Widths that FlashAttention-2 takes are multiples of the one, and at most the other."""
 
 
 def use_kernel(kernel: AttentionKernel | None, device_type: str) -> None:
-    """Have attention run in ``kernel`` from now on, in this process; on a GPU alone.
+    """Have attention run in ``kernel`` from now on, in this process, or in what torch chooses; on a GPU alone.
 
     Raises:
         PlanError: it cannot be had here.
     """
-    if kernel is None or device_type != "cuda":
+    if device_type != "cuda":
         return
+    if kernel is None:
+        torch_internals.use_own_attention()
+        return
+    if torch.cuda.get_device_capability() != _HOPPER:
+        raise PlanError(
+            f"The plan's attention runs in FlashAttention-3, which {torch.cuda.get_device_name()} does not run.",
+            what_to_do="Plan for this device, or without attention_kernel.",
+        )
     try:
         torch_internals.use_flash_attention_3()
     except (ImportError, RuntimeError) as error:

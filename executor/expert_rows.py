@@ -79,10 +79,24 @@ class Exchange(NamedTuple):
         return sent, arriving
 
 
+class Arriving(NamedTuple):
+    """Rows that come to a rank.
+
+    Attributes:
+        rows: how many.
+        counts: of each of its experts, [experts].
+        on_host: the same on the CPU.
+    """
+
+    rows: int
+    counts: torch.Tensor
+    on_host: torch.Tensor
+
+
 def exchanged_rows(
     redistributor: Redistributor, index: torch.Tensor, all_experts: int, layout: Layout, axis: int
-) -> tuple[Rows, torch.Tensor, Exchange]:
-    """Return this rank's rows by rank and expert, how many come for each of its own experts, and the exchange.
+) -> tuple[Rows, Exchange, Arriving]:
+    """Return this rank's rows by rank and expert, the exchange, and what comes to its own experts.
 
     Args:
         index: this rank's tokens' experts, [tokens, chosen].
@@ -101,10 +115,15 @@ def exchanged_rows(
     sent = index.new_empty(ranks * experts) if index.is_meta else rows.counts
     arriving = torch_internals.all_to_all(sent, group).view(ranks, experts)
     if index.is_meta:
-        return rows, arriving.sum(0), Exchange(group, torch.empty(0), torch.empty_like(rows.choice))
-    sizes = torch.stack([sent.view(ranks, experts).sum(1), arriving.sum(1)]).cpu()
+        counts = arriving.sum(0)
+        exchange = Exchange(group, torch.empty(0), torch.empty_like(rows.choice))
+        return rows, exchange, Arriving(rows.choice.shape[0], counts, counts)
+    # All that the host has to know, in one message.
+    known = torch.cat([sent.view(ranks, experts).sum(1), arriving.sum(1), arriving.sum(0)]).cpu()
+    sizes, on_host = known[: 2 * ranks].view(2, ranks), known[2 * ranks :]
     of_expert = torch.arange(experts, device=index.device).repeat(ranks).repeat_interleave(arriving.flatten())
-    return rows, arriving.sum(0), Exchange(group, sizes, of_expert.argsort(stable=True))
+    exchange = Exchange(group, sizes, of_expert.argsort(stable=True))
+    return rows, exchange, Arriving(int(sizes[1].sum()), arriving.sum(0), on_host)
 
 
 def _experts_by_rank(

@@ -153,13 +153,13 @@ class _Experts(torch.autograd.Function):
         if axis is None:
             first, count = split_offset(redistributor, all_experts, layout, 0)
             rows = Rows.of(local_of(index), first, count, all_experts)
-            counts = rows.counts
+            products = ExpertProducts.of(rows.counts, None, rows.choice.shape[0], down_matrices)
         else:
-            rows, counts, exchange = exchanged_rows(redistributor, local_of(index), all_experts, layout, axis)
+            rows, exchange, arriving = exchanged_rows(redistributor, local_of(index), all_experts, layout, axis)
+            products = ExpertProducts.of(arriving.counts, arriving.on_host, arriving.rows, down_matrices)
         row_weights, tokens = _of_rows(local_of(weights), rows), x[rows.token]
         if exchange is not None:
             tokens, row_weights = exchange.to_experts(tokens), exchange.to_experts(row_weights)
-        products = ExpertProducts.of(counts, tokens, down_matrices)
         inner = products.of_rows(tokens, up_matrices)
         # Where tokens came from other ranks they are kept as they came.
         kept = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl
 
 from cost_model.layout import Layout
 from planner.report import CollectiveKind
@@ -105,14 +105,27 @@ def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
         return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal, scale=scale, enable_gqa=True))
 
 
+_cudnn_before: list[bool] = []
+"""Whether cuDNN's attention was allowed before FlashAttention-3 was asked for; empty where it was not."""
+
+
 def use_flash_attention_3() -> None:
     """Have `scaled_dot_product_attention` run FlashAttention-3 from now on, in this process, where it can.
 
     Raises:
         ImportError, RuntimeError: the package ``flash_attn_interface`` is not there, or not what torch expects.
     """
-    activate_flash_attention_impl("FA3")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # torch prefers cuDNN's kernel on Hopper
+    if not _cudnn_before:
+        activate_flash_attention_impl("FA3")
+        _cudnn_before.append(torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)  # torch prefers cuDNN's kernel on Hopper
+
+
+def use_own_attention() -> None:
+    """Undo ``use_flash_attention_3``."""
+    if _cudnn_before:
+        restore_flash_attention_impl()
+        torch.backends.cuda.enable_cudnn_sdp(_cudnn_before.pop())
 
 
 def allows_implicit_replication() -> bool:

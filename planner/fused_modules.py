@@ -7,6 +7,7 @@ MLPs, rotary embeddings of attention, and the loss of causal language models, as
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -205,8 +206,11 @@ def rotates(forward: Forward) -> bool:
 
 def _cell_of_wrapped(wrapper: types.FunctionType) -> int | None:
     """Return in which cell of its closure a decorator's function has what it wraps; None where that is not clear."""
-    wrapped = types.CellType(wrapper.__dict__["__wrapped__"])
-    held = [index for index, cell in enumerate(wrapper.__closure__ or ()) if cell == wrapped]
+    wrapped, held = wrapper.__dict__["__wrapped__"], list[int]()
+    for index, cell in enumerate(wrapper.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # an empty cell
+            if cell.cell_contents is wrapped:
+                held.append(index)
     return held[0] if len(held) == 1 else None
 
 

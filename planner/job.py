@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from cost_model.attention import runs_kernel
-from cost_model.devices import DeviceSpec
 from cost_model.memory import OPTIMIZERS
 from planner.errors import JobError
 
@@ -201,22 +199,6 @@ def memory_bytes_of(memory_gb: float) -> int:
             f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
         )
     return int(memory_gb * 1e9)
-
-
-def checked_kernel(kernel: AttentionKernel | None, device: DeviceSpec, dtype: str) -> AttentionKernel | None:
-    """Return the kernel of attention that is asked for.
-
-    Raises:
-        JobError: ``device`` does not run it, or not in ``dtype``.
-    """
-    advice = "Leave attention_kernel out: torch chooses a kernel that runs."
-    if kernel in ATTENTION_KERNELS and not runs_kernel(kernel, device):
-        detail = f"attention_kernel is {kernel!r}, which {device.name} does not run."
-        raise JobError(detail, what_to_do=advice, field="attention_kernel")
-    if kernel is not None and dtype == "fp32":
-        detail = f"attention_kernel is {kernel!r}, which does not run in {dtype}."
-        raise JobError(detail, what_to_do=advice, field="attention_kernel")
-    return kernel
 
 
 def checked_tensor_overlap(tensor_overlap: bool, executable_only: bool) -> bool:

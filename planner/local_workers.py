@@ -27,6 +27,10 @@ _IDLE_S = 300
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+class EndedError(RuntimeError):
+    """Processes were ended by another who had a task of theirs fail."""
+
+
 class LocalWorkers:
     """Some processes beside this one, as `workers` has them."""
 
@@ -50,23 +54,37 @@ class LocalWorkers:
         return True
 
     def ready(self, number: int) -> int:
-        """Wait until as many processes as ``number`` and one more are ready; return the last of them."""
-        return self._ready[number].result()
+        """Wait until as many processes as ``number`` and one more are ready; return the last of them.
+
+        Raises:
+            BrokenExecutor: a process died.
+            EndedError: all were ended.
+        """
+        process: int = _result_of(self._ready[number])
+        return process
 
     def do(self, task: Callable[..., Any], *given: Any) -> Any:
         """Return what comes of a task that one of the processes does.
 
         Raises:
-            BrokenExecutor: the process died, or all were ended.
+            BrokenExecutor: the process died.
+            EndedError: all were ended.
         """
         try:
-            return self._executor.submit(task, *given).result()
+            return _result_of(self._executor.submit(task, *given))
         except ShutdownExecutorError as error:
-            raise BrokenExecutor(str(error)) from error
+            raise EndedError(str(error)) from error
 
     def stop(self) -> None:
         """End the processes, whatever they do."""
         self._executor.shutdown(wait=True, kill_workers=True)
+
+
+def _result_of(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except ShutdownExecutorError as error:
+        raise EndedError(str(error)) from error
 
 
 _kept: dict[int, LocalWorkers] = {}

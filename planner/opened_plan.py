@@ -9,6 +9,7 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from planner.assemble import Decision, decision_from_plan
+from planner.attention_kernel import check_kernel
 from planner.candidates import TracedModel, check_mesh
 from planner.clock import Clock
 from planner.entries import entries_of
@@ -149,6 +150,7 @@ def open_plan(
     Raises:
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
+        JobError: its attention runs in a kernel that the cluster or the model does not have.
     """
     plan.check_priced()
     found = plan.fingerprint.get("model")
@@ -171,6 +173,7 @@ def open_plan(
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
         module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+    check_kernel(plan.job, cluster.device, module.graph)
     # A plan written by hand may ask for it at a module's input alone.
     job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
     plan = dataclasses.replace(plan, job=job)

@@ -32,7 +32,7 @@ import torch
 from planner import collector
 from planner.clock import Clock
 from planner.errors import JobError, SolverError
-from planner.local_workers import LocalWorkers, Round, file_for, workers
+from planner.local_workers import EndedError, LocalWorkers, Round, file_for, workers
 
 Tag = TypeVar("Tag")
 Result = TypeVar("Result")
@@ -202,7 +202,7 @@ class Pool:
             done: told what was next, the task and what came of it. Neither is called while the other is at work.
 
         Raises:
-            SolverError: a worker died.
+            SolverError: a worker died, or was ended by another search.
         """
         if _is_alone(self._jobs):
             while (picked := pick()) is not None:
@@ -219,6 +219,11 @@ class Pool:
             raise SolverError(
                 f"a worker process of the search ended before its task did ({type(error).__name__}).",
                 what_to_do="Most often memory ran out: search with fewer jobs.",
+            ) from error
+        except EndedError as error:
+            raise SolverError(
+                "the worker processes of the search were ended by another search of this process, which failed.",
+                what_to_do="Search again.",
             ) from error
 
     def _run_here(self, pick: Pick[Tag], done: Done[Tag]) -> None:

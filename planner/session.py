@@ -17,6 +17,7 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layout import MeshSpec
 from planner import baselines, collector
+from planner.attention_kernel import check_kernel
 from planner.baselines import Restriction
 from planner.bench import Bench, Terms
 from planner.block_variants import vary_blocks
@@ -30,7 +31,6 @@ from planner.job import (
     Checkpointing,
     Job,
     JobPhase,
-    checked_kernel,
     checked_tensor_overlap,
     checked_time_limit_s,
     memory_bytes_of,
@@ -112,7 +112,7 @@ class PlanningSession:
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             flash_attention=flash,
-            attention_kernel=checked_kernel(attention_kernel, self.cluster.device, dtype),
+            attention_kernel=attention_kernel,
             memory_bytes=None if memory_gb is None else memory_bytes_of(memory_gb),
             micro_batches=micro_batches,
             ac=ac,
@@ -136,6 +136,7 @@ class PlanningSession:
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with collector.put_off(), self._clock.stage("trace_s"):
                 self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
+        check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = TracedModel.of(
             self._module,

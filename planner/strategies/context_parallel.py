@@ -41,6 +41,11 @@ def is_causal(op: Op) -> bool:
     return bool(op.kwargs.get("is_causal", op.args[5] if len(op.args) > 5 else False))
 
 
+def dropout_of(op: Op) -> float:
+    """Return which part of the scores attention leaves out in training."""
+    return float(op.kwargs.get("dropout_p", op.args[4] if len(op.args) > 4 else 0.0))
+
+
 def may_split(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether attention on ``inputs`` (query, key, value, perhaps a mask) can run so.
 
@@ -49,11 +54,10 @@ def may_split(op: Op, inputs: Sequence[Value]) -> bool:
     whole sequences.
     """
     query, key, _ = inputs[:3]
-    dropout = op.kwargs.get("dropout_p", op.args[4] if len(op.args) > 4 else 0.0)
     masks_need_gradients = any(mask.requires_grad for mask in inputs[3:])
     trained = all(value.requires_grad for value in inputs[:3])
     square = query.shape[2] == key.shape[2] and query.shape[2] > 1
-    return not dropout and not masks_need_gradients and trained and (square or not is_causal(op))
+    return not dropout_of(op) and not masks_need_gradients and trained and (square or not is_causal(op))
 
 
 def may_join(layouts: Sequence[Layout | None]) -> bool:

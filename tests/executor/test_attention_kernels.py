@@ -150,25 +150,43 @@ def test_torch_says_which_kernel_it_would_run() -> None:
         assert torch_internals.chosen_attention(q, k, k, True, 0.4) == SDPBackend.FLASH_ATTENTION
 
 
+def hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "the GPU")
+
+
 def test_flash_attention_3_is_asked_for_where_a_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    hopper(monkeypatch)
     monkeypatch.setattr(torch_internals, "activate_flash_attention_impl", asked.append)
+    monkeypatch.setattr(torch_internals, "restore_flash_attention_impl", lambda: asked.append("own"))
     try:
         use_kernel(None, "cuda")
         use_kernel("flash3", "cpu")
         assert not asked
         assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
-        use_kernel("flash3", "cuda")
-        assert asked == ["FA3"]
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        for _ in range(2):
+            use_kernel("flash3", "cuda")
+            assert asked == ["FA3"]
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        for _ in range(2):
+            use_kernel(None, "cuda")
+            assert asked == ["FA3", "own"]
+            assert torch.backends.cuda.cudnn_sdp_enabled() == was_on
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
-def test_flash_attention_3_that_is_not_installed_is_an_error_that_says_so() -> None:
+@pytest.mark.parametrize(
+    ("capability", "why"), [((9, 0), "flash_attn_interface"), ((10, 0), "the GPU does not run"), ((8, 0), "does not")]
+)
+def test_flash_attention_3_that_cannot_be_had_is_an_error_that_says_so(
+    capability: tuple[int, int], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper(monkeypatch, capability)
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(PlanError, match="flash_attn_interface") as raised:
+    with pytest.raises(PlanError, match=why) as raised:
         use_kernel("flash3", "cuda")
-    assert "plan without attention_kernel" in raised.value.what_to_do
+    assert "without attention_kernel" in raised.value.what_to_do
     assert torch.backends.cuda.cudnn_sdp_enabled() == was_on

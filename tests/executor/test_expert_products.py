@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cost_model import find_device
+from executor.checkpointing import KEPT_OPS
 from executor.expert_products import ExpertProducts
 from planner import op_times
 from planner.graph import Value
@@ -48,8 +52,8 @@ def test_what_is_priced_is_what_runs(device_name: str, rows: int, monkeypatch: p
     processors = SimpleNamespace(multi_processor_count=device.processors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (int(number[:-1]), int(number[-1])))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda", shape=(rows, WIDTH))
-    runs = ExpertProducts.of(torch.tensor([1]), on_gpu, torch.empty(EXPERTS, WIDTH, INNER, device="meta")).one_by_one
+    down: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda", shape=(EXPERTS, WIDTH, INNER))
+    runs = ExpertProducts.of(torch.tensor([1]), None, rows, down).one_by_one
     kernels = set()
     timed = op_times.grouped_gemm_time_s
 
@@ -67,3 +71,41 @@ def test_what_is_priced_is_what_runs(device_name: str, rows: int, monkeypatch: p
     OpTimes(device, flash_attention=True)._experts(inputs, shapes, "bf16", backward=True, ranks=1)
     assert kernels == {"one by one" if runs else "grouped"}
     assert runs == (device.architecture == "sm100" and rows >= EXPERTS * 8192)
+
+
+class Counted(TorchDispatchMode):
+    """Counts products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func in (torch.ops.shardplan.products_one_by_one.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Forward(torch.autograd.Function):
+    """Products as experts have them, inside a function of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        products = ExpertProducts.of(torch.tensor([3, 5]), None, 8, matrices)
+        found = products.of_rows(rows, matrices)
+        ctx.save_for_backward(rows, matrices, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, matrices, _ = ctx.saved_tensors
+        return torch.zeros_like(rows), torch.zeros_like(matrices)
+
+
+@pytest.mark.parametrize(("kept", "again"), [(KEPT_OPS, 0), (frozenset(), 1)])
+def test_selective_checkpointing_keeps_products_of_experts(kept: frozenset[Any], again: int) -> None:
+    rows, matrices = torch.randn(8, 4, requires_grad=True), torch.randn(2, 6, 4, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, list(kept))
+    found = checkpoint(Forward.apply, rows, matrices, use_reentrant=False, context_fn=contexts)
+    with Counted() as counted:
+        found.sum().backward()
+    assert counted.products == again

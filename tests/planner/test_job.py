@@ -1,15 +1,18 @@
 """The job refuses what cannot be, and its defaults are the ones that plans promise."""
 
+import dataclasses
 from typing import Any
 
+import families
 import pytest
+import torch
 
 from api.models import load_model
 from cost_model import find_device
 from cost_model.attention import attention_time_s
-from planner import build_plan, estimate_plan
+from planner import PlanningSession, build_plan, estimate_plan
 from planner.errors import JobError
-from planner.job import Job, checked_kernel
+from planner.job import Job
 from planner.plan import ShardingPlan
 
 
@@ -40,12 +43,35 @@ def test_impossible_jobs_are_refused(fields: dict[str, Any]) -> None:
     assert caught.value.what_to_do
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("a100-sxm-80gb", "bf16"), ("toy", "bf16"), ("h100-sxm-80gb", "fp32")])
-def test_a_kernel_that_does_not_run_is_refused(device: str, dtype: str) -> None:
-    with pytest.raises(JobError, match="does not run") as caught:
-        checked_kernel("flash3", find_device(device), dtype)
+def inputs_of(batch: int, seq: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(batch, seq, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "dtype", "why"),
+    [
+        ("llama", "a100-sxm-80gb", "bf16", "a100-sxm-80gb does not run"),
+        ("llama", "toy", "bf16", "does not run"),
+        ("llama", "h100-sxm-80gb", "fp32", "fp32"),
+        ("gpt2 as it ships", "h100-sxm-80gb", "bf16", "dropout"),
+        ("t5", "h100-sxm-80gb", "bf16", "mask"),
+        ("deepseek", "h100-sxm-80gb", "bf16", "widths"),
+    ],
+)
+def test_a_kernel_that_does_not_run_is_refused(family: str, device: str, dtype: str, why: str) -> None:
+    if family == "gpt2 as it ships":
+        module, inputs = load_model("gpt2", batch=8, seq=16).module, inputs_of(8, 16)
+    else:
+        module, inputs = families.make(family, 8)
+    job = {"cluster": f"1x8x{device}", "dtype": dtype, "micro_batches": 1, "example_inputs": inputs}
+    with pytest.raises(JobError, match=why) as caught:
+        PlanningSession(module, attention_kernel="flash3", **job)
     assert caught.value.field == "attention_kernel"
-    assert checked_kernel(None, find_device(device), dtype) is None
+    plan = build_plan(module, planner="data-parallel", **job)
+    asked = dataclasses.replace(plan, job=dataclasses.replace(plan.job, attention_kernel="flash3"))
+    with pytest.raises(JobError, match=why):
+        estimate_plan(module, asked, example_inputs=inputs)
 
 
 def test_attention_is_priced_in_the_kernel_that_is_asked_for() -> None:
