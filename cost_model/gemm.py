@@ -156,16 +156,16 @@ def runs_one_by_one(
 ) -> bool:
     """Tell whether experts' products ``[tokens / groups, k] @ [k, n]`` are to run one after the other.
 
-    That is, where torch's one kernel for all is slower than a product of its own (on Blackwell it reaches half the
-    rate), and where each expert's product is large enough to keep all processors busy.
+    That is, where an expert's product alone has tiles for a larger share of the processors than the share of their rate
+    that torch's one kernel for all reaches: on Blackwell half of it, elsewhere all.
 
     Args:
         architecture: of the device, ``sm100`` for example.
         processors: of the device; 0 if not known.
     """
     constants = efficiency or shipped_efficiency().gemm
-    is_slow = by_architecture(constants.grouped, architecture) < 1.0
-    return is_slow and processors > 0 and tokens / groups * n >= processors * _LARGE_TILE
+    share = by_architecture(constants.grouped, architecture)
+    return share < 1.0 and processors > 0 and tokens / groups * n >= share * processors * _LARGE_TILE
 
 
 def _tiled_time_s(

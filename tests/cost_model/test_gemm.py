@@ -116,6 +116,27 @@ def test_experts_products_run_one_by_one_where_the_grouped_kernel_is_slow() -> N
         grouped_gradient_time_s(tokens=8, kernel="streams", **shape)
 
 
+@pytest.mark.parametrize("inner", [512, 2048])
+@pytest.mark.parametrize("tokens", [4096 * 8, 32768 * 8])
+def test_parts_of_experts_take_as_long_as_the_whole_at_least(tokens: int, inner: int) -> None:
+    """However products run: a search's bounds rest on it."""
+    device, experts, width = find_device("gb200-nvl72-186gb"), 64, 4096
+
+    def forward_s(tokens: int, experts: int, inner: int) -> float:
+        one_by_one = _runs_one_by_one(device, tokens, min(inner, width), experts)
+        kernel = "one by one" if one_by_one else "grouped"
+        shape = {"groups": experts, "device": device, "dtype": "bf16", "kernel": kernel}
+        return grouped_gemm_time_s(tokens=tokens, n=2 * inner, k=width, **shape) + grouped_gemm_time_s(
+            tokens=tokens, n=width, k=inner, **shape
+        )
+
+    whole_s = forward_s(tokens, experts, inner)
+    for ranks in (2, 4, 8, 16):
+        for part in ((tokens // ranks, experts, inner), (tokens, experts, inner // ranks)):
+            assert ranks * forward_s(*part) >= whole_s
+        assert ranks * forward_s(tokens // ranks, experts // ranks, inner) >= whole_s
+
+
 def _runs_one_by_one(device: DeviceSpec, tokens: int, n: int, groups: int) -> bool:
     kind = {"architecture": device.architecture, "processors": device.processors}
     return runs_one_by_one(tokens=tokens, n=n, groups=groups, **kind)
