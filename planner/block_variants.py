@@ -26,6 +26,9 @@ _WORTH = 0.005
 _STEPS = 48
 """Relaxations to branch through in each program: most of what is to be found, and as much on any machine."""
 
+_MORE_STEPS = 4 * _STEPS
+"""In the one program that found most, where its relaxation leaves room for more."""
+
 _FINEST = 4
 """How many blocks are checkpointed is settled to within this part of a list."""
 
@@ -106,6 +109,8 @@ class _Variation:
                 if self._is_new(count, tried) and self._improves(self._best.run.ac, count):
                     best = count
             step //= 2
+        if best and self._could_gain:
+            self._improves(self._best.run.ac, best, _MORE_STEPS)
 
     def _is_new(self, count: int, tried: set[int]) -> bool:
         """Tell whether so many blocks apart are worth a try, and note it."""
@@ -116,16 +121,16 @@ class _Variation:
         tried.add(count)
         return True
 
-    def _improves(self, ac: str, apart: int | None) -> bool:
-        """Solve a variant of the best run; keep it where it is faster."""
+    def _improves(self, ac: str, apart: int | None, steps: int = _STEPS) -> bool:
+        """Solve a variant of the best run; keep it where it is faster. The best itself may be one, with more steps."""
         known = self._best.run
         run = self._search.run_of(known.mesh, known.micro_batches, ac, apart)
-        if run.grouping == known.grouping or not self._complete:
+        if (run.grouping == known.grouping and steps == _STEPS) or not self._complete:
             return False
         self._say(run.ac, run.grouping, apart)
         at_most_s = self._best.estimate.step_time_s * (1.0 - _WORTH)
         try:
-            candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline, steps=_STEPS)
+            candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline, steps=steps)
         except SolverError:
             candidate = None  # it broke off: this variant is left out
         self._complete = self._deadline is None or time.perf_counter() < self._deadline

@@ -89,7 +89,7 @@ def build_plan(
             place of what torch chooses; on Hopper, with the package flash_attn_interface.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
         vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
-            then takes up to three times as long.
+            then takes up to three times as long, or far longer where a cap on memory binds.
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
             where no mesh is given.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
