@@ -21,7 +21,6 @@ from cost_model.devices import DeviceSpec
 from cost_model.efficiency import GemmEfficiency, by_architecture, shipped_efficiency
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
-_LARGE_TILE = 128 * 256
 _MOST_SPLITS = 8
 _PARTIAL_NBYTES = 8  # a partial sum in float32, written and read
 
@@ -107,14 +106,7 @@ def grouped_gemm_time_s(
     """
     if kernel not in ("streams", "one by one", "grouped"):
         raise ValueError(f"kernel is {kernel!r}; it is streams, one by one or grouped")
-    constants = efficiency or shipped_efficiency().gemm
-    rows = -(-tokens // groups)
-    if kernel == "one by one":
-        return groups * gemm_time_s(m=rows, n=n, k=k, device=device, dtype=dtype, efficiency=constants)
-    together_s = gemm_time_s(m=rows, n=n, k=k, batch=groups, device=device, dtype=dtype, efficiency=constants)
-    if kernel == "streams":
-        return together_s + (groups - 1) * device.kernel_launch_s if together_s else 0.0
-    return together_s / by_architecture(constants.grouped, device.architecture)
+    return _groups_time_s((-(-tokens // groups), n, k), groups, device, dtype, kernel, efficiency)
 
 
 def grouped_gradient_time_s(
@@ -137,35 +129,43 @@ def grouped_gradient_time_s(
     """
     if kernel not in ("one by one", "grouped"):
         raise ValueError(f"kernel is {kernel!r}; it is one by one or grouped")
+    return _groups_time_s((n, k, tokens / groups), groups, device, dtype, kernel, efficiency)
+
+
+def _groups_time_s(
+    shape: tuple[float, float, float],
+    groups: int,
+    device: DeviceSpec,
+    dtype: str,
+    kernel: str,
+    efficiency: GemmEfficiency | None,
+) -> float:
+    """Return the seconds of ``groups`` products ``[m, k] @ [k, n]`` of one ``shape`` (m, n, k)."""
     constants = efficiency or shipped_efficiency().gemm
-    depth = tokens / groups
+    m, n, k = shape
     if kernel == "one by one":
-        return groups * gemm_time_s(m=n, n=k, k=depth, device=device, dtype=dtype, efficiency=constants)
-    together_s = gemm_time_s(m=n, n=k, k=depth, batch=groups, device=device, dtype=dtype, efficiency=constants)
+        return groups * gemm_time_s(m=m, n=n, k=k, device=device, dtype=dtype, efficiency=constants)
+    together_s = gemm_time_s(m=m, n=n, k=k, batch=groups, device=device, dtype=dtype, efficiency=constants)
+    if kernel == "streams":
+        return together_s + (groups - 1) * device.kernel_launch_s if together_s else 0.0
     return together_s / by_architecture(constants.grouped, device.architecture)
 
 
-def runs_one_by_one(
-    *,
-    tokens: float,
-    n: float,
-    groups: int,
-    architecture: str,
-    processors: int,
-    efficiency: GemmEfficiency | None = None,
-) -> bool:
+def runs_one_by_one(*, tokens: float, n: float, groups: int, architecture: str, processors: int) -> bool:
     """Tell whether experts' products ``[tokens / groups, k] @ [k, n]`` are to run one after the other.
 
     That is, where an expert's product alone has tiles for a larger share of the processors than the share of their rate
     that torch's one kernel for all reaches: on Blackwell half of it, elsewhere all.
 
     Args:
+        tokens: rows of all groups together.
+        n: the fewest columns of any of the products.
         architecture: of the device, ``sm100`` for example.
         processors: of the device; 0 if not known.
     """
-    constants = efficiency or shipped_efficiency().gemm
-    share = by_architecture(constants.grouped, architecture)
-    return share < 1.0 and processors > 0 and tokens / groups * n >= share * processors * _LARGE_TILE
+    share = by_architecture(shipped_efficiency().gemm.grouped, architecture)
+    tiles = tokens / groups * n / math.prod(_TILES[0])
+    return share < 1.0 and processors > 0 and tiles >= share * processors
 
 
 def _tiled_time_s(

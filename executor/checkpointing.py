@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from executor import expert_products  # noqa: F401  its op is kept
 from executor.contexts import RunContexts
+from executor.expert_products import PRODUCTS_OP
 from executor.names import module_fqns
 from executor.parameters import PresentedParameters
 from executor.saved_copies import CheckpointedRegion
@@ -36,7 +36,7 @@ KEPT_OPS = frozenset(
         _aten.bmm.default,
         _aten.baddbmm.default,
         _aten._grouped_mm.default,
-        torch.ops.shardplan.products_one_by_one.default,
+        PRODUCTS_OP,
         _aten.convolution.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

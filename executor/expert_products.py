@@ -30,6 +30,10 @@ def products_one_by_one(rows: torch.Tensor, matrices: torch.Tensor, counts: torc
     return found
 
 
+PRODUCTS_OP = torch.ops.shardplan.products_one_by_one.default
+"""As it is dispatched."""
+
+
 class ExpertProducts(NamedTuple):
     """How many rows each expert has, and how their products run.
 

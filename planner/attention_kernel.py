@@ -11,7 +11,10 @@ from planner.profile import ATTENTION
 from planner.strategies.context_parallel import dropout_of
 
 _WIDEST, _WIDTHS = 256, 8
-"""Of a head, in FlashAttention-3 as torch calls it, and what widths are multiples of."""
+"""The widest head that torch gives FlashAttention-3, in elements, and what widths are multiples of.
+
+After torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``check_head_dim_size_flash``).
+"""
 
 
 def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:

@@ -203,11 +203,9 @@ def test_nothing_is_left_running_when_it_is_interrupted() -> None:
 
     for here, done in ((interrupt, Walk([]).done), (nothing, interrupted)):
         walk, pool = Walk(both(here, wait_long)), two_at_once()
-        began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             pool.run(walk.pick, done)
         assert not gone(workers())
-        assert time.monotonic() - began < 50  # of the 60 that the other one would wait
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(fail, nothing), (nothing, fail)])
