@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from api.models import quiet_libraries
 from planner.errors import JobError
-from planner.throughput import batches, best_batch
-from planner.tradeoffs import Objective, best_size, pareto_front, peak_bytes, runner_ups, sizes, step_time_s
+from planner.tradeoffs import (
+    Objective,
+    batches,
+    best_batch,
+    best_size,
+    pareto_front,
+    peak_bytes,
+    runner_ups,
+    sizes,
+    step_time_s,
+)
 
 if TYPE_CHECKING:
     from api.planning import OpenedRequest

@@ -59,7 +59,7 @@ def build_plan(
         config.
         phase: what a step is: "training"; "prefill", one forward over the batch that fills a key-value cache; "decode",
             the forward of one more token of each sequence, of which ``seq`` are in the cache. The latter two are for
-            latency: ``planner.throughput.batches`` looks for throughput.
+            latency: ``planner.tradeoffs.batches`` looks for throughput.
         mesh: for example "dp=4,tp=8"; None: all meshes of the cluster with up to ``axes`` axes are tried.
         batch: samples per step in all; None takes the example inputs'.
         seq: tokens per sample, for models that read tokens.

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import GraphFormatError
 from planner.graph import Op, OpGraph, at_batch
-from planner.strategies.dtensor_rules import run_op
+from planner.run_op import run_op
 from planner.traced_module import BASE_BATCH, TracedModule
 
 

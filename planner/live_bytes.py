@@ -13,8 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from planner.fused_ops import run_backward, run_forward
 from planner.graph import Op
-from planner.regions import fill
-from planner.strategies.dtensor_rules import run_op
+from planner.run_op import fill, run_op
 
 
 class Dispatched(NamedTuple):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
+from planner import fused_ops
 from planner.candidates import TracedModel
-from planner.fused_note import fused_note
-from planner.opened_plan import WITHOUT_LOSS, gives_no_loss
+from planner.graph import OpGraph
+from planner.job import Job
+from planner.joined_linears import shared_inputs
+from planner.loss import WITHOUT_LOSS, gives_no_loss
+from planner.ports import PortSpec, ports_of
 from planner.run import Run
 from planner.traced_module import TracedModule
 
@@ -36,3 +41,42 @@ def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) ->
             f"of the mesh {run.mesh}, {names} was tried for the batch alone, with parameters computed whole on it: the "
             "gap is over such plans."
         )
+
+
+_FUSED = "run as fused ops: "
+_JOINED = "linear layers add up gradients in their products"
+NOTHING_FUSED = "nothing of the model is fused: it has no part whose code does what a fused op does."
+
+
+def fused_note(graph: OpGraph) -> str:
+    """Say how many ops of a model are fused, by kind, and in how many linear layers gradients are joined."""
+    counts = Counter(op.target_name for op in graph.ops if op.target_name in fused_ops.NAMES)
+    parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
+    joined = sum(bool(shared.joined) for shared in shared_inputs(graph, joins=True).values())
+    said = NOTHING_FUSED if not parts else f"{_FUSED}{parts}."
+    return f"{said} Beside that {joined} {_JOINED}." if joined else said
+
+
+def other_notes(notes: Iterable[str]) -> Iterator[str]:
+    """Yield the notes that say something else."""
+    yield from (note for note in notes if not note.startswith((NOTHING_FUSED, _FUSED)))
+
+
+_REGATHERED = "gathered again for the backward, and not kept until then: "
+_NOTHING_REGATHERED = "nothing is gathered again for the backward."
+_NAMED = 4
+"""Keys that are named; the others are counted."""
+
+
+def with_regather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpec], job: Job) -> tuple[str, ...]:
+    """Return ``notes`` with one on what ``input_plan`` has gathered again, in place of an earlier one.
+
+    Args:
+        job: the plan's; where it asked for this, and nothing came of it, the note says so.
+    """
+    keys = [key for key, spec in input_plan.items() if any(port.regather for _, port in ports_of(spec))]
+    others = tuple(note for note in notes if not note.startswith((_REGATHERED, _NOTHING_REGATHERED)))
+    if not keys:
+        return (*others, _NOTHING_REGATHERED) if job.regather else others
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return (*others, f"{_REGATHERED}{', '.join(keys[:_NAMED])}{more}.")

@@ -17,27 +17,17 @@ from planner.errors import JobError, PlanMismatchError
 from planner.estimate import estimate
 from planner.fingerprint import model_fingerprint
 from planner.formulate import Formulator
-from planner.fused_note import fused_note, other_notes
 from planner.grouping import Grouping
 from planner.inputs import GivenInputs, batch_of
+from planner.loss import WITHOUT_LOSS, gives_no_loss
+from planner.notes import fused_note, other_notes, with_regather_note
 from planner.order_writing import check_order, order_of
 from planner.plan import ShardingPlan
 from planner.plan_grouping import groupings_of_plan
-from planner.regather_note import with_regather_note
 from planner.run import Run
 from planner.search import Search
 from planner.structure import Structure
 from planner.traced_module import ModuleNames, given_or_made, traced
-
-WITHOUT_LOSS = (
-    "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
-    "that of the last ops is not priced. Let it return the loss."
-)
-
-
-def gives_no_loss(traced: TracedModel) -> bool:
-    """Tell whether the forward returns nothing that a backward could begin with."""
-    return not any(output.is_loss for output in traced.graph.outputs)
 
 
 def estimate_plan(

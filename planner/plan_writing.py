@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from planner.entries import entries_of, fold_names
 from planner.fingerprint import torch_fingerprint
+from planner.notes import with_regather_note
 from planner.order_writing import order_notes, order_of
 from planner.outer_search import Found
 from planner.pipeline_plan import written
 from planner.pipeline_search import Piped
 from planner.plan import PlanMesh, ShardingPlan
-from planner.regather_note import with_regather_note
 from planner.report import MeshReport, SolverReport
 from planner.search import Candidate, Search
 from planner.stage_searches import PlannedPipeline, listed_blocks

@@ -22,7 +22,7 @@ from planner.joined_linears import shared_inputs
 from planner.live_bytes import NOTHING, Dispatched, OpRun, forward_peak, run_both_ways, run_fused
 from planner.op_profile import GraphProfile, OpProfile
 from planner.regions import op_signature
-from planner.strategies.dtensor_rules import run_op
+from planner.run_op import run_op
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ import torch
 
 from planner.errors import ModelError
 from planner.frames import OUTSIDE, Frames, SlotKey
-from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name, with_refs
+from planner.graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
@@ -322,13 +322,3 @@ def _classify(
 def find_op_inputs(region: Region, region_op: RegionOp) -> tuple[Value, ...]:
     """Return the values that an op of ``region`` reads."""
     return tuple(region.slots[position].value for position in region_op.inputs)
-
-
-def fill(template: Any, tensors: Mapping[str, Any] | list[Any]) -> Any:
-    """Return an argument template with its ``Ref`` leaves replaced: by name, or in order of appearance."""
-    remaining = iter(tensors) if isinstance(tensors, list) else None
-
-    def substitute(ref: Ref) -> Any:
-        return next(remaining) if remaining is not None else tensors[ref.value]  # type: ignore[call-overload]
-
-    return with_refs(template, substitute)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -31,7 +31,8 @@ from torch.utils import _pytree as pytree
 from cost_model.layout import Layout, divides, local_shape
 from planner.errors import UnsupportedTorchError
 from planner.graph import Op, Value
-from planner.regions import fill, op_signature
+from planner.regions import op_signature
+from planner.run_op import run_op
 from planner.strategies.small_shapes import small
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))
@@ -101,18 +102,6 @@ def _free_or_not(current: Any, target: Any) -> float:
         if any(inner == stays and type(inner) is Shard and inner.dim in dims for inner, stays in pairs[axis + 1 :]):
             return 1.0
     return 0.0 if current.placements != target.placements or current.shard_order == target.shard_order else 1.0
-
-
-def functional_target(target: Any) -> Any:
-    """Return the out-of-place variant of an in-place aten op (``add_`` -> ``add``), other targets as they are."""
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return target
-    packet = target._overloadpacket
-    name = packet.__name__
-    if not name.endswith("_") or name.endswith("__"):
-        return target
-    functional = getattr(torch.ops.aten, name[:-1], None)
-    return getattr(functional, target._overloadname, target) if functional is not None else target
 
 
 @dataclass(slots=True)
@@ -293,16 +282,3 @@ class DTensorRules:
             local_shape(tuple(result.shape), layout, self.mesh_shape), dtype=result.dtype, device="meta"
         )
         return DTensor.from_local(local, self._mesh, layout, run_check=False)
-
-
-def run_op(op: Op, tensors: list[torch.Tensor], *, functional: bool = False) -> Any:
-    """Run ``op`` on ``tensors``, which stand for its inputs in order."""
-    args, kwargs = fill((op.args, dict(op.kwargs)), list(tensors))
-    kwargs = _on_meta(kwargs)
-    target = functional_target(op.target) if functional else op.target
-    with torch.set_grad_enabled(op.grad_enabled and torch.is_grad_enabled()):
-        return target(*args, **kwargs)
-
-
-def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: torch.device("meta") if isinstance(value, torch.device) else value for key, value in kwargs.items()}

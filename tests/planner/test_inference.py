@@ -20,7 +20,7 @@ from planner.errors import InfeasibleError, JobError
 from planner.job import Job
 from planner.plan import ShardingPlan
 from planner.report import Estimate
-from planner.throughput import batches, best_batch
+from planner.tradeoffs import batches, best_batch
 
 BATCH, SEQ, LAYERS, HEADS, WIDTH = 8, 16, 2, 4, 8
 """Of the tiny Llama: heads of keys and values, and the values of each."""
