@@ -15,11 +15,11 @@ Exit code 1 where a configuration is priced faster than the plan, or nothing fit
 is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
 own, communication in pieces beside products). No search may do worse than that, but for its gap.
 
-``--fused`` plans with fused ops (`planner.fused_ops`), as torch.compile, Transformer Engine and Megatron have them, and
-``--tensor-overlap`` with tensor-parallel communication beside products (`planner.tensor_overlap`) and ``--regather``
-with inputs of linear layers gathered again for the backward (`planner.gathered_again`), and ``--even-order`` with
-sequences in an even order where attention's are split (`planner.even_order`), as Megatron and NeMo have them.
-``--packed`` plans models whose projections of one tensor are one linear layer (`planner.packing`), likewise.
+``--fused`` plans with fused ops (`fused_kernels`), as torch.compile, Transformer Engine and Megatron have them, and
+``--tensor-overlap`` with tensor-parallel communication beside products (`planner.pricing.async_tp`) and ``--regather``
+with inputs of linear layers gathered again for the backward (`regather_variants`), and ``--even-order`` with
+sequences in an even order where attention's are split (`planner.plan.token_order`), as Megatron and NeMo have them.
+``--packed`` plans models whose projections of one tensor are one linear layer (`pack`), likewise.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -51,15 +51,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from api.configs import PACKED
-from api.models import load_model, quiet_libraries
+from api.requests.model_configs import PACKED
+from api.requests.model_registry import load_model, quiet_libraries
 from cost_model import ClusterSpec
-from cost_model.attention import runs_kernel
-from cost_model.parallelism import ParallelSpec
-from cost_model.step_memory import step_memory
+from cost_model.configuration.memory import step_memory
+from cost_model.configuration.parallelism import ParallelSpec
+from cost_model.kernels.attention import runs_kernel
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
-from planner.job import AttentionKernel, Job
+from planner.plan.job import AttentionKernel, Job
 
 PRESETS = {
     "Llama3-8B": "llama-3.1-8b",

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from api.configs import preset_names
-from api.models import ModelSource, load_model
+from api.requests.model_configs import preset_names
+from api.requests.model_registry import ModelSource, load_model
 from planner import PlanningSession, ShardingPlan
-from planner.baselines import NAMES as BASELINES
 from planner.errors import BaselineError, InfeasibleError
+from planner.run.baselines import NAMES as BASELINES
 
 DEVICE, PER_NODE = "h100-sxm-80gb", 8
 SIZES = (8, 64, 512)

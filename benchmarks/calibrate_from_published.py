@@ -56,9 +56,9 @@ def _step(folder: Path) -> str:
 
 
 PARTS = (
-    Part(name="gemm", target=ROOT / "cost_model" / "efficiency.toml", fit=_gemm),
-    Part(name="collectives", target=ROOT / "cost_model" / "collectives.toml", fit=_collectives),
-    Part(name="step", target=ROOT / "cost_model" / "step_constants.toml", fit=_step),
+    Part(name="gemm", target=ROOT / "cost_model" / "kernels" / "efficiency.toml", fit=_gemm),
+    Part(name="collectives", target=ROOT / "cost_model" / "collectives" / "collectives.toml", fit=_collectives),
+    Part(name="step", target=ROOT / "cost_model" / "kernels" / "step_constants.toml", fit=_step),
 )
 
 

@@ -25,12 +25,12 @@ import transformers
 from torch.multiprocessing.spawn import spawn
 
 from cost_model.calibrate import cluster_yaml, fit_cluster
-from executor.batch import local_batch
-from executor.measure import measure
-from executor.mesh import device_mesh_for
+from executor.calibrate.kernels import measure
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner import PlanningSession
-from planner.plan import ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
 
 LEARNING_RATE = 1e-3
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from api.models import load_model
+from api.requests.model_registry import load_model
 from planner import PlanningSession
-from planner.baselines import NAMES as BASELINES
 from planner.errors import InfeasibleError
-from planner.plan import ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
+from planner.run.baselines import NAMES as BASELINES
 
 ROLES = ("parameters", "gradients", "optimizer_state", "activations", "transient", "recomputed_block", "reserve")
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -24,25 +24,25 @@ from rich.table import Table
 from tied import Tied
 from torch import nn
 
-from api.configs import find_config
-from api.models import load_model, quiet_libraries
-from cost_model.layout import MeshSpec
-from planner.assemble import Decision, decision_from_plan, decision_of
-from planner.candidates import TracedModel
-from planner.clock import Clock
-from planner.entries import entries_of
+from api.requests.model_configs import find_config
+from api.requests.model_registry import load_model, quiet_libraries
+from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
-from planner.estimate import estimate
-from planner.formulate import Formulation, Formulator
-from planner.ilp import least_memory, solve
-from planner.opened_plan import estimate_plan
-from planner.plan import PlanMesh, ShardingPlan
-from planner.problem import Assignment, Solution
-from planner.run import Run
-from planner.search import Search
+from planner.formulation.decision import Decision, decision_from_plan, decision_of
+from planner.formulation.estimate import estimate
+from planner.formulation.formulate import Formulation, Formulator
+from planner.graph.trace_module import ModuleNames
+from planner.ilp.problem import Assignment, Solution
+from planner.ilp.solve import least_memory, solve
+from planner.liveness.structure import Structure
+from planner.plan.sharding_plan import PlanMesh, ShardingPlan
+from planner.pricing.run_spec import Run
+from planner.run.mesh_space import TracedModel
+from planner.run.run_planner import Search
+from planner.run.stage_clock import Clock
 from planner.session import PlanningSession
-from planner.structure import Structure
-from planner.traced_module import ModuleNames
+from planner.writing.fqn_entries import entries_of
+from planner.writing.reprice import estimate_plan
 
 CLUSTER, MESH, BATCH = "1x8xh100-sxm-80gb", "dp=2,tp=4", 8
 SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512, "vit-large": None}

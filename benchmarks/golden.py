@@ -74,7 +74,7 @@ def without_run_times(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_preset(preset: str, folder: Path) -> None:
     """Write the plans of one preset, planned in this process."""
-    from api.models import load_model, quiet_libraries
+    from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession, estimate_plan
     from planner.errors import PlannerError
 

@@ -42,13 +42,13 @@ from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from executor import shard_module
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.torch_internals import fake_process_group
 from planner import PlanningSession, ShardingPlan
-from planner.eager_masks import unpacked_sequences
 from planner.errors import PlannerError
-from planner.opened_plan import estimate_plan
+from planner.model_rewrites.eager_masks import unpacked_sequences
+from planner.writing.reprice import estimate_plan
 
 TARGET = 0.03
 RANKS = 4

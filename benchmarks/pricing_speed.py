@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 import time
 
-from cost_model.cluster import ClusterSpec
-from cost_model.parallelism import ParallelSpec
-from cost_model.step import step_time
-from cost_model.step_memory import step_memory
-from cost_model.transformer import TransformerSpec
+from cost_model.configuration.memory import step_memory
+from cost_model.configuration.parallelism import ParallelSpec
+from cost_model.configuration.step import step_time
+from cost_model.configuration.transformer import TransformerSpec
+from cost_model.hardware.cluster import ClusterSpec
 
 TARGET_MS = 2.0
 CALCULON_MS = 16.5

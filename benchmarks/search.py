@@ -159,8 +159,8 @@ def _cpu_s() -> float:
 
 def measure(row: Row) -> Outcome:
     """Return what comes of a row, planned in this process."""
-    from api.configs import find_config
-    from api.models import load_model, quiet_libraries
+    from api.requests.model_configs import find_config
+    from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession
     from planner.errors import InfeasibleError, SolverError
 

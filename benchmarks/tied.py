@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from planner.problem import Assignment, Charge, Edge, Node, Problem, Unit
+from planner.ilp.problem import Assignment, Charge, Edge, Node, Problem, Unit
 
 Member = tuple[int, int, int]
 """Edge, producer's port, consumer's port."""

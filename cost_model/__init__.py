@@ -1,12 +1,10 @@
 """What does it cost? Clusters, collectives, compute and memory; knows no graph.
 
-Layouts and redistribution are in ``cost_model.layout`` and ``cost_model.redistribute``, which import torch; nothing
+Layouts and redistribution are in ``layout`` and ``redistribute``, which import torch; nothing
 here does.
 """
 
-from cost_model.attention import attention_flops, attention_time_s
-from cost_model.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, device_names, find_device
-from cost_model.collectives import (
+from cost_model.collectives.price import (
     AxisGroup,
     CollectiveKind,
     axes_group,
@@ -15,9 +13,11 @@ from cost_model.collectives import (
     collective_times_s,
     moving_time_s,
 )
-from cost_model.compute import dtype_nbytes, elementwise_time_s, op_time_s
-from cost_model.gemm import gemm_flops, gemm_time_s, grouped_gemm_time_s
-from cost_model.memory import (
+from cost_model.hardware.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, device_names, find_device
+from cost_model.kernels.attention import attention_flops, attention_time_s
+from cost_model.kernels.compute import dtype_nbytes, elementwise_time_s, op_time_s
+from cost_model.kernels.gemm import gemm_flops, gemm_time_s, grouped_gemm_time_s
+from cost_model.kernels.optimizer_memory import (
     OPTIMIZERS,
     OptimizerSpec,
     optimizer_step_time_s,

@@ -17,14 +17,14 @@ from statistics import mean, median
 
 import yaml
 
-from cost_model.attention import attention_time_s
-from cost_model.cluster import ClusterSpec
-from cost_model.collectives import collective_time_s
-from cost_model.devices import DeviceSpec, device_names, find_device
-from cost_model.gemm import gemm_flops, gemm_time_s
-from cost_model.groups import AxisGroup
-from cost_model.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
-from cost_model.records import ClusterError
+from cost_model.collectives.axis_groups import AxisGroup
+from cost_model.collectives.price import collective_time_s
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.hardware.devices import DeviceSpec, device_names, find_device
+from cost_model.hardware.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
+from cost_model.hardware.reading import ClusterError
+from cost_model.kernels.attention import attention_time_s
+from cost_model.kernels.gemm import gemm_flops, gemm_time_s
 
 _ROUNDS = 40
 _REPORTED = (

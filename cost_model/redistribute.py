@@ -27,7 +27,7 @@ from typing import Literal
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from cost_model.layout import Layout, divides, format_layout, sharded_dim, split_factor
+from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim, split_factor
 
 CollectiveKind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 StepKind = Literal["slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]

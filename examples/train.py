@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner.errors import PlannerError
-from planner.plan import ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
 
 CONFIG = Path(__file__).with_name("tiny_llama.json")
 IGNORED = -100

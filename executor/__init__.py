@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Sharder": "executor.sharder",
-    "device_mesh_for": "executor.mesh",
-    "local_batch": "executor.batch",
-    "natural_order": "executor.even_order",
+    "Sharder": "executor.resolve.sharder",
+    "device_mesh_for": "executor.resolve.mesh",
+    "local_batch": "executor.resolve.batch",
+    "natural_order": "executor.resolve.token_order",
     "shard_module": "executor.shard",
 }
 

@@ -9,14 +9,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from cost_model.cluster import ClusterSpec
-from cost_model.collectives import axis_group, moving_time_s
-from cost_model.layout import Layout, MeshSpec, sharded_dim
+from cost_model.collectives.price import axis_group, moving_time_s
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.layouts.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
 from executor import torch_internals
-from executor.even_order import SequenceOrder
+from executor.resolve.token_order import SequenceOrder
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
-from planner.plan import ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
 
 
 def conjugate(layout: Layout) -> Layout:

@@ -8,29 +8,29 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from executor.attention_kernels import use_kernel
-from executor.boundaries import attach_boundaries
-from executor.checkpointing import checkpoint_blocks
-from executor.checks import check_plan
-from executor.contexts import PhaseClock, RunContexts
-from executor.even_order import attach_order
-from executor.fully_sharded import gather_together
-from executor.gather_groups import gather_groups, members_of, unfinished_gradients, uses_outside
-from executor.gradients import GradientReduction
-from executor.local_outputs import apply_local_outputs
-from executor.op_experts import replace_experts
-from executor.op_fused import replace_chains
-from executor.op_linear import JoinedLinears
-from executor.ops import OwnOps
-from executor.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
-from executor.parameters import PresentedParameters, materialize_parameters
-from executor.place import place_parameters
+from executor.ops.attention_kernels import use_kernel
+from executor.ops.dispatch import OwnOps
+from executor.ops.experts import replace_experts
+from executor.ops.fused import replace_chains
+from executor.ops.joined_linears import JoinedLinears
 from executor.redistribute import Redistributor
-from executor.saved_copies import CheckpointedRegion
-from executor.sharder import Sharder, apply_sharders
-from executor.sharing import SharedRedistributions
-from planner.latent_attention import concatenate_keys
-from planner.plan import ShardingPlan
+from executor.resolve.checks import check_plan
+from executor.resolve.fsdp_groups import gather_groups, members_of, unfinished_gradients, uses_outside
+from executor.resolve.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
+from executor.resolve.place_parameters import place_parameters
+from executor.resolve.sharder import Sharder, apply_sharders
+from executor.resolve.token_order import attach_order
+from executor.runtime.boundary_hooks import attach_boundaries
+from executor.runtime.checkpointing import checkpoint_blocks
+from executor.runtime.fully_sharded import gather_together
+from executor.runtime.grad_reduction import GradientReduction
+from executor.runtime.local_outputs import apply_local_outputs
+from executor.runtime.parameter_views import PresentedParameters, materialize_parameters
+from executor.runtime.run_context import PhaseClock, RunContexts
+from executor.runtime.saved_tensor_recompute import CheckpointedRegion
+from executor.runtime.shared_redistributions import SharedRedistributions
+from planner.model_rewrites.latent_attention import concatenate_keys
+from planner.plan.sharding_plan import ShardingPlan
 
 
 def shard_module(
@@ -43,7 +43,7 @@ def shard_module(
 ) -> nn.Module:
     """Return ``module``, which from now on runs on ``device_mesh`` as ``plan`` says; a training loop stays as it was.
 
-    Feed each rank its slice of the batch (``executor.batch.local_batch``). Gradients are those of the loss over the
+    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the
     global batch, and in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of
     each micro-batch by ``1 / plan.micro_batches``. A plan for prefill or decoding is run under ``torch.no_grad``, with
     transformers' ``DynamicCache`` where there is one: its keys and values are DTensors, in pieces as attention is.

@@ -17,18 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.batch import local_batch
-from executor.contexts import PhaseClock
-from executor.counting import CollectiveCounter, Counts, Row, axes_by_group
-from executor.mesh import device_mesh_for
+from executor.collective_counter import CollectiveCounter, Counts, Row, axes_by_group
 from executor.redistribute import conjugate
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
+from executor.runtime.run_context import PhaseClock
 from executor.shard import shard_with_clock
 from executor.torch_internals import fake_process_group, local_of, make_dtensor
-from planner.cache_argument import cache_argument
-from planner.eager_masks import unpacked_sequences
 from planner.errors import PlanError
-from planner.plan import JobPhase, ShardingPlan
-from planner.report import ONCE_A_STEP
+from planner.model_rewrites.cache_argument import cache_argument
+from planner.model_rewrites.eager_masks import unpacked_sequences
+from planner.plan.estimate import ONCE_A_STEP
+from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
 _RUN_AT_MOST = 2
 """Micro-batches that are run: from the second on they are alike."""

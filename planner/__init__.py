@@ -14,15 +14,15 @@ _HOMES = {
     "ILPShardingPlanner": "planner.planners",
     "RandomPlanner": "planner.planners",
     "TensorParallelPlanner": "planner.planners",
-    "ShardingPlan": "planner.plan",
-    "ShardingPlanner": "planner.base",
+    "ShardingPlan": "planner.plan.sharding_plan",
+    "ShardingPlanner": "planner.plan.planner_interface",
     "PlanningSession": "planner.session",
     "build_plan": "planner.build",
-    "estimate_plan": "planner.opened_plan",
-    "explain": "planner.alternatives",
-    "pack_projections": "planner.packing",
-    "trace_module": "planner.traced_module",
-    "unpack_state_dict": "planner.packing",
+    "estimate_plan": "planner.writing.reprice",
+    "explain": "planner.explain",
+    "pack_projections": "planner.model_rewrites.pack",
+    "trace_module": "planner.graph.trace_module",
+    "unpack_state_dict": "planner.model_rewrites.pack",
 }
 
 __all__ = sorted(_HOMES)

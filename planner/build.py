@@ -8,15 +8,15 @@ from typing import Any
 from torch import nn
 
 from cost_model import ClusterSpec
-from cost_model.layout import MeshSpec
-from planner import baselines
-from planner.candidates import check_mesh
-from planner.inputs import GivenInputs
-from planner.job import AttentionKernel, JobPhase
-from planner.outer_search import Progress
-from planner.plan import ShardingPlan
+from cost_model.layouts.layout import MeshSpec
+from planner.graph.example_inputs import GivenInputs
+from planner.graph.trace_module import TracedModule
+from planner.plan.job import AttentionKernel, JobPhase
+from planner.plan.sharding_plan import ShardingPlan
+from planner.run import baselines
+from planner.run.mesh_space import check_mesh
+from planner.search.mesh_search import Progress
 from planner.session import PlanningSession
-from planner.traced_module import TracedModule
 
 
 def build_plan(
@@ -67,12 +67,12 @@ def build_plan(
         ac: activation checkpointing, "none", "selective" or "full", "selective:K" or "full:K" for the first K blocks of
             each list alone; None: chosen.
         memory_gb: cap on the peak per device in 1e9 bytes; None: the device's memory.
-        optimizer: a name of ``cost_model.memory.OPTIMIZERS``.
+        optimizer: a name of ``cost_model.kernels.optimizer_memory.OPTIMIZERS``.
         dtype: of computing: "bf16", "fp16" or "fp32"; parameters rest in fp32.
         reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are: likewise.
         planner: "ilp", a baseline's name, or "random:SEED".
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
-        pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.pins`.
+        pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.run.pins`.
         data_axes: mesh axes that are to split the batch alone.
         tensor_overlap: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
             products next to it, as userbuffers and async tensor parallelism do; `executor.shard_module` cannot, so it

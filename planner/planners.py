@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from cost_model import ClusterSpec
-from cost_model.layout import MeshSpec
-from planner.base import ShardingPlanner
+from cost_model.layouts.layout import MeshSpec
 from planner.build import build_plan
-from planner.inputs import GivenInputs
-from planner.job import AttentionKernel
-from planner.plan import ShardingPlan
+from planner.graph.example_inputs import GivenInputs
+from planner.plan.job import AttentionKernel
+from planner.plan.planner_interface import ShardingPlanner
+from planner.plan.sharding_plan import ShardingPlan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,18 +15,12 @@ from typing import Any
 from torch import nn
 
 from cost_model import ClusterSpec
-from cost_model.layout import MeshSpec
-from planner import baselines, collector
-from planner.attention_kernel import check_kernel
-from planner.baselines import Restriction
-from planner.bench import Bench, Terms
-from planner.block_variants import vary_blocks
-from planner.candidates import TracedModel, check_mesh, checked_axes, meshes_of, modes_of
-from planner.clock import Clock
-from planner.cut import obstacle
+from cost_model.layouts.layout import MeshSpec
 from planner.errors import MeshError, PlannerError, SolverError
-from planner.inputs import GivenInputs, batch_of
-from planner.job import (
+from planner.graph.example_inputs import GivenInputs, batch_of
+from planner.graph.trace_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
+from planner.plan.estimate import SolverReport
+from planner.plan.job import (
     AttentionKernel,
     Checkpointing,
     Job,
@@ -35,21 +29,27 @@ from planner.job import (
     checked_time_limit_s,
     memory_bytes_of,
 )
-from planner.notes import notes_on
-from planner.outer_search import Found, OuterSearch, Progress
-from planner.parallel import Pool, begun, checked_jobs
-from planner.pins import Pins
-from planner.pipeline_mesh import given_stages, no_pipeline, refuse_stages
-from planner.pipeline_search import Piped, PipelineSearch
-from planner.plan import ShardingPlan
-from planner.plan_writing import plan_of, plan_of_pipeline, report_of
-from planner.refusal import least_of_all, refuse
-from planner.report import SolverReport
-from planner.run import Run
-from planner.search import Candidate, Search
-from planner.stage_searches import PlannedPipeline, stage_clusters_of
-from planner.traced_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
-from planner.walks import walk_together
+from planner.plan.sharding_plan import ShardingPlan
+from planner.pricing.run_spec import Run
+from planner.run import baselines, gc_pause
+from planner.run.attention_kernel import check_kernel
+from planner.run.baselines import Restriction
+from planner.run.mesh_space import TracedModel, check_mesh, checked_axes, meshes_of, modes_of
+from planner.run.pins import Pins
+from planner.run.run_planner import Candidate, Search
+from planner.run.stage_clock import Clock
+from planner.search.block_variants import vary_blocks
+from planner.search.co_search import walk_together
+from planner.search.infeasibility import least_of_all, refuse
+from planner.search.mesh_search import Found, OuterSearch, Progress
+from planner.search.pipeline.mesh_argument import given_stages, no_pipeline, refuse_stages
+from planner.search.pipeline.search import Piped, PipelineSearch
+from planner.search.pipeline.split_graph import obstacle
+from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
+from planner.search.task_pool import Pool, begun, checked_jobs
+from planner.search.worker_context import Bench, Terms
+from planner.writing.notes import notes_on
+from planner.writing.write import plan_of, plan_of_pipeline, report_of
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
 
@@ -134,7 +134,7 @@ class PlanningSession:
             if progress is not None:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
-            with collector.put_off(), self._clock.stage("trace_s"):
+            with gc_pause.put_off(), self._clock.stage("trace_s"):
                 self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
@@ -172,7 +172,7 @@ class PlanningSession:
     ) -> ShardingPlan | None:
         """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
         name, seed = baselines.parse_planner(planner)
-        with collector.put_off():
+        with gc_pause.put_off():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
             modes = modes_of(self._traced, self.job.ac)
@@ -323,7 +323,7 @@ class PlanningSession:
         pins = self._pins(meshes)
         modes = modes_of(self._traced, self.job.ac)
         restrict = self._restrict(name, pins)
-        with collector.put_off():
+        with gc_pause.put_off():
             refusal = refuse(
                 self._search, meshes, self._counts_for(name), modes, restrict, lambda other: self._space(name, other)
             )
@@ -338,7 +338,7 @@ class PlanningSession:
         """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""
         meshes = self._meshes(mesh, "ilp")
         modes = modes_of(self._traced, self.job.ac)
-        with collector.put_off():
+        with gc_pause.put_off():
             restrict = self._restrict("ilp", self._pins(meshes))
             least = least_of_all(self._search, meshes, self._counts, modes, restrict)
         return None if least is None else math.ceil(least.nbytes)

@@ -11,12 +11,12 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from planner.errors import JobError, SolverError
-from planner.inputs import GivenInputs
-from planner.job import JobPhase
-from planner.outer_search import Progress
-from planner.plan import ShardingPlan
+from planner.graph.example_inputs import GivenInputs
+from planner.graph.trace_module import TracedModule, trace_module
+from planner.plan.job import JobPhase
+from planner.plan.sharding_plan import ShardingPlan
+from planner.search.mesh_search import Progress
 from planner.session import PlanningSession
-from planner.traced_module import TracedModule, trace_module
 
 Objective = Literal["step-time", "cost", "fewest-devices"]
 

@@ -19,11 +19,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from cost_model.cluster import ClusterSpec
-from cost_model.collectives import AxisGroup, collective_time_s, price_curves
-from cost_model.correction import Correction
-from cost_model.kinds import CollectiveKind
-from cost_model.sweep import make_sweep
+from cost_model.collectives.correction import Correction
+from cost_model.collectives.price import AxisGroup, collective_time_s, price_curves
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.hardware.collective_kinds import CollectiveKind
+from cost_model.hardware.sweep import make_sweep
 from published.rows import PricedRow, number, read
 
 FILE = "collectives.csv"

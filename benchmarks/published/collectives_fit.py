@@ -1,4 +1,4 @@
-"""Fits the constants of cost_model/collectives.toml to the calibration sources of collectives.csv.
+"""Fits the constants of cost_model/collectives/collectives.toml to the calibration sources of collectives.csv.
 
     cd benchmarks && python -m published.collectives_fit --truth ../../shared/truth [--write | --leave-out]
 
@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_model.collectives import collective_lines
-from cost_model.correction import architecture_class, read_correction
-from cost_model.devices import find_device
-from cost_model.pairs import Shares
+from cost_model.collectives.correction import architecture_class, read_correction
+from cost_model.collectives.point_to_point import Shares
+from cost_model.collectives.price import collective_lines
+from cost_model.hardware.devices import find_device
 from published import collectives
 from published.rows import calibration_sources, number, read
 from published.simplex import minimize
 
-TARGET = Path(__file__).resolve().parents[2] / "cost_model" / "collectives.toml"
+TARGET = Path(__file__).resolve().parents[2] / "cost_model" / "collectives" / "collectives.toml"
 FAMILIES = ("LL", "LL128", "Simple", "nvls", "pairs")
 STEPS = (0.5, 0.2, 0.05)
 PRIOR_WEIGHT = 0.005
@@ -161,7 +161,7 @@ def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_sha
 
 
 def times_s(lines: Lines, constants: Constants) -> Array:
-    """Return the corrected seconds of each row, as ``cost_model.correction`` has them (a test compares the two)."""
+    """Return the corrected seconds of each row, as ``correction`` has them (a test compares the two)."""
     factors = np.array([constants["ll_latency"], constants["ll128_latency"], constants["simple_latency"],
                         constants["nvls_latency"], 1.0])  # fmt: skip
     latency_s = _latency_s(lines, constants)
@@ -241,7 +241,7 @@ def _one_node(row: Row) -> bool:
 def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
     """Return ``tables`` as the text of ``collectives.toml``; figures with four digits."""
     lines = [
-        "# Constants of cost_model/correction.py and pairs.py (which say what each means), fitted to the calibration",
+        "# Constants of correction.py and point_to_point.py (which say what each means), fitted to the calibration",
         "# sources of shared/truth/collectives.csv, listed last with their rows. Written, 2026-11, in benchmarks/ by",
         "# `python -m published.collectives_fit --truth ../../shared/truth --write`; not to be edited.",
         "# All are factors and shares without unit but few_channels_bytes, ..._bytes_per_s, and efa_latency_s, which",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cost_model.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
-from cost_model.transformer import TransformerSpec
+from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
+from cost_model.configuration.transformer import TransformerSpec
 from published.corrections import doubted
 from published.defaults import Assumptions
 from published.frameworks import torchtune_step

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cost_model.parallelism import Checkpointing, Implementation
+from cost_model.configuration.parallelism import Checkpointing, Implementation
 
 
 @dataclass(frozen=True, kw_only=True)

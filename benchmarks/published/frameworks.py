@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from cost_model.parallelism import Implementation
+from cost_model.configuration.parallelism import Implementation
 from published.dates import date_of
 from published.defaults import FSDP2, MEGATRON, TABLE, Assumptions
 from published.rows import number

@@ -1,4 +1,4 @@
-"""gemm.csv: every row beside the cost model's figure, and the fit of ``cost_model/efficiency.toml`` to some sources.
+"""gemm.csv: every row beside the cost model's figure, and the fit of ``toml`` to some sources.
 
 ``python benchmarks/published/gemm.py --truth FOLDER`` prints check 8, calibration and validation apart.
 """
@@ -15,9 +15,9 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import cost_model
-from cost_model.cluster import ClusterError
-from cost_model.compute import elementwise_time_s
-from cost_model.efficiency import shipped_efficiency
+from cost_model.hardware.cluster import ClusterError
+from cost_model.kernels.compute import elementwise_time_s
+from cost_model.kernels.efficiency import shipped_efficiency
 from published.gemm_fit import calibrate
 from published.gemm_rows import (
     OutOfScopeError,
@@ -33,7 +33,7 @@ from published.toml_text import toml_text
 __all__ = ["CONSTANTS", "HEADER", "calibrate", "price"]
 
 FILE = "gemm.csv"
-CONSTANTS = Path(cost_model.__file__).parent / "efficiency.toml"
+CONSTANTS = Path(cost_model.__file__).parent / "kernels" / "efficiency.toml"
 HEADER = """Fitted constants of matrix multiplication and attention: what each means is in efficiency.py.
 Fitted on 2026-11-21 by benchmarks/published/gemm.py --write to the calibration sources of gemm.csv
 (benchmarks/published/split.toml), which each table names with its rows. Shares and ratios have no unit; cost and

@@ -1,4 +1,4 @@
-"""The fit of ``cost_model/efficiency.toml`` to the calibration sources of gemm.csv.
+"""The fit of ``cost_model/kernels/efficiency.toml`` to the calibration sources of gemm.csv.
 
 Losses are means of absolute log errors, each source counting alike: the median matters, not the outlier.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any, TypeVar
 
-from cost_model.efficiency import Efficiency, FlashEfficiency, GemmEfficiency, PassEfficiency, UnfusedEfficiency
+from cost_model.kernels.efficiency import Efficiency, FlashEfficiency, GemmEfficiency, PassEfficiency, UnfusedEfficiency
 from published.gemm_rows import (
     AttentionCase,
     OutOfScopeError,

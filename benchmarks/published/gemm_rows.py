@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cost_model.attention import attention_time_s
-from cost_model.compute import dtype_nbytes, elementwise_time_s
-from cost_model.devices import DeviceSpec, device_names, find_device
-from cost_model.efficiency import Efficiency, shipped_efficiency
-from cost_model.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s
+from cost_model.hardware.devices import DeviceSpec, device_names, find_device
+from cost_model.kernels.attention import attention_time_s
+from cost_model.kernels.compute import dtype_nbytes, elementwise_time_s
+from cost_model.kernels.efficiency import Efficiency, shipped_efficiency
+from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s
 from published.rows import number
 
 DEVICES = (

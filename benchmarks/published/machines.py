@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from cost_model.cluster import ClusterSpec
-from cost_model.devices import device_names, find_device
-from cost_model.step_constants import StepConstants, shipped_constants
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.hardware.devices import device_names, find_device
+from cost_model.kernels.step_constants import StepConstants, shipped_constants
 from published.rows import number
 
 META_H100_WATTS = 500.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost_model.step_constants import StepConstants
-from cost_model.step_memory import step_memory
+from cost_model.configuration.memory import step_memory
+from cost_model.kernels.step_constants import StepConstants
 from published.configurations import UnknownConfigurationError, configuration_of, precision_class
 from published.frameworks import assumptions_of
 from published.machines import UnknownMachineError, cluster_of

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from cost_model.transformer import Experts, LatentAttention, TransformerSpec
+from cost_model.configuration.transformer import Experts, LatentAttention, TransformerSpec
 from published.rows import number
 
 KNOWN: dict[str, dict[str, float]] = {

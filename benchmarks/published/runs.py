@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from cost_model.step import step_time
-from cost_model.step_constants import StepConstants
+from cost_model.configuration.step import step_time
+from cost_model.kernels.step_constants import StepConstants
 from published.configurations import UnknownConfigurationError, configuration_of, measured_step_s, precision_class
 from published.frameworks import assumptions_of
 from published.machines import UnknownMachineError, cluster_of

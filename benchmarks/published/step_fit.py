@@ -1,4 +1,4 @@
-"""The fit of ``cost_model/step_constants.toml`` to the calibration sources of training runs and of memory.csv."""
+"""The fit of ``toml`` to the calibration sources of training runs and of memory.csv."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cost_model.step_constants import StepConstants, shipped_constants
+from cost_model.kernels.step_constants import StepConstants, shipped_constants
 from published import memory, runs
 from published.fitting import fit
 from published.rows import PricedRow, calibration_sources, read

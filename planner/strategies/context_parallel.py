@@ -6,12 +6,12 @@ the sequence is cut into two halves a rank, and while the kernel runs rank r of 
 of 2r and 2r + 1: each pair sees as many keys as any other. Queries, results and both gradients change places in an
 all-to-all each, in which a rank sends whole halves. A half of h rows that begins at row s runs as two kernels: all keys
 before s, and h keys under a square causal mask. Both results are put together by their sums of exponentials.
-``executor.op_context_parallel`` does all this.
+``executor.ops.context_parallel`` does all this.
 
-Nothing is exchanged where the model has its sequences in that order throughout (`planner.even_order`). A rank's two
+Nothing is exchanged where the model has its sequences in that order throughout (`token_order`). A rank's two
 halves are one causal kernel over its own keys then, which runs while the others' are gathered; in the backward for half
 of its heads meanwhile, and for the other half while the gradients of keys go to their ranks. The others' keys are put
-in the order in which its halves see them, without a mask (``executor.even_attention``).
+in the order in which its halves see them, without a mask (``executor.ops.zigzag_attention``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 
 from torch.distributed.tensor import Shard
 
-from cost_model.layout import Layout
-from planner.even_order import own_heads
-from planner.graph import Op, Value
-from planner.report import CollectiveKind
+from cost_model.layouts.layout import Layout
+from planner.graph.op_graph import Op, Value
+from planner.plan.estimate import CollectiveKind
+from planner.plan.token_order import own_heads
 from planner.strategies.inner_collectives import InnerCollective, Kernel
 
 OP_NAME = "aten.scaled_dot_product_attention.default"

@@ -28,11 +28,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from cost_model.layout import Layout, divides, local_shape
+from cost_model.layouts.layout import Layout, divides, local_shape
 from planner.errors import UnsupportedTorchError
-from planner.graph import Op, Value
-from planner.regions import op_signature
-from planner.run_op import run_op
+from planner.graph.op_graph import Op, Value
+from planner.graph.run_op import run_op
+from planner.regions.regions import op_signature
 from planner.strategies.small_shapes import small
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))

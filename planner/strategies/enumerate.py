@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layout import Layout, divides
-from planner.frames import OUTSIDE
-from planner.graph import Op, Value
-from planner.regions import Region, RegionOp, find_op_inputs
+from cost_model.layouts.layout import Layout, divides
+from planner.graph.op_graph import Op, Value
+from planner.regions.module_bodies import OUTSIDE
+from planner.regions.regions import Region, RegionOp, find_op_inputs
 from planner.strategies.dtensor_rules import DTensorRules, WholeOutputs, quiet
 from planner.strategies.own_rules import may_join, may_run, own_rules, uncommon_placements
 

@@ -3,7 +3,7 @@
 Per call of the op that is, in all-to-alls: how many rows each expert gets from each rank, the rows, their weights, and
 the results back; in the backward the results' gradients, and those of weights and rows back. A row is a token at one
 of its experts. How many go where is in the data; priced, and run on meta, are experts that are equally busy.
-``executor.expert_rows`` moves the rows.
+``executor.ops.token_exchange`` moves the rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Shard
 
-from cost_model.layout import Layout
-from planner import experts
-from planner.graph import Op, Value
+from cost_model.layouts.layout import Layout
+from planner.graph.op_graph import Op, Value
+from planner.model_rewrites import experts
 from planner.strategies.inner_collectives import InnerCollective
 
 S0 = Shard(0)

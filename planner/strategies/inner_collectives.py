@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from planner.report import CollectiveKind
+from planner.plan.estimate import CollectiveKind
 
 
 class Kernel(NamedTuple):

@@ -12,7 +12,7 @@ keys (context parallelism: `planner.strategies.context_parallel`) are split.
 expert are split.
 
 `shardplan.rms_norm`, `shardplan.gated`, `shardplan.rotary`, `shardplan.cross_entropy`  Ops of ours as well
-(`planner.fused_ops`). Any dim is split but what a norm averages over and what a rotation turns; the loss is as above.
+(`fused_kernels`). Any dim is split but what a norm averages over and what a rotation turns; the loss is as above.
 
 Each rule is for one mesh axis; the ops are separable, so that a strategy on several axes is one rule per axis.
 """
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layout import Layout, shard_counts, split_factor
-from planner import experts, fused_ops
-from planner.graph import Op, Value
+from cost_model.layouts.layout import Layout, shard_counts, split_factor
+from planner.graph.op_graph import Op, Value
+from planner.model_rewrites import experts, fused_kernels
 from planner.strategies import context_parallel, expert_parallel
 from planner.strategies.inner_collectives import InnerCollective
 
@@ -249,7 +249,7 @@ def uncommon_placements(op: Op, position: int) -> tuple[Placement, ...]:
 
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
     """Tell whether the loss is one that ours computes: class indices, two-dim logits, a mean or a sum, no smoothing."""
-    if op.target_name == fused_ops.CROSS_ENTROPY:
+    if op.target_name == fused_kernels.CROSS_ENTROPY:
         return True
     if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
         return False
@@ -265,11 +265,11 @@ _OWN: dict[str, Callable[[Op, Sequence[Value]], list[AxisRule] | None]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.where.ScalarOther": _where,
     experts.OP_NAME: _experts,
-    fused_ops.RMS_NORM: _rms_norm,
-    fused_ops.GATED: _gated,
-    fused_ops.GATED_PAIRS: _gated_pairs,
-    fused_ops.ROTARY: _rotary,
-    fused_ops.CROSS_ENTROPY: _cross_entropy,
+    fused_kernels.RMS_NORM: _rms_norm,
+    fused_kernels.GATED: _gated,
+    fused_kernels.GATED_PAIRS: _gated_pairs,
+    fused_kernels.ROTARY: _rotary,
+    fused_kernels.CROSS_ENTROPY: _cross_entropy,
 }
 
 
@@ -305,7 +305,7 @@ def inner_collectives(
         return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
     if op.target_name == experts.OP_NAME:
         return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
-    losses = ("aten.cross_entropy_loss.default", fused_ops.CROSS_ENTROPY)
+    losses = ("aten.cross_entropy_loss.default", fused_kernels.CROSS_ENTROPY)
     if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
         return _of_cross_entropy(inputs, layouts, mesh_shape)
     return ()

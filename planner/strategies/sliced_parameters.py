@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import Replicate
 
-from cost_model.layout import Layout
-from planner.regions import Region
+from cost_model.layouts.layout import Layout
+from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 
 R = Replicate()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from planner.graph import Op, Value
+from planner.graph.op_graph import Op, Value
 
 aten = torch.ops.aten
 

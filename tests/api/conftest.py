@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from postgresql import PostgreSQL, start_postgresql
-from serving import Server, start_server
-from small_models import TINY_LLAMA, TINY_REQUEST
+from support.postgresql import PostgreSQL, start_postgresql
+from support.serving import Server, start_server
+from support.small_models import TINY_LLAMA, TINY_REQUEST
 
-from api.database import Database
-from cost_model.cluster import ClusterSpec
-from cost_model.layout import MeshSpec, parse_layout
-from planner.plan import CollectiveEstimate, Estimate, Job, PlanMesh, ShardingPlan, SolverReport
+from api.jobs.database import Database
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.layouts.layout import MeshSpec, parse_layout
+from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Job, PlanMesh, ShardingPlan, SolverReport
 
 
 @pytest.fixture

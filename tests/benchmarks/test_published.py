@@ -5,10 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import accuracy
+import pytest
 from published import runs
 from published.checks import CHECKS, figures, holds
 from published.configurations import UnknownConfigurationError, configuration_of
@@ -17,7 +15,7 @@ from published.frameworks import assumptions_of
 from published.models import model_of
 from published.rows import PricedRow, read
 
-from cost_model.parallelism import Implementation
+from cost_model.configuration.parallelism import Implementation
 
 INVENTED = "invented for this test, not a measurement"
 RUN = {

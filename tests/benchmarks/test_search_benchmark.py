@@ -2,18 +2,15 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import autoparallel
 import pytest
+import search
 from rich.console import Console
 
 from cost_model import ClusterSpec
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import autoparallel
-import search
 
 TINY = search.Row(
     name="devices-2", group="devices", preset="gpt2", devices=2, batch=4, seq=64, layers=2, mesh="dp=2",

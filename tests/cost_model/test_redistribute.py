@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from cost_model.layout import Layout, divides, split_factor
+from cost_model.layouts.layout import Layout, divides, split_factor
 from cost_model.redistribute import NoPathError, Redistribution, RedistributionPlanner
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from api.models import load_model
+from api.requests.model_registry import load_model
 from planner import ShardingPlan, build_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,12 +9,12 @@ import functools
 import itertools
 
 import pytest
-from families import FAMILIES, make
+from support.families import FAMILIES, make
 
 from executor.verify import VerifyReport, verify
 from planner import PlanningSession
 from planner.errors import BaselineError
-from planner.plan import ShardingPlan
+from planner.plan.sharding_plan import ShardingPlan
 
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")
 SEEDS = [pytest.param(range(4), id="4-random"), pytest.param(range(4, 20), id="16-random", marks=pytest.mark.slow)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import RankError, run_on_gloo
+from support.gloo import RankError, run_on_gloo
 
 
 class LocalError(Exception):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from executor_cases import make_model
+from support.executor_cases import make_model
 from torch.distributed.device_mesh import init_device_mesh
 
 from executor.shard import shard_module
@@ -14,7 +14,7 @@ from executor.torch_internals import fake_process_group
 from executor.verify import verify
 from planner import PlanningSession
 from planner.errors import PlanError
-from planner.inputs import inputs_for
+from planner.graph.example_inputs import inputs_for
 
 BATCH, SEQ = 8, 16
 CASES = [

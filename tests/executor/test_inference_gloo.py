@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from executor_cases import make_model
-from gloo import run_on_gloo
+from support.executor_cases import make_model
+from support.gloo import run_on_gloo
 from torch.distributed.tensor import DTensor
 
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner import PlanningSession
-from planner.cache_argument import cache_argument
-from planner.plan import ShardingPlan
+from planner.model_rewrites.cache_argument import cache_argument
+from planner.plan.sharding_plan import ShardingPlan
 
 BATCH, PROMPT, STEPS, VOCAB = 8, 12, 4, 256
 MESH = "dp=2,tp=2"

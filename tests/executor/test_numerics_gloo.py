@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from executor_cases import Case, data_parallel, fully_sharded, loss_of, make_batch, make_model, megatron
-from gloo import run_on_gloo
+from support.executor_cases import Case, data_parallel, fully_sharded, loss_of, make_batch, make_model, megatron
+from support.gloo import run_on_gloo
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from executor.torch_internals import allows_implicit_replication
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from families import FAMILIES, WITH_EXPERTS, make
-from gloo import run_on_gloo
-from side_by_side import train_all
+from support.families import FAMILIES, WITH_EXPERTS, make
+from support.gloo import run_on_gloo
+from support.side_by_side import train_all
 
 from planner import PlanningSession
 

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from gloo import run_on_gloo
+from support.gloo import run_on_gloo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from cost_model.layout import Layout, format_layout, local_shape, parse_layout
+from cost_model.layouts.layout import Layout, format_layout, local_shape, parse_layout
 from executor.redistribute import Redistributor, conjugate
-from planner.plan import PlanMesh, ShardingPlan
+from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 SHAPE = (8, 12)
 MESHES = {"2x2": (2, 2), "4x1": (4, 1)}

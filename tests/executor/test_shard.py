@@ -8,20 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from executor_cases import FP32, MESH, S0, S1, P, R, fully_sharded, make_batch, make_model, megatron
+from support.executor_cases import FP32, MESH, S0, S1, P, R, fully_sharded, make_batch, make_model, megatron
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.batch import local_batch
-from executor.mesh import device_mesh_for
+from executor.resolve.batch import local_batch
+from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from executor.torch_internals import allows_implicit_replication, fake_process_group
 from planner.errors import PlanLayoutError, PlanTypeError, UnmatchedKeyError
-from planner.job import Job
-from planner.plan import Port, ShardingPlan
+from planner.plan.job import Job
+from planner.plan.sharding_plan import Port, ShardingPlan
 
 
 @pytest.fixture(autouse=True)

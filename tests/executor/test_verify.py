@@ -8,16 +8,27 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from executor_cases import FP32, MESH, S0, Case, R, data_parallel, fully_sharded, make_batch, make_model, megatron
+from support.executor_cases import (
+    FP32,
+    MESH,
+    S0,
+    Case,
+    R,
+    data_parallel,
+    fully_sharded,
+    make_batch,
+    make_model,
+    megatron,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from executor.counting import Row
+from executor.collective_counter import Row
 from executor.torch_internals import fake_process_group
 from executor.verify import compare, observed_collectives, verify
 from planner.errors import PlanError
-from planner.job import Job
-from planner.plan import CollectiveEstimate, Estimate, Port, ShardingPlan
+from planner.plan.job import Job
+from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Port, ShardingPlan
 
 
 def counts(case: Case) -> Counter[tuple[str, str, str, int]]:

@@ -73,5 +73,5 @@ def test_infeasible_says_what_would_do() -> None:
 
 
 def test_importing_the_errors_and_the_job_imports_no_torch() -> None:
-    code = "import sys, planner.errors, planner.job; sys.exit('torch' in sys.modules)"
+    code = "import sys, planner.errors, planner.plan.job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

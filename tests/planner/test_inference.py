@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from executor_cases import make_model
+from support.executor_cases import make_model
 from torch.distributed.tensor import Partial
 
 from cost_model import ClusterSpec
-from cost_model.attention import cached_attention_time_s
-from cost_model.devices import find_device
+from cost_model.hardware.devices import find_device
+from cost_model.kernels.attention import cached_attention_time_s
 from planner import PlanningSession, build_plan, estimate_plan, trace_module
 from planner.errors import InfeasibleError, JobError
-from planner.job import Job
-from planner.plan import ShardingPlan
-from planner.report import Estimate
+from planner.plan.estimate import Estimate
+from planner.plan.job import Job
+from planner.plan.sharding_plan import ShardingPlan
 from planner.tradeoffs import batches, best_batch
 
 BATCH, SEQ, LAYERS, HEADS, WIDTH = 8, 16, 2, 4, 8

@@ -6,14 +6,14 @@ import dataclasses
 import functools
 from typing import Any
 
-import families
 import pytest
+from support import families
 
 from cost_model import ClusterSpec
 from planner.build import build_plan
 from planner.errors import InfeasibleError, JobError, SolverError
-from planner.plan import ShardingPlan
-from planner.report import MeshReport
+from planner.plan.estimate import MeshReport
+from planner.plan.sharding_plan import ShardingPlan
 from planner.session import PlanningSession
 from planner.tradeoffs import best_size, pareto_front, parts_of, peak_bytes, runner_ups, sizes, step_time_s
 

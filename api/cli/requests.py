@@ -1,0 +1,128 @@
+"""From a command's options to a request, and to the plan or price that it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from api.cli.terminal import terminal, watched
+
+if TYPE_CHECKING:
+    from api.requests.schemas import PlanRequest
+    from planner.plan.sharding_plan import ShardingPlan
+
+
+def request_of(**options: Any) -> PlanRequest:
+    """Return the request that a command's options make.
+
+    Raises:
+        JobError: one of them is not what it has to be.
+    """
+    from pydantic import ValidationError
+
+    from api.requests.schemas import PLANNERS, PlanRequest
+    from planner.errors import JobError
+
+    try:
+        return PlanRequest(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        given = options.get(field)
+        if field == "planner":
+            advice = f"Choose one of {', '.join(PLANNERS)}, random:SEED."
+            raise JobError(f"there is no planner {given!r}.", what_to_do=advice, field=field) from error
+        detail = f"--{field.replace('_', '-')} is {given!r}: {first['msg']}."
+        raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
+
+
+def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None, jobs: int = 1) -> ShardingPlan:
+    """Return the plan, from the cache where ``use_cache`` and it is there; after ``time_limit_s`` the best so far.
+
+    Args:
+        jobs: candidates that are looked at at once.
+    """
+    from api.cli.plan_cache import PlanCache
+    from api.requests.plan_request import check_request, fingerprint, plan_request
+
+    check_request(request, allow_local=True)
+    key = fingerprint(request, allow_local=True) if use_cache else None
+    cache = PlanCache.of_user()
+    known = cache.get(key) if key is not None else None
+    if known is not None:
+        typer.echo(f"(planned before: taken from {cache.folder}; --no-cache plans again)", err=True)
+        return known
+    with watched() as progress:
+        found = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s, jobs=jobs)
+    ended = found.solver is None or found.solver.status != "time-limit"
+    if key is not None and ended:
+        try:
+            cache.put(key, found)
+        except OSError as error:
+            typer.echo(f"(the plan is not kept for next time: {error})", err=True)
+    return found
+
+
+def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> tuple[Path | None, str | None]:
+    """Return the plan file or the planner's name; exactly one of them is not None."""
+    from planner.errors import JobError
+
+    given = [value for value in (what, plan, planner) if value is not None]
+    if len(given) != 1:
+        advice = "Give a plan file or a planner's name after MODEL, such as fully-sharded."
+        raise JobError(
+            "nothing to price was given." if not given else "more than one thing to price was given.", what_to_do=advice
+        )
+    if what is not None and (what.endswith(".json") or Path(what).exists()):
+        return Path(what), None
+    return plan, planner or what
+
+
+def names_degrees(mesh: str | None) -> bool:
+    """Tell whether ``mesh`` has an axis that only a configuration has."""
+    names = {part.partition("=")[0].strip() for part in (mesh or "").split(",")}
+    return bool(names & {"fsdp", "pp", "cp", "ep"})
+
+
+def price_degrees(
+    model: str, options: dict[str, Any], *, sp: bool, virtual_stages: int, schedule: str, as_json: bool
+) -> None:
+    """Print what a configuration, given by its degrees, costs."""
+    from api.requests.price_configuration import price_configuration
+    from planner.errors import JobError
+
+    for needed in ("cluster", "mesh"):
+        if needed not in options:
+            raise JobError(f"--{needed} is missing.", what_to_do="A configuration needs --cluster and --mesh.")
+    priced = price_configuration(
+        model, sequence_parallel=sp, virtual_stages=virtual_stages, schedule=schedule, **options
+    )
+    if as_json:
+        typer.echo(json.dumps(priced.to_dict(), indent=2))
+        return
+    from api.render.configuration import show_configuration
+
+    show_configuration(priced, terminal())
+
+
+def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
+    """Return the plan in ``file`` with a fresh estimate, on ``cluster`` or its own."""
+    from api.requests.model_registry import load_for_plan, quiet_libraries
+    from cost_model.hardware.cluster import ClusterSpec
+    from planner import estimate_plan
+    from planner.plan.sharding_plan import ShardingPlan
+
+    plan = ShardingPlan.load(file)
+    where = None if cluster is None else ClusterSpec.parse(cluster)
+    with watched() as progress:
+        progress("building the model")
+        source = load_for_plan(model, plan)
+        progress("pricing")
+        with quiet_libraries():
+            priced: ShardingPlan = estimate_plan(
+                source.module, plan, example_inputs=source.example_inputs, cluster=where
+            )
+    return priced

@@ -1,0 +1,104 @@
+"""The commands of the service: ``serve``, ``worker``, ``token``. Imports nothing heavy before a command needs it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from api.cli.terminal import reported
+
+if TYPE_CHECKING:
+    from api.jobs.tokens import TokenStore
+
+DataDir = Annotated[Path | None, typer.Option(help="Where the database lies, where that is SQLite.")]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="postgresql://user:password@host/name (better in SHARDPLAN_DATABASE_URL).")
+]
+
+tokens = typer.Typer(help="API tokens of the service.", no_args_is_help=True)
+
+
+def add_service_commands(app: typer.Typer) -> None:
+    """Add the commands of the service to the command line."""
+    app.command("serve")(serve_command)
+    app.command("worker")(worker_command)
+    app.add_typer(tokens, name="token")
+
+
+def serve_command(
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 where left out.")] = None,
+    port: Annotated[int | None, typer.Option(help="8000 where left out; 0 takes a free one.")] = None,
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+    workers: Annotated[int | None, typer.Option(help="Plans made at once (SQLite).")] = None,
+) -> None:
+    """Serve plans over HTTP; SHARDPLAN_* in the environment, or a TOML file in SHARDPLAN_CONFIG, sets the rest.
+
+    With SQLite it plans by itself; with PostgreSQL, `shardplan worker` does, here or on other machines.
+    """
+    with reported(as_json=False):
+        from api.http.serve import serve
+
+        options = {"host": host, "port": port, "data_dir": data_dir, "database_url": database_url, "workers": workers}
+        serve(options)
+
+
+def worker_command(
+    database_url: DatabaseUrl = None,
+    workers: Annotated[int | None, typer.Option(help="Plans made at once.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Where Prometheus reads this worker's metrics.")] = None,
+) -> None:
+    """Plan the jobs of a PostgreSQL database until stopped; start as many as wanted, on as many machines."""
+    with reported(as_json=False):
+        from api.jobs.remote_worker import work
+
+        work({"database_url": database_url, "workers": workers, "metrics_port": metrics_port})
+
+
+@tokens.command("create")
+def create_command(
+    name: Annotated[str, typer.Argument(help="Whose it is, for people.")],
+    scope: Annotated[str, typer.Option(help="read, plan (and read) or admin (everybody's jobs).")] = "plan",
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make a token and print it, this once; from the first one on, every request needs one."""
+    with reported(as_json=False):
+        typer.echo(_store(data_dir, database_url).create(name, scope))
+
+
+@tokens.command("revoke")
+def revoke_command(
+    token: Annotated[str, typer.Argument(help="Its id, as `token list` shows it (sp_ID_...).")],
+    data_dir: DataDir = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Revoke a token: nothing is answered to it any more."""
+    with reported(as_json=False):
+        revoked = _store(data_dir, database_url).revoke(token)
+        typer.echo(f"revoked {revoked.id} ({revoked.name})")
+
+
+@tokens.command("list")
+def list_command(data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+    """List the tokens, revoked ones too."""
+    with reported(as_json=False):
+        for token in _store(data_dir, database_url).all():
+            made = time.strftime("%Y-%m-%d", time.gmtime(token.created_at))
+            state = "valid" if token.revoked_at is None else "revoked"
+            typer.echo(f"{token.id}  {token.scope:5}  {state:7}  {made}  {token.name}")
+
+
+def _store(data_dir: Path | None, database_url: str | None) -> TokenStore:
+    from api.jobs.database import Database
+    from api.jobs.settings import read_settings
+    from api.jobs.tokens import TokenStore
+
+    settings = read_settings({"data_dir": data_dir, "database_url": database_url})
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    database = Database(settings.url)
+    database.migrate()
+    return TokenStore(database)

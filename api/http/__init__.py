@@ -1,0 +1,1 @@
+"""The HTTP service: routes, authentication, limits, answers."""

@@ -1,0 +1,49 @@
+"""The HTTP service: plans as jobs. It builds no model and solves nothing itself; workers do (``supervisor``)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+import structlog
+from fastapi import FastAPI
+
+from api.http.bodies import describe_bodies
+from api.http.body_limit import BodyLimit
+from api.http.problems import add_problem_handlers
+from api.http.request_log import RequestLog
+from api.http.routes import catalogue, estimates, events, operations, plans
+from api.http.service import start_service
+from api.jobs.metrics import Metrics
+from api.jobs.settings import ServerSettings
+from api.requests.schemas import DiffRequest, EstimateRequest, PlanRequest
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """Return the service; when it is started it opens its database and, with SQLite, starts its workers."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = start_service(settings, metrics)
+        try:
+            yield
+        finally:
+            app.state.service.stop()
+            structlog.get_logger().info("stopped")
+
+    app = FastAPI(
+        title="shardplan",
+        summary="Sharding plans for PyTorch models, made without a GPU",
+        version=metadata.version("shardplan"),
+        lifespan=lifespan,
+    )
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestLog, metrics=metrics)
+    add_problem_handlers(app)
+    # /v1/plans/diff comes before /v1/plans/{job_id}.
+    for topic in (estimates, plans, events, catalogue, operations):
+        app.include_router(topic.router)
+    describe_bodies(app, PlanRequest, EstimateRequest, DiffRequest)
+    return app

@@ -1,0 +1,70 @@
+"""Bodies of requests: read as JSON into their models, and described in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.concurrency import run_in_threadpool
+
+from api.http.problems import MalformedBodyError
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_REFERENCE = "#/components/schemas/{model}"
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request that says it is JSON.
+
+    Raises:
+        HTTPException: 415 where it does not say so: a page in a browser cannot say it of another site's form.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "Send JSON, with the header Content-Type: application/json.")
+    return await request.body()
+
+
+def parse(model: type[_Body], body: bytes) -> _Body:
+    """Return ``body`` as a ``model``; what nests too deep is refused as it is read.
+
+    Raises:
+        MalformedBodyError: it is none.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise MalformedBodyError(error) from error
+
+
+async def body_of(model: type[_Body], request: Request) -> _Body:
+    """Return the request's body as a ``model``.
+
+    Raises:
+        HTTPException, MalformedBodyError: as above.
+    """
+    body = await read_body(request)
+    return await run_in_threadpool(parse, model, body)
+
+
+def describes(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what a route says of its body in the OpenAPI document."""
+    schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
+    """Add the schemas of bodies to the OpenAPI document, which knows only what FastAPI parses itself."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+        for name, schema in found.get("$defs", {}).items():
+            schemas.setdefault(name, schema)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

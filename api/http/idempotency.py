@@ -1,0 +1,70 @@
+"""``Idempotency-Key``: a request that is sent again, because its answer got lost, is the request that it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import and_, delete, select, update
+
+from api.jobs.database import Database
+from api.jobs.tables import KeyRow
+from planner.errors import PlannerError
+
+_NONE_YET = ""
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+class IdempotencyError(PlannerError):
+    """A key that cannot be, or that was used for another request."""
+
+    title = "The Idempotency-Key cannot be used"
+
+
+@dataclass(slots=True)
+class UsedKey:
+    """A key that a request was sent with.
+
+    Attributes:
+        job_id: of the job that it made; None until there is one.
+    """
+
+    job_id: str | None
+
+
+class IdempotencyKeys:
+    """The keys that each owner used, in a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @contextmanager
+    def used(self, owner: str, key: str, digest: str) -> Iterator[UsedKey]:
+        """Hold the key for a request while its job is made; a request that is refused uses up none.
+
+        Raises:
+            IdempotencyError: the key was used for a request of another digest, or is none.
+        """
+        if not _KEY.fullmatch(key):
+            raise IdempotencyError("a key has 1 to 255 visible ASCII characters.", what_to_do="Send a UUID.")
+        mine = and_(KeyRow.owner == owner, KeyRow.key == key)
+        row = {"owner": owner, "key": key, "digest": digest, "job_id": _NONE_YET, "used_at": self._database.now()}
+        with self._database.write() as connection:
+            # Inserted first: of two requests at one moment the second finds what the first was.
+            connection.execute(self._database.insert_new(KeyRow, **row))
+            found = connection.execute(select(KeyRow.digest, KeyRow.job_id).where(mine)).one()
+        if found.digest != digest:
+            raise IdempotencyError("this key was used for another request.", what_to_do="Send a new key.")
+        known = UsedKey(job_id=found.job_id or None)
+        try:
+            yield known
+        except BaseException:
+            with self._database.write() as connection:
+                connection.execute(delete(KeyRow).where(mine, KeyRow.job_id == _NONE_YET))
+            raise
+        if known.job_id is not None and known.job_id != found.job_id:
+            made = update(KeyRow).where(mine, KeyRow.job_id == found.job_id).values(job_id=known.job_id)
+            with self._database.write() as connection:
+                connection.execute(made)

@@ -1,0 +1,97 @@
+"""Errors of requests as problem details (RFC 9457), whatever raised them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from api.jobs.database import UNREACHABLE
+from api.requests.errors import MEDIA_TYPE, UserError, problem_of
+from api.requests.schemas import Problem
+
+_TITLES = {
+    400: "The request is malformed",
+    401: "Who asks is not known",
+    403: "Not allowed",
+    404: "Not found",
+    405: "Method not allowed",
+    409: "Too late",
+    413: "Too large",
+    415: "Not JSON",
+    422: "The request is malformed",
+    429: "Too many requests",
+    503: "Busy",
+}
+_RETRY_S = {429: "5", 503: "5"}
+
+
+class MalformedBodyError(Exception):
+    """A body that is not what its route takes; holds pydantic's error."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return what the OpenAPI document says of a route that may answer with these, and with what any may."""
+    described = {"model": Problem, "content": {MEDIA_TYPE: {}}}
+    return {status: {**described, "description": _TITLES[status]} for status in sorted({*statuses, 401, 403, 429, 503})}
+
+
+def add_problem_handlers(app: FastAPI) -> None:
+    """Let ``app`` answer every error with problem details."""
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _malformed(error.errors())
+
+    async def malformed(_: Request, error: Exception) -> Response:
+        assert isinstance(error, MalformedBodyError)
+        return _malformed(error.error.errors(include_url=False, include_context=False, include_input=False))
+
+    async def http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        problem = {"title": _TITLES.get(error.status_code, "The request failed"), "status": error.status_code}
+        return _answer({**problem, "detail": error.detail}, error.headers)
+
+    async def user_error(_: Request, error: Exception) -> Response:
+        return _answer(problem_of(error))
+
+    async def unreachable(request: Request, error: Exception) -> Response:
+        structlog.get_logger().warning("database unreachable", path=request.url.path[:200], error=type(error).__name__)
+        detail = "The database does not answer, or has no room; nothing was accepted."
+        return _answer({"title": _TITLES[503], "status": 503, "detail": detail})
+
+    async def our_error(request: Request, error: Exception) -> Response:
+        structlog.get_logger().error("request failed", path=request.url.path[:200], exc_info=error)
+        return _answer(problem_of(error))
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(MalformedBodyError, malformed)
+    app.add_exception_handler(HTTPException, http_error)
+    for kind in UserError:
+        app.add_exception_handler(kind, user_error)
+    for away in UNREACHABLE:
+        app.add_exception_handler(away, unreachable)
+    app.add_exception_handler(Exception, our_error)
+
+
+def _malformed(errors: Any) -> Response:
+    faults = [{"where": ".".join(map(str, item["loc"]))[:200], "what": item["msg"]} for item in errors[:50]]
+    detail = "; ".join(f"{fault['where']}: {fault['what']}" for fault in faults[:5])
+    return _answer({"title": _TITLES[422], "status": 422, "detail": detail, "errors": faults})
+
+
+def _answer(problem: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    content = {"type": "about:blank", **problem}
+    status = problem["status"]
+    retry = {"Retry-After": _RETRY_S[status]} if status in _RETRY_S else {}
+    return JSONResponse(content, status_code=status, media_type=MEDIA_TYPE, headers={**retry, **(headers or {})})

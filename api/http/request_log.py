@@ -1,0 +1,55 @@
+"""One log line and one measurement for each request, under an id that the client is told."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.jobs.metrics import Metrics
+
+_ID = re.compile(rb"[A-Za-z0-9_.-]{1,64}")
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+
+
+class RequestLog:
+    """ASGI middleware: takes the client's ``X-Request-ID`` where it is harmless, or makes one, and answers with it."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
+        started = time.perf_counter()
+        status = 500
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id.encode())]}
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(request=request_id):
+            try:
+                await self._app(scope, receive, named)
+            finally:
+                self._record(scope, status, time.perf_counter() - started)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in _METHODS else "other"
+        # The template: what a client put in its place would make a time series of every job.
+        route = getattr(scope.get("route"), "path", "other")
+        self._metrics.requested(method, route, status, seconds)
+        # Level debug for what a load balancer asks every second.
+        log = structlog.get_logger()
+        write = log.debug if route in {"/healthz", "/readyz", "/metrics"} else log.info
+        write("request", method=method, path=scope["path"][:200], status=status, ms=round(seconds * 1e3, 2))

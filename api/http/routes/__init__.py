@@ -1,0 +1,1 @@
+"""The HTTP service's routes, one module a resource."""

@@ -1,0 +1,68 @@
+"""``/v1/estimates`` and ``/v1/plans/diff``: what needs no solver is answered at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.concurrency import run_in_threadpool
+
+from api.http.auth import Caller, needs
+from api.http.bodies import body_of, describes
+from api.http.problems import problem_responses
+from api.http.routes.plans import found_job
+from api.http.service import Service, service_of
+from api.render.plan_diff import diff_plans
+from api.requests.plan_request import read_client_cluster
+from api.requests.price_configuration import price_configuration
+from api.requests.schemas import Differences, DiffRequest, EstimateRequest, PricedEstimate
+from planner.errors import PlanError
+from planner.plan.sharding_plan import ShardingPlan
+
+router = APIRouter(prefix="/v1", tags=["estimates"])
+
+Reader = Annotated[Caller, Depends(needs("read"))]
+
+
+@router.post(
+    "/estimates",
+    response_model=PricedEstimate,
+    responses=problem_responses(400, 413, 415, 422),
+    openapi_extra=describes(EstimateRequest),
+)
+async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
+    """Price a parallel configuration by its degrees, from the model's dimensions alone."""
+    asked = await body_of(EstimateRequest, request)
+    return await run_in_threadpool(_price, asked)
+
+
+@router.post(
+    "/plans/diff",
+    response_model=Differences,
+    responses=problem_responses(400, 404, 413, 415, 422),
+    openapi_extra=describes(DiffRequest),
+)
+async def diff(request: Request, caller: Reader) -> dict[str, Any]:
+    """Compare two plans, each given as it is or by the id of the job that made it."""
+    asked = await body_of(DiffRequest, request)
+    return await run_in_threadpool(_diff, service_of(request), caller, asked)
+
+
+def _price(asked: EstimateRequest) -> dict[str, Any]:
+    read_client_cluster(asked.cluster)
+    options = asked.model_dump(exclude={"model"})
+    return price_configuration(asked.model_spec, allow_local=False, **options).to_dict()
+
+
+def _diff(service: Service, caller: Caller, asked: DiffRequest) -> dict[str, Any]:
+    left, right = (_plan(service, caller, value) for value in (asked.left, asked.right))
+    return diff_plans(left, right).to_dict()
+
+
+def _plan(service: Service, caller: Caller, value: str | dict[str, Any]) -> ShardingPlan:
+    if not isinstance(value, str):
+        return ShardingPlan.from_dict(value)
+    job = found_job(service, caller, value)
+    if job.plan is None:
+        raise PlanError(f"job {job.id} is {job.status} and has no plan.", what_to_do="Name one that has succeeded.")
+    return ShardingPlan.from_dict(job.plan)

@@ -1,0 +1,1 @@
+"""Planning jobs: their store, their queue, and the workers that solve them."""

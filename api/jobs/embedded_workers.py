@@ -1,0 +1,96 @@
+"""The embedded workers: threads of the server that take queued jobs to solver processes of their own."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+import structlog
+
+from api.jobs.database import UNREACHABLE
+from api.jobs.metrics import Metrics
+from api.jobs.solve import solve
+from api.jobs.solver_main import Solve
+from api.jobs.solver_process import SolverProcess
+from api.jobs.store import JobStore
+from api.jobs.supervisor import SolveLimits, Supervisor
+
+_IDLE_S = 1.0
+
+
+class JobRunner:
+    """Plans the queued jobs of a store, ``workers`` at a time, each in a process that takes no other with it."""
+
+    def __init__(
+        self, store: JobStore, *, workers: int, limits: SolveLimits, metrics: Metrics, job: Solve = solve
+    ) -> None:
+        self._store = store
+        self._stopping = threading.Event()
+        self._queued = threading.Semaphore(0)
+        self._workers = [
+            _Worker(f"{socket.gethostname()}-{number}", store, self._stopping, self._queued, limits, metrics, job)
+            for number in range(workers)
+        ]
+
+    def start(self) -> None:
+        """Start the workers; jobs that an earlier server left unfinished come first."""
+        interrupted = self._store.release_interrupted()
+        waiting = len(self._store.waiting())
+        structlog.get_logger().info("jobs found", interrupted=interrupted, waiting=waiting)
+        for worker in self._workers:
+            worker.start()
+
+    def wake(self) -> None:
+        """Say that a job was queued."""
+        self._queued.release()
+
+    def stop(self) -> None:
+        """End the workers; what they were at is queued again."""
+        self._stopping.set()
+        self._queued.release(max(1, len(self._workers)))
+        for worker in self._workers:
+            worker.join()
+
+
+class _Worker(threading.Thread):
+    """A thread with one solver process."""
+
+    def __init__(
+        self,
+        name: str,
+        store: JobStore,
+        stopping: threading.Event,
+        queued: threading.Semaphore,
+        limits: SolveLimits,
+        metrics: Metrics,
+        job: Solve,
+    ) -> None:
+        super().__init__(name=f"shardplan-{name}", daemon=True)
+        self._worker = name
+        self._store = store
+        self._stopping = stopping
+        self._queued = queued
+        self._limits = limits
+        self._process = SolverProcess(job, limits.memory_bytes)
+        self._supervisor = Supervisor(store, self._process, limits, stopping, metrics)
+
+    def run(self) -> None:
+        with suppress(OSError):  # the first job tries again, and says so
+            self._process.start()
+        while not self._stopping.is_set():
+            with suppress(*UNREACHABLE):
+                while self._plan_one():
+                    pass
+            # The pause is for what no wake tells of: jobs put back, a database that was away.
+            self._queued.acquire(timeout=_IDLE_S)
+        self._process.end()
+
+    def _plan_one(self) -> bool:
+        if self._stopping.is_set():
+            return False
+        job = self._store.claim(worker=self._worker, lease_s=self._limits.lease_s)
+        if job is None:
+            return False
+        self._supervisor.run(job)
+        return True

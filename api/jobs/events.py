@@ -1,0 +1,53 @@
+"""What happened to a job, in the order in which it happened."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+
+from api.jobs.database import Database
+from api.jobs.tables import EventRow, JobRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event: its number, which rises, and a JSON object with a ``stage``, as text on one line."""
+
+    number: int
+    data_json: str
+
+
+def read_events(database: Database, job_number: int, after: int) -> tuple[Sequence[Event], bool]:
+    """Return a job's events after the one of number ``after``, and whether those are the last."""
+    statement = select(EventRow.number, EventRow.data).where(EventRow.job_number == job_number, EventRow.number > after)
+    with database.read() as connection:
+        # The status first: what is written between the two looks is read, and looked for again if it was not the end.
+        status = connection.scalar(select(JobRow.status).where(JobRow.number == job_number))
+        rows = connection.execute(statement.order_by(EventRow.number)).all()
+    found = [Event(number=row.number, data_json=row.data) for row in rows]
+    return found, status not in {"queued", "running"}
+
+
+class OpenStreams:
+    """How many event streams are open, of at most so many."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open = 0
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Open one more; False where there are too many."""
+        with self._lock:
+            if self._open >= self._most:
+                return False
+            self._open += 1
+            return True
+
+    def give_back(self) -> None:
+        """Close one."""
+        with self._lock:
+            self._open -= 1

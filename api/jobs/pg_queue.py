@@ -1,0 +1,67 @@
+"""The queue on PostgreSQL: procrastinate tells workers on any machine that a job waits.
+
+What is deferred is a call, not the job: which job a called worker gets, and who has it, the jobs' own table says (a
+claim and a lease, `api.jobs.store`). So a call that is lost or made twice does no harm, and no job runs twice for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import procrastinate
+from procrastinate.exceptions import AlreadyEnqueued
+from sqlalchemy import Connection, text
+
+from api.jobs.database import Database
+
+QUEUE = "shardplan"
+TASK = "shardplan.plan"
+_SCHEMA_LOCK = 7_301_866_052_714_003
+
+
+def install(database: Database) -> None:
+    """Make procrastinate's tables where there are none yet."""
+    with database.write() as connection:
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
+        if connection.scalar(text("SELECT to_regclass('procrastinate_jobs')")) is None:
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            driver.execute(procrastinate.schema.SchemaManager.get_schema())
+
+
+class CallQueue:
+    """The side that calls: servers, and workers that put a job back."""
+
+    def __init__(self, database: Database) -> None:
+        self._app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=database.url, max_size=4))
+
+    def open(self) -> None:
+        """Connect."""
+        self._app.open()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._app.close()
+
+    def call(self, connection: Connection, job_id: str) -> None:
+        """Call for a job within the transaction that queues it: both are there, or neither."""
+        driver = connection.connection.driver_connection
+        self._app.configure_task(TASK, queue=QUEUE, connection=driver).defer(job_id=job_id)
+
+    def call_again(self, job_ids: Sequence[str]) -> None:
+        """Call for jobs that still wait, those left out for which such a call waits already."""
+        for job_id in job_ids:
+            with suppress(AlreadyEnqueued):
+                self._app.configure_task(TASK, queue=QUEUE, queueing_lock=job_id).defer(job_id=job_id)
+
+
+def answering_app(database: Database, answer: Callable[[], Awaitable[None]]) -> procrastinate.App:
+    """Return the side that is called: ``answer`` runs for each call."""
+    app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=database.url, max_size=8))
+
+    @app.task(name=TASK, queue=QUEUE)
+    async def plan(job_id: str) -> None:
+        await answer()
+
+    return app

@@ -1,0 +1,36 @@
+"""From a request to its outcome, in a solver process. Importing it brings torch, so that a process starts warm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import structlog
+
+from api.jobs.progress_events import ProgressReader
+from api.jobs.solver_main import OUT_OF_MEMORY, Outcome, Report
+from api.requests.errors import UserError, problem_of
+from api.requests.plan_request import plan_request
+from api.requests.schemas import PlanRequest
+
+
+def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outcome:
+    """Return the outcome of a request that a client sent; after ``time_limit_s`` the best plan so far."""
+    try:
+        asked = PlanRequest.model_validate(request)
+        reader = ProgressReader(asked)
+        plan = plan_request(
+            asked,
+            allow_local=False,
+            progress=lambda line: report(reader.event(line)),
+            time_limit_s=time_limit_s,
+        )
+        report(reader.end(plan))
+        return {"plan": plan.to_dict()}
+    except UserError as error:
+        return {"error": problem_of(error)}
+    except MemoryError:
+        return {"error": {**OUT_OF_MEMORY, "detail": "It was refused more memory."}}
+    except Exception as error:  # noqa: BLE001
+        # The boundary of the process: whatever it was is recorded with the job, and the worker lives on.
+        structlog.get_logger().exception("job failed", model=str(request.get("model"))[:100])
+        return {"error": problem_of(error)}

@@ -1,0 +1,385 @@
+"""The jobs: one row per owner and request, in the database that is the queue and the record.
+
+queued --claim--> running --succeed, fail--> succeeded, failed
+queued, running --cancel--> cancelled
+running --release--> queued (its worker stops); --lose--> queued (its worker died), the second time failed
+
+A claim numbers the attempt and holds the job for a lease. Whatever a worker brings counts only while the job still runs
+in that very attempt, so a worker that was taken for dead can neither end a job twice nor change how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import aliased
+
+from api.jobs.database import Database
+from api.jobs.tables import EventRow, JobRow, PlanRow
+from api.requests.schemas import JobStatus
+from planner.errors import PlannerError
+
+Queued = Callable[[Connection, str], None]
+"""Called with each job that is queued, within the transaction that queues it."""
+
+MOST_DEATHS = 2
+"""A job whose worker died runs again once; what kills two workers would kill a third."""
+
+WORKER_DIED = {
+    "type": "urn:shardplan:worker-died",
+    "title": "The worker process died",
+    "status": 500,
+    "detail": "The process that planned this ended without an answer, twice.",
+    "what_to_do": "Ask again to try again; the server's log may say more.",
+}
+
+_UNFINISHED = ("queued", "running")
+
+
+class TooManyJobsError(PlannerError):
+    """The queue is full, or an owner has as many unfinished jobs as one may have."""
+
+    http_status = 429
+    title = "Too many jobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A job as it stands; what is JSON stays text until it is asked for. Times are in seconds since 1970."""
+
+    number: int
+    id: str
+    owner: str
+    fingerprint: str
+    status: JobStatus
+    attempt: int
+    queued_at: float
+    started_at: float | None
+    finished_at: float | None
+    label: str
+    request_json: str
+    error_json: str | None
+    plan_json: str | None
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The request, as it was sent."""
+        return cast(dict[str, Any], json.loads(self.request_json))
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """The plan, of a job that has succeeded."""
+        return None if self.plan_json is None else cast(dict[str, Any], json.loads(self.plan_json))
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The problem details that a failed job ended with."""
+        return None if self.error_json is None else cast(dict[str, Any], json.loads(self.error_json))
+
+    @property
+    def ended(self) -> bool:
+        """Whether it neither waits nor runs."""
+        return self.status not in _UNFINISHED
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        """Whether the outcome was not the request's: it was cancelled, or the server (status 500 and above) failed."""
+        return self.status == "cancelled" or (self.error or {}).get("status", 0) >= 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How many jobs may wait in all, and how many may wait and run for one owner."""
+
+    queued: int = 1000
+    unfinished_per_owner: int = 1000
+
+
+class JobStore:
+    """The jobs in a database. Every method is one transaction, and may be called from any thread."""
+
+    def __init__(self, database: Database, *, queued: Queued | None = None, limits: Limits | None = None) -> None:
+        self._database = database
+        self._queued = queued
+        self._limits = limits or Limits()
+
+    def add(self, fingerprint: str, request: dict[str, Any], *, owner: str = "", label: str = "") -> JobRecord:
+        """Return the owner's job of this fingerprint: queued if there was none, and again if it may be tried again.
+
+        Where an equal request was planned before, for whomever, the job has succeeded at once. ``label`` is what lists
+        say of it.
+
+        Raises:
+            TooManyJobsError: it would have to wait, and too many do.
+        """
+        with self._database.write() as connection:
+            mine = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
+            known = _one(connection, _jobs().where(mine))
+            if known is not None and not known.may_be_tried_again:
+                return known
+            # The plan is held, so that it is not forgotten while a job that shows it is made.
+            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
+            planned = connection.scalar(held) is not None
+            if not planned:
+                self._check_limits(connection, owner)
+            now = self._database.now()
+            outcome = {"status": "succeeded", "finished_at": now} if planned else {"status": "queued"}
+            fresh = {**outcome, "deaths": 0, "queued_at": now}
+            if known is None:
+                row = {"id": uuid.uuid4().hex, "owner": owner, "fingerprint": fingerprint, "attempt": 0, **fresh}
+                row |= {"request": json.dumps(request), "label": label[:400]}
+                made = self._database.insert_new(JobRow, **row).returning(JobRow.number)
+                changed = connection.scalar(made) is not None
+            else:
+                again = update(JobRow).where(JobRow.number == known.number, JobRow.status == known.status)
+                nothing = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
+                changed = connection.execute(again.values({**nothing, **fresh})).rowcount > 0
+            job = _one(connection, _jobs().where(mine))
+            assert job is not None, "it was inserted just now"
+            if changed:  # and not by an equal request at the same moment, which has announced it
+                self._announce(connection, job.number, job.id, job.status)
+            return job
+
+    def get(self, job_id: str, *, owner: str | None = None) -> JobRecord | None:
+        """Return the job of this id, or None; one of another ``owner`` (None: whoever) counts as none."""
+        mine = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
+        with self._database.read() as connection:
+            return _one(connection, _jobs().where(mine))
+
+    def find(self, fingerprint: str, *, owner: str = "") -> JobRecord | None:
+        """Return the owner's job of this fingerprint, or None."""
+        with self._database.read() as connection:
+            return _one(connection, _jobs().where(JobRow.owner == owner, JobRow.fingerprint == fingerprint))
+
+    def page(
+        self, *, owner: str | None, status: JobStatus | None = None, before: int | None = None, limit: int = 50
+    ) -> Sequence[JobRecord]:
+        """Return up to ``limit`` jobs, the newest first, without requests and plans; ``before`` is a job's number."""
+        statement = _jobs(with_plan=False, with_request=False).order_by(JobRow.number.desc()).limit(limit)
+        if owner is not None:
+            statement = statement.where(JobRow.owner == owner)
+        if status is not None:
+            statement = statement.where(JobRow.status == status)
+        if before is not None:
+            statement = statement.where(JobRow.number < before)
+        with self._database.read() as connection:
+            return [_record(row) for row in connection.execute(statement)]
+
+    def claim(self, *, worker: str = "", lease_s: float = 60.0) -> JobRecord | None:
+        """Return the job that has waited longest, now running, or None; no two callers get the same one."""
+        for _ in range(3):
+            try:
+                with self._database.write() as connection:
+                    return self._claim(connection, worker, lease_s)
+            except IntegrityError:
+                continue  # another worker claimed an equal request at the same moment
+        return None
+
+    def renew(self, job: JobRecord, lease_s: float, events: Iterable[dict[str, Any]] = ()) -> bool:
+        """Hold a claimed job for longer and record what happened to it; False where it is no longer the caller's."""
+        with self._database.write() as connection:
+            statement = update(JobRow).where(_still(job)).values(lease_until=self._database.now() + lease_s)
+            if connection.execute(statement).rowcount == 0:
+                return False
+            for event in events:
+                connection.execute(insert(EventRow).values(job_number=job.number, data=json.dumps(event)))
+            return True
+
+    def is_claimed(self, job: JobRecord) -> bool:
+        """Return whether a claimed job still runs in its attempt: not cancelled, and taken by nobody else."""
+        with self._database.read() as connection:
+            return bool(connection.scalar(select(exists().where(_still(job)))))
+
+    def succeed(self, job: JobRecord, plan: dict[str, Any]) -> bool:
+        """Record the plan of a claimed job, and end equal ones that wait; False where the job is not the caller's."""
+        with self._database.write() as connection:
+            if not self._end(connection, job, "succeeded", None):
+                return False
+            row = {"fingerprint": job.fingerprint, "plan": json.dumps(plan), "made_at": self._database.now()}
+            connection.execute(self._database.insert_new(PlanRow, **row))
+            return True
+
+    def fail(self, job: JobRecord, error: dict[str, Any]) -> bool:
+        """Record the problem details that a claimed job ended with; False where the job is not the caller's."""
+        with self._database.write() as connection:
+            return self._end(connection, job, "failed", error)
+
+    def release(self, job: JobRecord) -> bool:
+        """Queue a claimed job again, at its old place: its worker stops, for no fault of the job's."""
+        with self._database.write() as connection:
+            return self._queue_again(connection, job, deaths=literal(0))
+
+    def lose(self, job: JobRecord) -> bool:
+        """Queue a claimed job whose worker died again, the second time fail it; False where it is not the caller's."""
+        return self._lose(job, _still(job))
+
+    def lose_expired(self) -> int:
+        """Lose the jobs whose leases have run out; return how many those were."""
+        over = JobRow.lease_until < self._database.now()
+        with self._database.read() as connection:
+            rows = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running", over))
+            expired = [_record(row) for row in rows]
+        return sum(self._lose(job, and_(_still(job), over)) for job in expired)
+
+    def release_interrupted(self) -> int:
+        """Queue again what was running when the only server there is ended; return how many jobs that were."""
+        with self._database.read() as connection:
+            running = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running"))
+            interrupted = [_record(row) for row in running]
+        return sum(self.release(job) for job in interrupted)
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job that waits or runs; False where it does neither."""
+        with self._database.write() as connection:
+            mine = and_(JobRow.id == job_id, JobRow.status.in_(_UNFINISHED))
+            statement = update(JobRow).where(mine).values(status="cancelled", finished_at=self._database.now())
+            number = connection.scalar(statement.returning(JobRow.number))
+            if number is not None:
+                self._announce(connection, number, job_id, "cancelled")
+            return number is not None
+
+    def waiting(self) -> Sequence[str]:
+        """Return the ids of the jobs that wait, the longest first."""
+        with self._database.read() as connection:
+            statement = select(JobRow.id).where(JobRow.status == "queued").order_by(JobRow.queued_at, JobRow.number)
+            return connection.scalars(statement).all()
+
+    def counts(self) -> dict[str, int]:
+        """Return how many jobs there are in each status."""
+        with self._database.read() as connection:
+            rows = connection.execute(select(JobRow.status, func.count().label("jobs")).group_by(JobRow.status))
+            return {row.status: row.jobs for row in rows}
+
+    def _check_limits(self, connection: Connection, owner: str) -> None:
+        waits = select(func.count()).select_from(JobRow).where(JobRow.status == "queued")
+        if (connection.scalar(waits) or 0) >= self._limits.queued:
+            raise TooManyJobsError("Too many jobs are waiting.", what_to_do="Try again later.")
+        mine = select(func.count()).select_from(JobRow)
+        mine = mine.where(JobRow.owner == owner, JobRow.status.in_(_UNFINISHED))
+        most = self._limits.unfinished_per_owner
+        if (connection.scalar(mine) or 0) >= most:
+            raise TooManyJobsError(f"{most} jobs of yours wait or run.", what_to_do="Wait for one of them to end.")
+
+    def _claim(self, connection: Connection, worker: str, lease_s: float) -> JobRecord | None:
+        running = aliased(JobRow)
+        equal = exists().where(running.fingerprint == JobRow.fingerprint, running.status == "running")
+        first = select(JobRow.number).where(JobRow.status == "queued", ~equal)
+        first = first.order_by(JobRow.queued_at, JobRow.number).limit(1).with_for_update(skip_locked=True)
+        now = self._database.now()
+        claimed = update(JobRow).where(JobRow.number == first.scalar_subquery(), JobRow.status == "queued")
+        claimed = claimed.values(
+            status="running", attempt=JobRow.attempt + 1, worker=worker, started_at=now, lease_until=now + lease_s
+        )
+        number = connection.scalar(claimed.returning(JobRow.number))
+        if number is None:
+            return None
+        job = _one(connection, _jobs(with_plan=False).where(JobRow.number == number))
+        assert job is not None, "it was claimed just now"
+        self._announce(connection, job.number, job.id, "running")
+        return job
+
+    def _lose(self, job: JobRecord, lost: ColumnElement[bool]) -> bool:
+        with self._database.write() as connection:
+            died = connection.scalar(select(JobRow.deaths).where(lost).with_for_update())
+            if died is None:
+                return False
+            if died + 1 >= MOST_DEATHS:
+                return self._end(connection, job, "failed", WORKER_DIED)
+            return self._queue_again(connection, job, deaths=literal(1))
+
+    def _end(self, connection: Connection, job: JobRecord, status: JobStatus, error: dict[str, Any] | None) -> bool:
+        """End a claimed job; equal requests of other owners that wait end the same way, unless we were at fault."""
+        ours = error is not None and error["status"] >= 500
+        equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
+        # Held: a job that is cancelled meanwhile would not end, but those that wait for its plan would.
+        if connection.scalar(select(JobRow.number).where(_still(job)).with_for_update()) is None:
+            return False
+        ending = update(JobRow).where(_still(job) if ours else or_(_still(job), equal))
+        ending = ending.values(
+            status=status,
+            error=None if error is None else json.dumps(error),
+            finished_at=self._database.now(),
+            lease_until=None,
+        )
+        ended = connection.execute(ending.returning(JobRow.number, JobRow.id)).all()
+        for row in ended:
+            self._announce(connection, row.number, row.id, status)
+        return any(row.number == job.number for row in ended)
+
+    def _queue_again(self, connection: Connection, job: JobRecord, *, deaths: Any) -> bool:
+        statement = update(JobRow).where(_still(job))
+        statement = statement.values(status="queued", started_at=None, lease_until=None, deaths=JobRow.deaths + deaths)
+        if connection.execute(statement).rowcount == 0:
+            return False
+        self._announce(connection, job.number, job.id, "queued")
+        return True
+
+    def _announce(self, connection: Connection, number: int, job_id: str, status: JobStatus) -> None:
+        connection.execute(insert(EventRow).values(job_number=number, data=json.dumps({"stage": status})))
+        if status == "queued" and self._queued is not None:
+            self._queued(connection, job_id)
+
+
+def delete_jobs(connection: Connection, numbers: Sequence[int]) -> None:
+    """Delete jobs with all that happened to them."""
+    connection.execute(delete(EventRow).where(EventRow.job_number.in_(numbers)))
+    connection.execute(delete(JobRow).where(JobRow.number.in_(numbers)))
+
+
+def _jobs(*, with_plan: bool = True, with_request: bool = True) -> Select[Any]:
+    request = JobRow.request if with_request else literal("{}")
+    columns = [*(getattr(JobRow, name) for name in _COLUMNS), request.label("request_json")]
+    if not with_plan:
+        return select(*columns, literal(None).label("plan_json"))
+    # A job that has not succeeded shows no plan, though an equal one of another owner may have.
+    same = and_(PlanRow.fingerprint == JobRow.fingerprint, JobRow.status == "succeeded")
+    return select(*columns, PlanRow.plan.label("plan_json")).outerjoin(PlanRow, same)
+
+
+_COLUMNS = (
+    "number",
+    "id",
+    "owner",
+    "fingerprint",
+    "status",
+    "attempt",
+    "queued_at",
+    "started_at",
+    "finished_at",
+    "label",
+    "error",
+)
+
+
+def _still(job: JobRecord) -> Any:
+    return and_(JobRow.number == job.number, JobRow.status == "running", JobRow.attempt == job.attempt)
+
+
+def _one(connection: Connection, statement: Select[Any]) -> JobRecord | None:
+    row = connection.execute(statement).one_or_none()
+    return None if row is None else _record(row)
+
+
+def _record(row: Row[Any]) -> JobRecord:
+    values = dict(row._mapping)
+    return JobRecord(error_json=values.pop("error"), **values)

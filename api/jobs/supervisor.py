@@ -1,0 +1,183 @@
+"""One claimed job, from its claim to its end: asks a solver process, watches its limits, and writes down what comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import structlog
+
+from api.jobs.database import UNREACHABLE
+from api.jobs.metrics import Metrics
+from api.jobs.solver_main import OUT_OF_MEMORY, SEARCHING, Outcome
+from api.jobs.solver_process import ProcessDiedError, SolverProcess
+from api.jobs.store import JobRecord, JobStore
+
+_LOOK_S = 0.1
+_ASK_S = 0.5
+"""How often the database is asked whether the job was cancelled, and told of progress."""
+
+_LONGEST_PAUSE_S = 5.0
+_TIMEOUT = {
+    "type": "urn:shardplan:timeout",
+    "title": "Planning took too long",
+    "status": 500,
+    "what_to_do": "Give a mesh, a number of micro-batches or a checkpointing mode, so that there is less to search.",
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveLimits:
+    """What one solve may take.
+
+    Attributes:
+        time_s: for its search, which then gives the best plan so far; and for all that comes before it.
+        grace_s: after that, until its process is ended.
+        memory_bytes: resident, at which its process is ended.
+        lease_s: for which its claim holds without a sign of life.
+    """
+
+    time_s: float
+    memory_bytes: int
+    grace_s: float = 30.0
+    lease_s: float = 15.0
+
+
+class Supervisor:
+    """Runs claimed jobs in one solver process. Not for several threads: each has its own."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        process: SolverProcess,
+        limits: SolveLimits,
+        stopping: threading.Event,
+        metrics: Metrics,
+    ) -> None:
+        self._store = store
+        self._process = process
+        self._limits = limits
+        self._stopping = stopping
+        self._metrics = metrics
+
+    def run(self, job: JobRecord) -> None:
+        """Bring a claimed job to its end; where the service stops meanwhile, queue it again."""
+        log = structlog.get_logger().bind(job=job.id, attempt=job.attempt)
+        log.info("job started")
+        started = time.monotonic()
+        try:
+            self._process.start()
+        except OSError as error:  # no memory, no process to be had: no fault of the job's
+            log.warning("no solver process", error=str(error))
+            self._persist(lambda: self._store.release(job))
+            self._stopping.wait(_LONGEST_PAUSE_S)
+            return
+        try:
+            self._process.ask(job.request_json, self._limits.time_s)
+            outcome = self._watch(job)
+        except ProcessDiedError:
+            self._process.end()
+            self._persist(lambda: self._store.lose(job))
+            log.warning("solver process died")
+            self._metrics.solved("died", time.monotonic() - started)
+            return
+        if outcome is None:
+            log.info("job left", stopping=self._stopping.is_set())
+            return
+        what = self._write(job, outcome)
+        self._metrics.solved(what, time.monotonic() - started)
+        log.info("job finished", outcome=what, seconds=round(time.monotonic() - started, 3))
+        if self._process.resident_bytes > self._limits.memory_bytes // 2:
+            self._process.end()  # the next job gets a fresh one, with all of the memory
+
+    def _watch(self, job: JobRecord) -> Outcome | None:
+        """Return the outcome, the process's or that of a limit; None where the job is not ours any more.
+
+        Raises:
+            ProcessDiedError: it ended without one.
+        """
+        events: list[dict[str, Any]] = []
+        searching = False
+        since = asked = renewed = time.monotonic()
+        while True:
+            message = self._process.next_message(_LOOK_S)
+            if message is not None and "outcome" in message:
+                if events:
+                    self._try_to_renew(job, events)
+                outcome: Outcome = message["outcome"]
+                return outcome
+            if message is not None:
+                events.append(message["event"])
+                if not searching and message["event"]["stage"] in SEARCHING:
+                    searching, since = True, time.monotonic()  # as the search itself counts: it is to end before us
+            excess = self._excess(since)
+            if excess is not None:
+                self._process.end()
+                return {"error": excess}
+            if self._stopping.is_set():
+                self._process.end()
+                self._persist(lambda: self._store.release(job))
+                return None
+            now = time.monotonic()
+            if now - asked < _ASK_S:
+                continue
+            asked = now
+            if events or now - renewed > self._limits.lease_s / 3:
+                ours = self._try_to_renew(job, events)
+                renewed = now
+                events = []
+            else:
+                ours = self._try(lambda: self._store.is_claimed(job)) is not False
+            if not ours:
+                self._process.end()
+                return None
+
+    def _excess(self, since: float) -> dict[str, Any] | None:
+        """Return the problem details of the limit that the solve is over, or None."""
+        used = self._process.resident_bytes
+        if used > self._limits.memory_bytes:
+            most = self._limits.memory_bytes
+            detail = f"It was ended at {used / 1e9:.2f} GB; a solve has at most {most / 1e9:.2f} GB."
+            return {**OUT_OF_MEMORY, "detail": detail, "memory_bytes": used, "limit_bytes": most}
+        most_s = self._limits.time_s + self._limits.grace_s
+        if time.monotonic() - since > most_s:
+            return {**_TIMEOUT, "detail": f"It was ended after {most_s:g} s, without a plan."}
+        return None
+
+    def _write(self, job: JobRecord, outcome: Outcome) -> str:
+        if "plan" in outcome:
+            written = self._persist(lambda: self._store.succeed(job, outcome["plan"]))
+            self._metrics.planned(str((outcome["plan"].get("solver") or {}).get("status")))
+            return "succeeded" if written else "too late"
+        written = self._persist(lambda: self._store.fail(job, outcome["error"]))
+        return "failed" if written else "too late"
+
+    def _try_to_renew(self, job: JobRecord, events: list[dict[str, Any]]) -> bool:
+        # Progress may get lost where the database is away; the job may not, and is not taken for lost by that alone.
+        return self._try(lambda: self._store.renew(job, self._limits.lease_s, events)) is not False
+
+    def _try(self, action: Callable[[], _T]) -> _T | None:
+        try:
+            return action()
+        except UNREACHABLE as error:
+            structlog.get_logger().warning("database unreachable", error=type(error).__name__)
+            return None
+
+    def _persist(self, action: Callable[[], _T]) -> _T | None:
+        """Do what must be written until it is: a full disk is cleared some day, a database comes back.
+
+        When the service stops it is given up; the job is then found unfinished, and run again.
+        """
+        pause_s = 0.2
+        while True:
+            try:
+                return action()
+            except UNREACHABLE as error:
+                structlog.get_logger().warning("cannot write to the database", error=type(error).__name__)
+            if self._stopping.wait(pause_s):
+                return self._try(action)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)

@@ -1,0 +1,104 @@
+"""API tokens: ``sp_ID_SECRET``, of which the database keeps the SHA-256 of the secret.
+
+The secret has 256 random bits, so a plain hash cannot be searched, and each request can be checked in microseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from sqlalchemy import exists, insert, select, update
+
+from api.jobs.database import Database
+from api.jobs.tables import TokenRow
+from planner.errors import JobError
+
+Scope = Literal["read", "plan", "admin"]
+"""Each may what those before it may: look at its own jobs; ask for plans; see and cancel everybody's jobs."""
+
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+
+_TOKEN = re.compile(r"sp_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """A token without its secret; times in seconds since 1970."""
+
+    id: str
+    name: str
+    scope: Scope
+    created_at: float
+    revoked_at: float | None
+
+
+class TokenStore:
+    """The tokens in a database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, name: str, scope: str) -> str:
+        """Return a new token's text, which is told this once.
+
+        Raises:
+            JobError: there is no such scope, or the name is empty or too long.
+        """
+        if scope not in SCOPES:
+            raise JobError(f"there is no scope {scope!r}.", what_to_do=f"Choose one of {', '.join(SCOPES)}.")
+        if not 1 <= len(name) <= 200 or not name.isprintable():
+            raise JobError("a token's name has 1 to 200 printable characters.", what_to_do="Give another.")
+        token_id, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
+        row = {"id": token_id, "name": name, "digest": _digest(secret), "scope": scope}
+        with self._database.write() as connection:
+            connection.execute(insert(TokenRow).values(**row, created_at=self._database.now()))
+        return f"sp_{token_id}_{secret}"
+
+    def revoke(self, token_id: str) -> Token:
+        """Return the token of this id, revoked; nothing is answered to it from now on.
+
+        Raises:
+            JobError: there is none of that id.
+        """
+        valid = update(TokenRow).where(TokenRow.id == token_id, TokenRow.revoked_at.is_(None))
+        with self._database.write() as connection:
+            connection.execute(valid.values(revoked_at=self._database.now()))
+        for token in self.all():
+            if token.id == token_id:
+                return token
+        raise JobError(f"there is no token {token_id!r}.", what_to_do="`shardplan token list` lists them.")
+
+    def all(self) -> Sequence[Token]:
+        """Return every token that ever was, the oldest first."""
+        columns = (TokenRow.id, TokenRow.name, TokenRow.scope, TokenRow.created_at, TokenRow.revoked_at)
+        with self._database.read() as connection:
+            rows = connection.execute(select(*columns).order_by(TokenRow.created_at)).all()
+        return [Token(**row._mapping) for row in rows]
+
+    def any(self) -> bool:
+        """Return whether there ever was a token: from then on every request needs one."""
+        with self._database.read() as connection:
+            return bool(connection.scalar(select(exists(select(TokenRow.id)))))
+
+    def find(self, text: str) -> tuple[str, Scope] | None:
+        """Return the id and scope of the token with this text; None where there is none, or it was revoked."""
+        match = _TOKEN.fullmatch(text)
+        if match is None:
+            return None
+        token_id, secret = match.groups()
+        statement = select(TokenRow.digest, TokenRow.scope, TokenRow.revoked_at).where(TokenRow.id == token_id)
+        with self._database.read() as connection:
+            row = connection.execute(statement).one_or_none()
+        if row is None or not hmac.compare_digest(row.digest, _digest(secret)) or row.revoked_at is not None:
+            return None
+        return token_id, cast(Scope, row.scope)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

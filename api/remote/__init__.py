@@ -1,0 +1,1 @@
+"""The client of the HTTP service, as a planner."""

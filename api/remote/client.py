@@ -1,0 +1,138 @@
+"""A planner that asks a shardplan server."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+from torch import nn
+
+from api.remote.retrying_http import Connection, RemotePlanningError, refusal
+from planner.graph.example_inputs import GivenInputs
+from planner.plan.planner_interface import ShardingPlanner
+from planner.plan.sharding_plan import ShardingPlan
+
+__all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
+
+_FIRST_LOOK_S = 0.05
+_LONGEST_LOOK_S = 2.0
+
+
+class RemoteShardingPlanner(ShardingPlanner):
+    """Traces the module here, sends its graph to the server at ``url``, and waits for the plan.
+
+    Of the module the server gets names, shapes and ops: neither code nor weights. What is lost on the way is asked for
+    again, and is one job however often it arrives.
+
+    Args:
+        url: of the server, such as ``http://127.0.0.1:8000``.
+        token: where the server asks for one.
+        cluster: ``2x8xh100-sxm-80gb``, or an object with its figures.
+        model: a preset that the server has; it is planned in place of the module, which is not traced.
+        example_inputs: arguments of one call with the global batch; None: made from the module's Hugging Face config.
+        tp_plan: the expert plan for "tensor-parallel"; None takes the module's own.
+        timeout_s: for the whole of it; None waits as long as it takes.
+        retries: how often in a row a request is sent again, when the server is not reached or is busy.
+        progress: told of each stage.
+        transport: what carries the requests; None: the network.
+        options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
+            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, regather,
+            fused, even_order, attention_kernel.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        cluster: str | dict[str, Any],
+        model: str | None = None,
+        example_inputs: GivenInputs = None,
+        tp_plan: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        retries: int = 6,
+        progress: Callable[[str], None] | None = None,
+        transport: httpx.BaseTransport | None = None,
+        **options: Any,
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._token = token
+        self._request = {"cluster": cluster, **{name: value for name, value in options.items() if value is not None}}
+        self._model = model
+        self._example_inputs = example_inputs
+        self._tp_plan = tp_plan
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._progress = progress
+        self._transport = transport
+
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """Return the server's plan for ``module``, which stays as it is and may be on the meta device.
+
+        Raises:
+            ModelError: the module cannot be traced, or its graph cannot be sent; says what is in the way.
+            InfeasibleError: no plan fits.
+            RemotePlanningError: the server gave no plan for another reason, which the message says.
+        """
+        model = self._model if self._model is not None else {"graph": self._graph(module)}
+        with Connection(
+            self._url,
+            token=self._token,
+            timeout_s=self._timeout_s,
+            retries=self._retries,
+            transport=self._transport,
+        ) as server:
+            self._say("asking the server")
+            key = {"Idempotency-Key": str(uuid.uuid4())}
+            job = server.ask("POST", "/v1/plans", headers=key, json={"model": model, **self._request})
+            job = self._until_ended(server, job)
+        if job["status"] != "succeeded":
+            raise refusal(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
+        return ShardingPlan.from_dict(job["plan"])
+
+    def _graph(self, module: nn.Module) -> dict[str, str]:
+        from planner.graph.trace_module import trace_module
+        from planner.run.baselines import micro_batches_for
+        from planner.wire.codec import write_graph
+
+        self._say("tracing")
+        options = self._request
+        micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
+        traced = trace_module(
+            module,
+            example_inputs=self._example_inputs,
+            batch=options.get("batch"),
+            seq=options.get("seq"),
+            micro_batches=micro_batches,
+            dtype=str(options.get("dtype", "bf16")),
+            fused=bool(options.get("fused", False)),
+        )
+        if self._tp_plan is not None:
+            traced = dataclasses.replace(traced, tp_plan=self._tp_plan)
+        return write_graph(traced)
+
+    def _until_ended(self, server: Connection, job: dict[str, Any]) -> dict[str, Any]:
+        path = f"/v1/plans/{job['id']}"
+        if self._progress is not None and job["status"] in {"queued", "running"}:
+            for event in server.events(f"{path}/events"):
+                self._say(_told(event))
+            job = server.ask("GET", path)
+        look_s = _FIRST_LOOK_S
+        while job["status"] in {"queued", "running"}:
+            server.pause(look_s, f"it is {job['status']}")
+            look_s = min(_LONGEST_LOOK_S, look_s * 1.5)
+            job = server.ask("GET", path)
+        return job
+
+    def _say(self, stage: str) -> None:
+        if self._progress is not None:
+            self._progress(stage)
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    """Return an event of a job as a line for a person."""
+    rest = [f"{name} {value}" for name, value in event.items() if name != "stage" and value is not None]
+    return ", ".join([str(event.get("stage", "")), *rest])

@@ -1,0 +1,1 @@
+"""Plans and tables as a person reads them in a terminal."""

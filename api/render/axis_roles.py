@@ -1,0 +1,192 @@
+"""What each mesh axis does in a plan, in the field's words (FSDP, TP, SP, DP), read off its layouts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Shard
+
+from cost_model.layouts.layout import Layout, sharded_dim
+from planner.plan.patterns import match_keys
+from planner.plan.ports import Port, ports_of
+from planner.plan.sharding_plan import ShardingPlan
+
+_BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
+_ROOT_INPUT = ("", "input")
+_IN_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
+_BELOW_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})\.(?!input$)")
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRole:
+    """One axis: ``role`` is short ("FSDP", "TP+SP"), ``details`` say what was seen, one clause each."""
+
+    axis: str
+    size: int
+    role: str
+    details: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Weights:
+    """Entries of a plan by what one axis does to them; a name is without its ".weight"."""
+
+    gathered: tuple[str, ...]
+    pieces: tuple[str, ...]
+    experts: tuple[str, ...]
+    whole: tuple[str, ...]
+
+    def main(self) -> _Weights:
+        """Return those of the blocks (which hold nearly all of a model), or all where there are no blocks."""
+        inside = _Weights(
+            gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
+            pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
+            experts=tuple(filter(_IN_BLOCK.search, self.experts)),
+            whole=tuple(filter(_IN_BLOCK.search, self.whole)),
+        )
+        return inside if inside.gathered or inside.pieces or inside.experts or inside.whole else self
+
+
+def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
+    """Return the role of each axis of the plan's mesh, outermost first."""
+    roles = [_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.layout_mesh.axes)]
+    if plan.pipeline is not None:
+        stages = len(plan.pipeline.stages)
+        chunks = f", {plan.pipeline.chunks} chunks each" if plan.pipeline.chunks > 1 else ""
+        detail = f"{stages} stages, {plan.pipeline.schedule}{chunks}"
+        roles.insert(0, AxisRole(axis=plan.mesh.names[0], size=stages, role="PP", details=(detail,)))
+    return tuple(roles)
+
+
+def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
+    weights = _weights(plan, index)
+    main = weights.main()
+    inputs = set(_boundary_dims(plan, index, root=True))
+    inner = set(_boundary_dims(plan, index, root=False))
+    splits_batch = _BATCH_DIM in inputs or (not inputs and _BATCH_DIM in inner)
+    splits_sequence = _SEQUENCE_DIM in inner | inputs
+    swaps_heads = _swaps_heads(plan, index)
+
+    words = []
+    if main.gathered:
+        words.append("FSDP" if splits_batch or splits_sequence else "sharded storage")
+    elif splits_batch and not main.pieces and main.whole:
+        words.append("DP")
+    if main.pieces:
+        words.append("TP")
+    if main.experts:
+        words.append("EP")
+    if splits_sequence or (main.pieces and splits_batch and not main.gathered):
+        words.append("SP" if main.pieces or swaps_heads else "CP")
+
+    details = []
+    if splits_batch:
+        details.append("splits the batch")
+    if splits_sequence:
+        details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
+    details += _weight_details(weights)
+    if weights.gathered:
+        details += _kept(plan)
+    return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
+
+
+def _kept(plan: ShardingPlan) -> Iterator[str]:
+    """Yield whose weights are there for longer than one pass once they are gathered."""
+    if plan.keep_gathered:
+        yield f"{', '.join(plan.keep_gathered)} kept from forward to backward"
+    if plan.keep_gathered_for_step:
+        yield f"{', '.join(plan.keep_gathered_for_step)} kept for the whole step"
+
+
+def _weight_details(weights: _Weights) -> Iterator[str]:
+    """Yield what happens to which weights; the few are named, the many counted."""
+    kinds = {
+        "stored in pieces, gathered for use": weights.gathered,
+        "used in pieces": weights.pieces,
+        "used by some ranks alone": weights.experts,
+        "whole on each rank": weights.whole,
+    }
+    total = sum(map(len, kinds.values()))
+    for what, names in kinds.items():
+        if len(names) == total and total > 1:
+            yield f"all weights {what}"
+        elif 0 < len(names) <= _NAMED:
+            yield f"{', '.join(names)} {what}"
+        elif names:
+            yield f"{len(names)} of {total} kinds of weights {what}"
+
+
+def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | None]]:
+    """Yield (pattern, stored, used) of each entry that is no Sharder.
+
+    ``used`` is None for a tied weight whose uses the plan gives under its other names only.
+    """
+    tied_uses = [key for key in plan.gradient_plan if key in plan.compute_plan]
+    for key, stored in plan.plan.items():
+        if isinstance(stored, str):
+            continue
+        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names or pattern == key]
+        if wider:
+            yield key, stored, plan.compute_plan[wider[0]]
+        else:
+            # A gradient that is reduced to the stored layout in every micro-batch says nothing of ties.
+            waits = plan.gradient_plan.get(key, stored) != stored
+            yield key, stored, None if waits and tied_uses else stored
+
+
+def _weights(plan: ShardingPlan, index: int) -> _Weights:
+    """Return which entries are stored split but used whole, used split, of which ranks use some, and stored whole."""
+    gathered: list[str] = []
+    pieces: list[str] = []
+    experts: list[str] = []
+    whole: list[str] = []
+    for key, stored, used in weight_layouts(plan):
+        if used is None:
+            continue
+        if sharded_dim(stored[index]) is None:
+            kind = whole
+        elif sharded_dim(used[index]) is None:
+            kind = gathered
+        elif _EXPERTS.search(key) and used[index] == Shard(0):
+            kind = experts
+        else:
+            kind = pieces
+        kind.append(key.removesuffix(".weight"))
+    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), experts=tuple(experts), whole=tuple(whole))
+
+
+def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
+    """Return whether in a block a tensor that comes split by sequence goes on split by heads, or the other way round.
+
+    What comes to the first block may be embeddings, of a table whose columns are split.
+    """
+    swap = {_SEQUENCE_DIM, _HIDDEN_DIM}
+    return any(
+        port.source is not None and {sharded_dim(port.source[index]), sharded_dim(port.layout[index])} == swap
+        for entries in (plan.input_plan, plan.output_plan)
+        for key, spec in entries.items()
+        for _, port in ports_of(spec)
+        if _BELOW_BLOCK.search(key)
+    )
+
+
+def _boundary_dims(plan: ShardingPlan, index: int, *, root: bool) -> Iterator[int]:
+    """Yield the dims that tensors at module boundaries (the root's inputs, or all others) are split by on this axis."""
+    for is_root, port in _ports(plan):
+        if is_root == root:
+            for layout in (port.layout, port.source):
+                dim = None if layout is None else sharded_dim(layout[index])
+                if dim is not None:
+                    yield dim
+
+
+def _ports(plan: ShardingPlan) -> Iterator[tuple[bool, Port]]:
+    """Yield each port, and whether it is the root's input."""
+    for entries in (plan.input_plan, plan.output_plan):
+        for key, spec in entries.items():
+            for _, port in ports_of(spec):
+                yield entries is plan.input_plan and key in _ROOT_INPUT, port

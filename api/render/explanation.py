@@ -1,0 +1,98 @@
+"""What every layout of a parameter would cost, for a person and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from api.render.plan import duration, new_table, size
+from planner.explain import Alternative, Aspect, Explanation, difference
+
+_ASPECTS: dict[Aspect, str] = {"stored": "Stored as", "computed": "Computed as"}
+_PARTS_SHOWN = 2
+_NOTICED_S = 1e-7
+
+
+def explanation_dict(found: Explanation) -> dict[str, Any]:
+    """Return an explanation as JSON data: seconds and bytes."""
+    return {
+        "parameter": found.parameter,
+        "same_layouts": list(found.names),
+        "plan": {"step_time_s": found.plan.step_time_s, "peak_memory_bytes": found.plan.peak_memory_bytes},
+        "memory_bytes": found.memory_bytes,
+        "alternatives": [
+            {
+                "aspect": alternative.aspect,
+                "layout": list(alternative.layout),
+                "chosen": alternative.chosen,
+                "step_time_s": None if alternative.estimate is None else alternative.estimate.step_time_s,
+                "peak_memory_bytes": None if alternative.estimate is None else alternative.estimate.peak_memory_bytes,
+                "fits": alternative.fits,
+                **_difference(alternative, found),
+            }
+            for alternative in found.alternatives
+        ],
+    }
+
+
+def _difference(alternative: Alternative, found: Explanation) -> dict[str, Any]:
+    if alternative.estimate is None:
+        return {"difference_s": None, "collectives_difference_s": None}
+    parts, collectives = difference(alternative.estimate, found.plan)
+    return {"difference_s": dict(parts), "collectives_difference_s": dict(collectives)}
+
+
+def show_explanation(found: Explanation, console: Console) -> None:
+    """Print a table of the layouts at rest, and one of those in computing."""
+    others = len(found.names) - 1
+    shared = f", with {others} more that share its layouts" if others else ""
+    console.print(Text(f"{found.parameter}{shared}", style="bold"))
+    console.print(
+        f"the plan takes {duration(found.plan.step_time_s)} and {size(found.plan.peak_memory_bytes)} "
+        f"of {size(found.memory_bytes)}; each row is the best plan with that layout, all others chosen anew"
+    )
+    for aspect, title in _ASPECTS.items():
+        console.print("", _table(found, aspect, title), sep="\n")
+
+
+def _table(found: Explanation, aspect: Aspect, title: str) -> Table:
+    table = new_table(title, "Step>", "Slower by>", "Peak>", "Why")
+    for alternative in found.alternatives:
+        if alternative.aspect == aspect:
+            style = "bold" if alternative.chosen else None
+            table.add_row(", ".join(alternative.layout), *_cells(alternative, found), style=style)
+    return table
+
+
+def _cells(alternative: Alternative, found: Explanation) -> tuple[str, str, str, str]:
+    if alternative.estimate is None:
+        return "-", "-", "-", "nothing around it can run so"
+    slower_s = alternative.estimate.step_time_s - found.plan.step_time_s
+    why = "the plan's" if alternative.chosen else _reasons(alternative, found)
+    if not alternative.fits:
+        why = f"does not fit{'; ' + why if why else ''}"
+    sign = "-" if slower_s < 0 else ""
+    return (
+        duration(alternative.estimate.step_time_s),
+        sign + duration(abs(slower_s)),
+        size(alternative.estimate.peak_memory_bytes),
+        why,
+    )
+
+
+def _reasons(alternative: Alternative, found: Explanation) -> str:
+    """Return what the step's difference is made of, and the collectives that differ most, as text."""
+    assert alternative.estimate is not None
+    parts, collectives = difference(alternative.estimate, found.plan)
+    if abs(alternative.estimate.step_time_s - found.plan.step_time_s) <= found.tolerance_s:
+        return "as fast, to the solver's tolerance"
+    return "; ".join(text for text in (_signed(parts), _signed(collectives)) if text) or "costs the same"
+
+
+def _signed(parts: Mapping[str, float]) -> str:
+    noticed = [(name, s) for name, s in parts.items() if abs(s) > _NOTICED_S][:_PARTS_SHOWN]
+    return ", ".join(f"{'+' if s > 0 else '-'}{duration(abs(s))} {name}" for name, s in noticed)

@@ -1,0 +1,170 @@
+"""What a plan costs beside others, on one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from api.requests.model_registry import quiet_libraries
+from planner.errors import JobError
+from planner.tradeoffs import (
+    Objective,
+    batches,
+    best_batch,
+    best_size,
+    pareto_front,
+    peak_bytes,
+    runner_ups,
+    sizes,
+    step_time_s,
+)
+
+if TYPE_CHECKING:
+    from api.requests.plan_request import OpenedRequest
+    from planner.plan.sharding_plan import ShardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeoffRow:
+    """A plan among others.
+
+    Attributes:
+        cluster: what it is for.
+        devices: of the cluster.
+        plan: None where none fits, or none was found in time.
+        in_time: whether there was time enough to tell.
+        is_best: whether it is the one that was asked for.
+        price: of a step, in the currency of the price of a device-hour; None without one.
+        batch: of the plan, where batches are compared.
+    """
+
+    cluster: str
+    devices: int
+    plan: ShardingPlan | None
+    in_time: bool = True
+    is_best: bool = False
+    price: float | None = None
+    batch: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as JSON values; what a plan says is null where there is none."""
+        plan = self.plan
+        found: dict[str, Any] = dict.fromkeys(("mesh", "micro_batches", "ac", "step_time_s", "peak_memory_bytes"))
+        found |= dict.fromkeys(("device_s", "gap", "status"))
+        if plan is not None and plan.solver is not None:
+            found = {
+                "mesh": str(plan.mesh),
+                "micro_batches": plan.micro_batches,
+                "ac": plan.job.ac,
+                "step_time_s": step_time_s(plan),
+                "peak_memory_bytes": peak_bytes(plan),
+                "device_s": step_time_s(plan) * self.devices,
+                "gap": plan.solver.gap,
+                "status": plan.solver.status,
+            }
+        head = {"cluster": self.cluster, "devices": self.devices, "fits": plan is not None if self.in_time else None}
+        compared = {} if self.batch is None else {"batch": self.batch, "items_per_s_per_device": self.items_per_s}
+        return {**head, **compared, **found, "price": self.price, "best": self.is_best}
+
+    @property
+    def items_per_s(self) -> float | None:
+        """Tokens (or samples) per second and device."""
+        return None if self.plan is None else self.plan.job.items[0] / step_time_s(self.plan) / self.devices
+
+
+def _row(plan: ShardingPlan, opened: OpenedRequest, *, is_best: bool) -> TradeoffRow:
+    cluster = opened.cluster
+    return TradeoffRow(cluster=cluster.name, devices=cluster.size, plan=opened.noted(plan), is_best=is_best)
+
+
+@quiet_libraries()
+def runner_up_rows(opened: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
+    """Return the best plan and those of the ``count`` meshes that come next."""
+    session = opened.session(time_limit_s=time_limit_s)
+    best = session.plan()
+    others = runner_ups(session, best, count)
+    return [_row(plan, opened, is_best=plan is best) for plan in (best, *others)]
+
+
+@quiet_libraries()
+def pareto_rows(opened: OpenedRequest, mesh: str | None, time_limit_s: float | None) -> list[TradeoffRow]:
+    """Return the front of step time against memory, the fastest plan first."""
+    front = pareto_front(opened.session(time_limit_s=time_limit_s), mesh=mesh)
+    return [_row(plan, opened, is_best=plan is front[0]) for plan in front]
+
+
+@quiet_libraries()
+def batch_rows(
+    opened: OpenedRequest, mesh: str | None, *, most: int, within_s: float | None, time_limit_s: float | None
+) -> list[TradeoffRow]:
+    """Return the fastest plan at each batch of the request's phase, and which has the most tokens per second.
+
+    Raises:
+        JobError: the limit is not above 0, or the phase is training.
+    """
+    _check_limits(within=within_s)
+    job = {name: value for name, value in opened.job.items() if name not in ("batch", "micro_batches", "ac")}
+    found = batches(
+        opened.model, cluster=opened.cluster, mesh=mesh, most=most, time_limit_s=time_limit_s, **_without_inputs(job)
+    )
+    best = best_batch(found, within_s=within_s)
+    cluster = opened.cluster
+    return [
+        TradeoffRow(
+            cluster=cluster.name,
+            devices=cluster.size,
+            plan=None if size.plan is None else opened.noted(size.plan),
+            in_time=size.in_time,
+            is_best=size is best,
+            batch=size.batch,
+        )
+        for size in found
+    ]
+
+
+def _without_inputs(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the job of a model whose inputs its config tells.
+
+    Raises:
+        JobError: it has inputs of its own, which have a batch of their own.
+    """
+    if job.pop("example_inputs", None) is not None:
+        advice = "Name a preset or a Hugging Face config."
+        raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
+    return job
+
+
+def _check_limits(**limits: float | None) -> None:
+    for name, value in limits.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise JobError(f"--{name} is {value}.", what_to_do="Give a number above 0, or none.", field=name)
+
+
+@quiet_libraries()
+def size_rows(
+    opened: OpenedRequest,
+    objective: Objective,
+    *,
+    within_s: float | None,
+    price: float | None,
+    time_limit_s: float | None,
+) -> list[TradeoffRow]:
+    """Return the best plan of each size of the cluster, and which is the best for ``objective``.
+
+    Raises:
+        JobError: a limit or a price is not above 0.
+    """
+    _check_limits(within=within_s, price=price)
+    found = sizes(opened.model, cluster=opened.cluster, time_limit_s=time_limit_s, **opened.job)
+    best = best_size(found, objective, within_s=within_s)
+    return [
+        TradeoffRow(
+            cluster=size.cluster.name,
+            devices=size.cluster.size,
+            plan=None if size.plan is None else opened.noted(size.plan),
+            in_time=size.in_time,
+            is_best=size is best,
+            price=None if price is None or size.plan is None else size.device_s / 3600 * price,
+        )
+        for size in found
+    ]

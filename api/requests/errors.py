@@ -1,0 +1,51 @@
+"""Errors to exit codes, HTTP problem details (RFC 9457) and lines for a person: decided here, once.
+
+What a user can act on is a ``PlannerError`` (which carries its exit code and HTTP status), or the ``ValueError``s that
+``cost_model``, which knows no planner, raises for a cluster or a layout that cannot be.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cost_model.hardware.cluster import ClusterError
+from cost_model.layouts.layout import LayoutError
+from planner.errors import PlannerError
+
+UserError = (PlannerError, ClusterError, LayoutError)
+"""The errors that have a message for the user; anything else is our bug."""
+
+MEDIA_TYPE = "application/problem+json"
+
+
+def exit_code_of(error: Exception) -> int:
+    """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 1 a failure of ours."""
+    if isinstance(error, PlannerError):
+        return error.exit_code
+    return 2 if isinstance(error, UserError) else 1
+
+
+def problem_of(error: Exception) -> dict[str, Any]:
+    """Return ``error`` as problem details; its data (``least_bytes``, ``field``, ...) become members of their own."""
+    if isinstance(error, PlannerError):
+        data = {
+            key: value
+            for key, value in vars(error).items()
+            if key not in {"detail", "what_to_do"} and value is not None
+        }
+        if error.what_to_do:
+            data["what_to_do"] = error.what_to_do
+        return _problem(type(error).__name__, error.title, error.http_status, error.detail, data)
+    if isinstance(error, ClusterError):
+        return _problem("ClusterError", "The cluster cannot be used", 422, str(error), {})
+    if isinstance(error, LayoutError):
+        return _problem("LayoutError", "The mesh or a layout cannot be used", 422, str(error), {})
+    return _problem(
+        "InternalError", "shardplan failed", 500, "The server met an error of its own; its log has more.", {}
+    )
+
+
+def _problem(kind: str, title: str, status: int, detail: str, data: dict[str, Any]) -> dict[str, Any]:
+    name = re.sub(r"(?<!^)(?=[A-Z])", "-", kind).lower()
+    return {"type": f"urn:shardplan:{name}", "title": title, "status": status, "detail": detail, **data}

@@ -1,0 +1,157 @@
+"""Model configs as data: read from a preset, a file, a folder or a request, and checked before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ModelError
+
+MAX_REPEATS = 10_000
+"""The most layers, blocks or experts that a config may ask for: more is a mistake, and building it takes for ever."""
+
+MAX_DEPTH = 16
+"""The deepest that a config may nest; the library's own need three."""
+
+PACKED = "+packed"
+"""Behind a model's name: with its projections packed (`planner.model_rewrites.pack`)."""
+
+_PRESETS = Path(__file__).parent / "presets"
+_FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+_REPEATS = re.compile(r"layers?$|blocks?$|experts?$|depth")
+_DTYPES = ("dtype", "torch_dtype")  # the planner prices the job's precisions, whatever the checkpoint was stored in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A Hugging Face ``config.json`` as plain data, ``name`` for people, and what was left out of it.
+
+    ``packed``: whether projections of the model are to be packed.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    packed: bool = False
+
+
+def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelConfig | None:
+    """Return the config that ``spec`` names, or None where it names a factory (``package.module:factory``).
+
+    Args:
+        spec: a preset's name, ``{"hf_config": {...}}`` or, where ``allow_local``, a path or a factory; names may end in
+            ``+packed``, a mapping may have ``"packed": True``.
+
+    Raises:
+        ModelError: there is no such config, or it is none.
+    """
+    if not isinstance(spec, str):
+        if set(spec) - {"packed"} != {"hf_config"}:
+            raise ModelError(
+                f"a model has the keys {sorted(spec)}.", what_to_do='Give a name, or {"hf_config": {...}}.'
+            )
+        config = check_config(spec["hf_config"], name="hf_config")
+        return dataclasses.replace(config, packed=bool(spec.get("packed", False)))
+    if spec.endswith(PACKED):
+        found = find_config(spec.removesuffix(PACKED), allow_local=allow_local)
+        return found and dataclasses.replace(found, packed=True)
+    if allow_local and spec.lower() not in preset_names():
+        # Whatever looks like a path is one; the rest is a misspelt preset, which read_preset says best.
+        if Path(spec).exists() or spec.endswith(".json"):
+            return read_config(Path(spec))
+        if _FACTORY.match(spec):
+            return None
+    return read_preset(spec)
+
+
+def preset_names() -> tuple[str, ...]:
+    """Return the names of the bundled configs, sorted."""
+    return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
+
+
+def read_preset(name: str) -> ModelConfig:
+    """Return the bundled config ``name`` (in any case).
+
+    Raises:
+        ModelError: there is none of that name; the message lists those that there are, the closest first.
+    """
+    wanted = name.lower()
+    if wanted not in preset_names():
+        raise ModelError(f"there is no model {name!r}.", what_to_do=_advice(name))
+    text = _PRESETS.joinpath(f"{wanted}.json").read_text(encoding="utf-8")
+    return check_config(json.loads(text), name=wanted)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Return the config in ``path``: a config.json, or a folder with one in it.
+
+    Raises:
+        ModelError: it cannot be read, or is no config.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        advice = "Give a config.json, or a folder that has one in it."
+        raise ModelError(f"cannot read {file}: {error.strerror or error}.", what_to_do=advice) from error
+    except ValueError as error:
+        advice = "Give a Hugging Face config.json: a JSON object with a model_type in it."
+        raise ModelError(f"{file} is not a model config: it is not JSON ({error}).", what_to_do=advice) from error
+    return check_config(values, name=str(path))
+
+
+def check_config(values: object, *, name: str) -> ModelConfig:
+    """Return ``values`` as a config, without what could make a library load anything but data.
+
+    Raises:
+        ModelError: it is no JSON object with a model_type, or asks for absurdly many layers.
+    """
+    advice = 'A Hugging Face config.json is an object such as {"model_type": "llama", "hidden_size": 4096, ...}.'
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{name} is not a model config: it holds a {type(values).__name__}.", what_to_do=advice)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ModelError(f"{name} is not a model config: it has no model_type.", what_to_do=advice)
+    for key, value in _entries(values, depth=1, name=name):
+        if _REPEATS.search(key) and isinstance(value, int) and value > MAX_REPEATS:
+            raise ModelError(f"{name} has {key} = {value}.", what_to_do=f"At most {MAX_REPEATS} are planned for.")
+    notes: tuple[str, ...] = ()
+    if "auto_map" in values:
+        notes = (f"{name} names code of its own (auto_map), which is never run; the library's {model_type} is planned",)
+    return ModelConfig(name=name, values=_data_only(values), notes=notes)
+
+
+def _advice(name: str) -> str:
+    names = preset_names()
+    close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, n=3, cutoff=0.5)
+    meant = f"Did you mean {' or '.join(close)}? " if close else ""
+    return (
+        f"{meant}Give a preset ({', '.join(names)}), the path of a config.json or of its folder, "
+        "or package.module:factory; nothing is downloaded."
+    )
+
+
+def _entries(values: Mapping[str, Any], *, depth: int, name: str) -> Iterator[tuple[str, Any]]:
+    if depth > MAX_DEPTH:
+        raise ModelError(f"{name} nests deeper than {MAX_DEPTH}.", what_to_do="Give a Hugging Face config.json.")
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, depth=depth + 1, name=name)
+        else:
+            yield str(key), value
+
+
+def _data_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    # Private keys can name attention kernels to be fetched and loaded; auto_map and quantization_config name code.
+    kept = {}
+    for key, value in values.items():
+        if key.startswith("_") or key in {"auto_map", "attn_implementation", "quantization_config", *_DTYPES}:
+            continue
+        kept[key] = _data_only(value) if isinstance(value, Mapping) else value
+    return kept

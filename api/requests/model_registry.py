@@ -1,0 +1,285 @@
+"""The model registry: from what a person or a request names to a module on the meta device. Knows transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from api.requests.factories import call_factory
+from api.requests.model_configs import PACKED, ModelConfig, find_config
+from planner.errors import JobError, ModelError, PlanMismatchError
+from planner.model_rewrites.pack import pack_projections, packed_layers, tp_plan_of
+from planner.plan.sharding_plan import ShardingPlan
+
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(dings?)?)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model to plan for.
+
+    Attributes:
+        name: what the user called it.
+        module: on the meta device, parameters in float32 (the planner prices the job's precisions).
+        example_inputs: for the global batch, positional or by name; None for a Hugging Face model, whose config tells.
+        seq: tokens in a sequence, None where that was not given or has no meaning.
+        takes_seq: whether it has a meaning.
+        tp_plan: FQN pattern -> Hugging Face style ("colwise", ...), None where the model carries none.
+        notes: what a person should know, one sentence each.
+    """
+
+    name: str
+    module: nn.Module
+    example_inputs: tuple[Any, ...] | dict[str, Any] | None = None
+    seq: int | None = None
+    takes_seq: bool = True
+    tp_plan: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def load_model(
+    spec: str | Mapping[str, Any], *, batch: int | None = None, seq: int | None = None, allow_local: bool = True
+) -> ModelSource:
+    """Return the model that ``spec`` names, built on the meta device: no weights, no downloads, no remote code.
+
+    Args:
+        spec: a preset's name, the path of a config.json or of its folder, ``package.module:factory``, or
+            ``{"hf_config": {...}}``. Of a name that ends in ``+packed``, or with ``"packed": True`` beside the config,
+            the projections are packed (`planner.model_rewrites.pack.pack_projections`).
+        batch: samples in the global batch; given to a factory that takes it.
+        seq: tokens in a sequence.
+        allow_local: False refuses paths and factories, as is right for what a client sent.
+
+    Raises:
+        ModelError: it cannot be found, read or built.
+        JobError: ``batch`` or ``seq`` do not go with the model.
+    """
+    config = find_config(spec, allow_local=allow_local)
+    if config is not None:
+        found, packed = _from_config(config, seq=seq), config.packed
+    else:
+        assert isinstance(spec, str), "only text names a factory"
+        packed = spec.endswith(PACKED)
+        found = _from_factory(spec.removesuffix(PACKED), batch=batch, seq=seq)
+    return _with_packed(found) if packed else found
+
+
+def _with_packed(source: ModelSource) -> ModelSource:
+    """Return a source with packed projections.
+
+    Raises:
+        ModelError: it has none that can be packed.
+    """
+    packed = packed_layers(pack_projections(source.module))
+    if not packed:
+        raise ModelError(
+            f"nothing of {source.name} can be packed: it has no projections as transformers' decoders have them.",
+            what_to_do=f"Leave {PACKED} (packed) out.",
+        )
+    note = f"projections that read one tensor are packed into {packed} linear layers"
+    styles, notes = tp_plan_of(source.module), (*source.notes, note)
+    return dataclasses.replace(source, name=source.name + PACKED, tp_plan=styles, notes=notes)
+
+
+def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
+    """Return the model that ``plan`` is said to be for, as `load_model` does.
+
+    Raises:
+        PlanMismatchError: the model does not take the plan's batch or sequences.
+    """
+    try:
+        return load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+    except JobError as error:
+        size = f"{plan.job.seq} tokens" if error.field == "seq" else f"{plan.job.batch} samples"
+        raise PlanMismatchError(
+            f"the plan is for {size}, which {model} does not take: it was made for another model, it seems.",
+            subject="model",
+            expected=size,
+            found=str(error),
+            what_to_do="Name the model that the plan is for, or plan this one.",
+        ) from error
+
+
+def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:
+    made = call_factory(spec, batch=batch, seq=seq)
+    if made.example_inputs is None:
+        if not (hasattr(made.module, "config") and hasattr(made.module, "main_input_name")):
+            advice = "Let the factory return (module, example_inputs)."
+            raise ModelError(f"{spec} gave a {type(made.module).__name__} without example inputs.", what_to_do=advice)
+        return _hugging_face(spec, made.module, seq=seq, notes=())
+    if batch is not None and not made.took_batch:
+        _check_first_dim(spec, made.example_inputs, batch)
+    notes: tuple[str, ...] = ()
+    if seq is not None and not made.took_seq:
+        notes = (f"--seq {seq} is ignored: {spec} takes no seq, and its example inputs say the lengths",)
+        seq = None
+    return ModelSource(
+        name=spec,
+        module=made.module,
+        example_inputs=made.example_inputs,
+        seq=seq,
+        tp_plan=tp_plan_of(made.module),
+        notes=notes,
+    )
+
+
+def _check_first_dim(spec: str, inputs: tuple[Any, ...] | dict[str, Any], batch: int) -> None:
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    sizes = {value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim() > 0}
+    if sizes and batch not in sizes:
+        first = " and ".join(map(str, sorted(sizes)))
+        detail = f"--batch is {batch}, but {spec} gives example inputs whose first dim is {first}."
+        raise JobError(detail, what_to_do="Leave --batch out, or let the factory take a batch argument.", field="batch")
+
+
+def _from_config(config: ModelConfig, *, seq: int | None) -> ModelSource:
+    with quiet_libraries():
+        hf_config = _hf_config(config)
+        cls, notes = _model_class(config, hf_config)
+        try:
+            with torch.device("meta"):
+                module = cls(hf_config)
+        except _config_faults() as error:
+            raise _unbuildable(config, error) from error
+    return _hugging_face(config.name, module, seq=seq, notes=(*config.notes, *notes))
+
+
+def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple[str, ...]) -> ModelSource:
+    """Return the source of a Hugging Face model, whose inputs its config tells."""
+    takes_seq = getattr(module, "main_input_name", "input_ids") != "pixel_values"
+    if seq is not None and takes_seq:
+        notes += _check_positions(name, module, seq)
+    elif seq is not None:
+        notes += (f"--seq {seq} is ignored: {name} takes images of a fixed size, not sequences",)
+        seq = None
+    return ModelSource(name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=tp_plan_of(module), notes=notes)
+
+
+def _hf_config(config: ModelConfig) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    model_type = config.values["model_type"]
+    if model_type not in CONFIG_MAPPING_NAMES:
+        close = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=3)
+        advice = (
+            f"Did you mean {' or '.join(close)}?"
+            if close
+            else "transformers does not know it; use package.module:factory."
+        )
+        raise ModelError(f"{config.name} has the unknown model_type {model_type!r}.", what_to_do=advice)
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(config.values))
+    except _config_faults() as error:
+        raise _unbuildable(config, error) from error
+
+
+def _config_faults() -> tuple[type[Exception], ...]:
+    """Return what a config class or a model's constructor raises over values that cannot be, or do not fit together."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+    return (*wrong_value, AssertionError, RuntimeError, OSError, ImportError, StrictDataclassError)
+
+
+def _unbuildable(config: ModelConfig, error: Exception) -> ModelError:
+    message = " ".join(str(error).split())
+    return ModelError(
+        f"no model can be built from {config.name} ({config.values['model_type']}): {type(error).__name__}: {message}.",
+        what_to_do="Check the config's values against each other and against the library's documentation.",
+    )
+
+
+def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], tuple[str, ...]]:
+    """Return the class to build, and notes: the config's own where it computes a loss, else its model type's head."""
+    import transformers
+
+    listed = hf_config.architectures
+    named = listed if isinstance(listed, list) else []
+    for name in named:
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+        if cls is not None and is_model and cls.config_class is type(hf_config) and _has_loss(cls):
+            return cls, ()
+    cls = _default_class(config, hf_config)
+    if not named:
+        return cls, ()
+    given = ", ".join(map(str, named))
+    note = f"{config.name} names {given}, which is no {hf_config.model_type} with a loss: {cls.__name__} is planned"
+    return cls, (note,)
+
+
+def _has_loss(cls: type[nn.Module]) -> bool:
+    return "labels" in inspect.signature(cls.forward).parameters
+
+
+def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
+    from transformers.models.auto import modeling_auto as auto
+
+    kinds = [
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    ]
+    if not getattr(hf_config, "is_decoder", False):
+        kinds.insert(0, auto.MODEL_FOR_MASKED_LM_MAPPING)
+    if getattr(hf_config, "is_encoder_decoder", False):
+        kinds[:0] = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING]
+    for mapping in kinds:
+        if type(hf_config) in mapping:
+            found = mapping[type(hf_config)]
+            cls: type[nn.Module] = found[0] if isinstance(found, tuple) else found
+            return cls
+    raise ModelError(
+        f"{config.name} ({hf_config.model_type}) has no language-model head and no image classifier.",
+        what_to_do="Name a class with a loss under architectures, or use package.module:factory.",
+    )
+
+
+def _check_positions(name: str, module: nn.Module, seq: int) -> tuple[str, ...]:
+    """Return notes about a ``seq`` longer than the model was made for.
+
+    Raises:
+        JobError: the model has learned positions, and fewer than ``seq``.
+    """
+    for fqn, part in module.named_modules():
+        if isinstance(part, nn.Embedding) and _POSITIONS.search(fqn):
+            unused = getattr(part, "offset", 0) or (0 if part.padding_idx is None else part.padding_idx + 1)
+            usable = part.num_embeddings - int(unused)
+            if seq > usable:
+                advice = f"Use --seq {usable} or less."
+                raise JobError(
+                    f"--seq is {seq}, but {name} has {usable} learned positions.", what_to_do=advice, field="seq"
+                )
+            return ()
+    trained = getattr(module.config, "max_position_embeddings", None)
+    if isinstance(trained, int) and seq > trained:
+        return (f"seq {seq} is longer than the {trained} positions that {name} was made for (rotary positions go on)",)
+    return ()
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence advice about loading, generating and running, which nobody does here; keep off the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            # Only layouts are looked up, on a mesh that is none: no random number is ever drawn.
+            warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
+            yield
+    finally:
+        logging.set_verbosity(before)

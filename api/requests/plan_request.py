@@ -1,0 +1,286 @@
+"""The one way from a request to a plan: the command line and the server's workers both go through here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from api.requests.model_configs import find_config
+from api.requests.schemas import PlanRequest
+from api.requests.traced_graphs import check_graph, graph_identity, load_graph
+from cost_model.hardware.cluster import ClusterError, ClusterSpec
+from planner.errors import JobError, MeshError, PlanMismatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from api.requests.model_registry import ModelSource
+    from executor.verify import VerifyReport
+    from planner.explain import Explanation
+    from planner.graph.trace_module import TracedModule
+    from planner.plan.sharding_plan import ShardingPlan
+    from planner.session import PlanningSession
+
+Progress = Callable[[str], None]
+"""Called with the name of each stage of planning as it begins."""
+
+MOST_DEVICES = 2**17
+"""The most devices that a client may ask for: more than any cluster has, and meshes are tried for each divisor."""
+
+_PACKAGES = ("api", "cost_model", "planner")
+_DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy")
+
+
+def plan_request(
+    request: PlanRequest,
+    *,
+    allow_local: bool,
+    progress: Progress | None = None,
+    time_limit_s: float | None = None,
+    jobs: int = 1,
+) -> ShardingPlan:
+    """Return the plan that ``request`` asks for.
+
+    Args:
+        allow_local: True lets the request name files and Python functions of this machine; a client's may not.
+        progress: told of each stage.
+        time_limit_s: for the search, which then gives the best plan so far.
+        jobs: candidates that are looked at at once; see `planner.build_plan`.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
+    """
+    from api.requests.model_registry import quiet_libraries
+
+    opened = opened_request(request, allow_local=allow_local, progress=progress)
+    with quiet_libraries():
+        session = opened.session(time_limit_s=time_limit_s, jobs=jobs)
+        return opened.noted(session.plan(planner=request.planner, mesh=request.mesh))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedRequest:
+    """A request whose model is there.
+
+    Attributes:
+        model: the module, or the graph that a client traced.
+        job: what a `PlanningSession` takes besides the model, its cluster and its time limit.
+        notes: what was made of the request that a person might not expect.
+    """
+
+    model: nn.Module | TracedModule
+    cluster: ClusterSpec
+    job: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
+        """Return what plans the request."""
+        from planner.session import PlanningSession
+
+        return PlanningSession(self.model, cluster=self.cluster, time_limit_s=time_limit_s, jobs=jobs, **self.job)
+
+    def noted(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return ``plan`` with the request's notes before its own."""
+        return dataclasses.replace(plan, notes=(*self.notes, *plan.notes))
+
+
+def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> OpenedRequest:
+    """Return ``request`` with its model.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: as `plan_request`.
+    """
+    check_request(request, allow_local=allow_local)
+    from api.requests.model_registry import load_model
+    from planner.run.baselines import micro_batches_for
+
+    say = progress or (lambda stage: None)
+    job: dict[str, Any] = {
+        "phase": request.phase,
+        "batch": request.batch,
+        "micro_batches": micro_batches_for(request.planner, request.micro_batches),
+        "ac": request.ac,
+        "memory_gb": request.memory_gb,
+        "optimizer": request.optimizer,
+        "dtype": request.dtype,
+        "reduce_dtype": request.reduce_dtype,
+        "pins": request.pins,
+        "data_axes": request.data_axes,
+        "axes": request.axes,
+        "vary_blocks": request.vary_blocks,
+        "executable_only": request.executable_only,
+        "tensor_overlap": request.tensor_overlap,
+        "regather": request.regather,
+        "fused": request.fused,
+        "even_order": request.even_order,
+        "attention_kernel": request.attention_kernel,
+        "progress": progress,
+    }
+    cluster = read_cluster(request, allow_local=allow_local)
+    if request.graph is not None:
+        say("reading the graph")
+        return OpenedRequest(model=load_graph(request.graph), cluster=cluster, job={**job, "seq": request.seq})
+    say("building the model")
+    source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
+    if source.example_inputs is None:
+        _require(request, "batch")
+        if source.takes_seq:
+            _require(request, "seq")
+    job |= {"seq": source.seq, "example_inputs": source.example_inputs, "tp_plan": source.tp_plan}
+    return OpenedRequest(model=source.module, cluster=cluster, job=job, notes=tuple(source.notes))
+
+
+def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
+    """Return how the collectives that ``plan`` runs on fake processes compare with its estimate.
+
+    Raises:
+        PlanError: the plan is for another model, mesh or batch, or has no estimate.
+    """
+    from api.requests.model_registry import quiet_libraries
+    from executor.verify import verify
+    from planner.graph.example_inputs import as_inputs, batch_of, inputs_for, with_batch
+    from planner.plan.fingerprint import model_fingerprint
+
+    # The executor checks this too, but after the plan's keys, and those of another model match nothing.
+    found = model_fingerprint(source.module)
+    expected = plan.fingerprint.get("model", found)
+    if found != expected:
+        detail = f"the plan was made for another model than {source.name}."
+        advice = "Name the model that the plan is for, or plan this one."
+        raise PlanMismatchError(detail, subject="model", expected=expected, found=found, what_to_do=advice)
+    if source.example_inputs is None:
+        inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
+    else:
+        inputs = as_inputs(source.example_inputs)
+    batch = batch_of(inputs)
+    inputs = with_batch(inputs, batch, batch // plan.micro_batches)
+    with quiet_libraries():
+        return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
+
+
+def explanation(model: str, file: Path, parameter: str, progress: Progress) -> Explanation:
+    """Return what every layout of ``parameter`` would cost in the plan in ``file``, which is for ``model``.
+
+    Raises:
+        PlannerError: the plan cannot be read, is for another model, or the model has no such parameter.
+    """
+    from api.requests.model_registry import load_for_plan, quiet_libraries
+    from planner.explain import explain
+    from planner.plan.sharding_plan import ShardingPlan
+
+    plan = ShardingPlan.load(file)
+    progress("building the model")
+    source = load_for_plan(model, plan)
+    with quiet_libraries():
+        return explain(source.module, plan, parameter, example_inputs=source.example_inputs, progress=progress)
+
+
+def check_request(request: PlanRequest, *, allow_local: bool) -> None:
+    """Check all that can be checked in milliseconds, so that most mistakes are told before a job is made of them.
+
+    Raises:
+        PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
+    """
+    from cost_model.kernels.optimizer_memory import OPTIMIZERS
+    from cost_model.layouts.layout import MeshSpec
+    from planner.plan.job import checked_tensor_overlap
+
+    cluster = read_cluster(request, allow_local=allow_local)
+    if request.graph is not None:
+        check_graph(request, request.graph)
+    else:
+        find_config(request.model_spec, allow_local=allow_local)
+    if request.mesh is not None:
+        mesh = MeshSpec.parse(request.mesh)
+        if mesh.size != cluster.size:
+            detail = f"the mesh {mesh} has {mesh.size} devices, the cluster {cluster.name} has {cluster.size}."
+            raise MeshError(detail, what_to_do=f"Give axes whose sizes multiply to {cluster.size}.")
+    if request.optimizer not in OPTIMIZERS:
+        advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
+        raise JobError(f"there is no optimizer {request.optimizer!r}.", what_to_do=advice, field="optimizer")
+    checked_tensor_overlap(request.tensor_overlap, request.executable_only)
+    if request.batch is not None and request.batch % (request.micro_batches or 1):
+        detail = f"a batch of {request.batch} does not divide into {request.micro_batches} micro-batches."
+        advice = f"Choose a number of micro-batches that divides {request.batch}."
+        raise JobError(detail, what_to_do=advice, field="micro_batches")
+
+
+def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
+    """Return the request's cluster; a file is read only where ``allow_local``.
+
+    Raises:
+        ClusterError: it cannot be read.
+    """
+    return ClusterSpec.parse(request.cluster) if allow_local else read_client_cluster(request.cluster)
+
+
+def read_client_cluster(cluster: str | dict[str, Any]) -> ClusterSpec:
+    """Return a client's cluster, which may name no files: a server reads none of its own for a client.
+
+    Raises:
+        ClusterError: it cannot be read, names files, or is absurdly large.
+    """
+    advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
+    if isinstance(cluster, str):
+        if cluster.strip().lower().endswith((".yaml", ".yml")):
+            raise ClusterError(advice)
+    else:
+        sweeps = cluster.get("sweeps", ())
+        for item in sweeps if isinstance(sweeps, (list, tuple)) else (sweeps,):
+            if not isinstance(item, dict) or "file" in item:
+                raise ClusterError(f"cluster.sweeps names a file: {advice}")
+    found = ClusterSpec.parse(cluster)
+    if found.size > MOST_DEVICES:
+        raise ClusterError(f"a server plans for at most {MOST_DEVICES} devices")
+    return found
+
+
+def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
+    """Return a hash that is equal only for requests that get the same plan; None for a factory, whose code is unknown.
+
+    It covers what the request means rather than how it is written (a file's contents, a cluster's figures), our own
+    code and the libraries that decide.
+    """
+    model = _identity(request, allow_local=allow_local)
+    if model is None:
+        return None
+    rest = request.model_dump(mode="json", exclude={"model", "cluster"})
+    cluster = read_cluster(request, allow_local=allow_local).to_dict()
+    text = json.dumps({"model": model, "cluster": cluster, "code": _code_digest(), **rest}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | None:
+    """Return what makes the request's model what it is; None for a factory."""
+    if request.graph is not None:
+        return graph_identity(request.graph)
+    config = find_config(request.model_spec, allow_local=allow_local)
+    return None if config is None else {"name": config.name, "packed": config.packed, **config.values}
+
+
+def _require(request: PlanRequest, field: str) -> None:
+    if getattr(request, field) is None:
+        raise JobError(f"{field} is missing.", what_to_do=f"Give --{field} (over HTTP: {field}).", field=field)
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Return a hash of the code that plans: an edited rule must not be answered with the plan of the old one."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.suffix in {".py", ".toml", ".json"}:
+                digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    for name in _DEPENDENCIES:
+        try:
+            digest.update(f"{name}={metadata.version(name)}".encode())
+        except metadata.PackageNotFoundError:
+            digest.update(f"{name}=none".encode())
+    return digest.hexdigest()

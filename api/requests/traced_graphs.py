@@ -1,0 +1,56 @@
+"""Models that a client traced itself and sends as graphs: checked, named and planned without their modules."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+from api.requests.schemas import PlanRequest
+
+if TYPE_CHECKING:
+    from planner.graph.trace_module import TracedModule
+
+_ONE_AT_A_TIME: Final = threading.Lock()
+"""Held while a graph is read: the largest takes some 250 MB, and a server has many threads."""
+
+
+def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
+    """Check all of a graph that can be without running its ops, and that it was traced for the request's job.
+
+    Raises:
+        GraphFormatError: it is none.
+        JobError: it was traced for another dtype, phase or batch, or with other ops.
+    """
+    from planner.graph.trace_module import check_traced, micro_batch_counts
+    from planner.plan.job import Job
+    from planner.run.baselines import micro_batches_for
+    from planner.wire.codec import read_graph
+
+    with _ONE_AT_A_TIME:
+        module = read_graph(graph, run=False)
+    batch = request.batch or module.samples
+    counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
+    job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused=request.fused)
+    check_traced(module, batch, counts, job)
+
+
+def load_graph(graph: dict[str, Any]) -> TracedModule:
+    """Return the model in ``graph``, whose ops are run on meta tensors to see that it is one.
+
+    Raises:
+        GraphFormatError: it is none; names the place that is wrong.
+    """
+    from planner.wire.codec import read_graph
+
+    return read_graph(graph)
+
+
+def graph_identity(graph: dict[str, Any]) -> dict[str, str]:
+    """Return what a request's fingerprint takes of a graph.
+
+    Raises:
+        GraphFormatError: it is none.
+    """
+    from planner.wire.codec import graph_digest
+
+    return {"graph": graph_digest(graph)}

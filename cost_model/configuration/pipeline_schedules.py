@@ -1,0 +1,62 @@
+"""Pipeline schedules: idle time of a rank in a step, and micro-batches whose activations a rank holds.
+
+Write p = ranks, v = model chunks per rank, m = micro-batches, and per micro-batch and rank f = forward, b = backward.
+
+    gpipe        idle (p-1)(f+b);            m in flight
+    1f1b         idle (p-1)(f+b);            min(m, p - rank) in flight (Narayanan et al., arXiv 2006.09503)
+    interleaved  idle (p-1)(f+b)/v;          (p v + p - 1 - 2 rank)/v in flight (arXiv 2104.04473, section 2.2)
+    zero-bubble  idle (p-1)(f+b-2w), w = the weights' part of backward; as 1f1b (ZB-H1, arXiv 2401.10241)
+"""
+
+from __future__ import annotations
+
+from cost_model.configuration.parallelism import ParallelSpec
+
+WEIGHT_PART = 1 / 3
+"""Part of forward and backward that computes gradients of weights, in a transformer of short sequences: one of three
+equal matrix products."""
+
+
+def idle_passes(ranks: int, chunks: int = 1) -> float:
+    """Return the idle time of a rank in a step of 1F1B, interleaved for more than one chunk per rank, over f + b."""
+    return (ranks - 1) / chunks
+
+
+def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int, *, end_alone: bool = False) -> float:
+    """Return for how many micro-batches rank ``rank`` of 1F1B, interleaved or not, holds activations of all its layers
+    at once, at most.
+
+    Args:
+        end_alone: whether the first chunk of the first rank, or the last of the last, has no layers. Then those that
+            have some hold p each, and on the last rank one more in all.
+    """
+    if chunks == 1:
+        held = float(ranks - rank)
+    elif end_alone:
+        held = ranks + (rank > 0) / (chunks - 1)
+    else:
+        held = (ranks * chunks + ranks - 1 - 2 * rank) / chunks
+    return min(float(micro_batches), held)
+
+
+def idle_share(parallel: ParallelSpec) -> float:
+    """Return the idle time of a rank in a step over the time f + b of one micro-batch."""
+    ranks = parallel.pipeline
+    if ranks == 1:
+        return 0.0
+    if parallel.schedule == "zero-bubble":
+        return (ranks - 1) * (1.0 - 2.0 * WEIGHT_PART) / parallel.virtual_stages
+    return idle_passes(ranks, parallel.virtual_stages if parallel.schedule == "interleaved" else 1)
+
+
+def micro_batches_in_flight(parallel: ParallelSpec, rank: int = 0) -> float:
+    """Return for how many micro-batches pipeline rank ``rank`` holds activations of all its layers at once, at most."""
+    ranks, count = parallel.pipeline, parallel.micro_batches
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank is {rank}; the pipeline has {ranks} ranks")
+    if ranks == 1:
+        return 1.0
+    if parallel.schedule == "gpipe":
+        return float(count)
+    chunks = parallel.virtual_stages if parallel.schedule == "interleaved" else 1
+    return held_micro_batches(ranks, chunks, count, rank)

@@ -1,0 +1,206 @@
+"""Seconds of one training step of any parallel configuration, with the parts that they are made of.
+
+    step = m (f + b) + idle (f + b) + what is exposed of gathering parameters and reducing gradients + optimizer
+
+f and b are the slowest pipeline rank's forward and backward of a micro-batch (layers, loss, sends). Communication on a
+stream of its own is hidden behind compute, which it slows down: each hidden second costs the share of the processors
+that NCCL takes.
+
+Known error (2026-11, rows of sources that no constant was fitted to, benchmarks/accuracy.py; structure was chosen with
+those rows in sight): dense in 16 bits 6 % on average, 92 % of rows within 15 %, but 10 % without one document of which
+a table was fitted to; in 8 bits 9 %; experts 15 % and too fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.configuration.data_parallel import data_seconds, layer_rank_parameters
+from cost_model.configuration.kernels import Gemm, gemm_s, stream_s
+from cost_model.configuration.layer_time import LayerTime, layer_time
+from cost_model.configuration.parallelism import ParallelSpec
+from cost_model.configuration.pipeline_schedules import idle_share
+from cost_model.configuration.rank_groups import group_time_s, strided_group
+from cost_model.configuration.transformer import TransformerSpec
+from cost_model.hardware.cluster import ClusterSpec
+from cost_model.kernels.compute import stream_bytes_per_s
+from cost_model.kernels.in_step import message_share, taken_share
+from cost_model.kernels.step_constants import StepConstants, shipped_constants
+
+HOST_MEMORY_BYTES_PER_S = 30e9
+"""What one of eight ranks streams through host memory in an optimizer step on the CPU. Assumed: 8 x DDR5 channels per
+socket at 60 %, two sockets, eight ranks."""
+
+HOST_LINK_BYTES_PER_S = 25e9
+"""PCIe between device and host under load. Assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The seconds of a step by what they are spent on; they add up to ``total_s``."""
+
+    compute_s: float
+    loss_s: float
+    tensor_s: float
+    context_s: float
+    expert_s: float
+    pipeline_send_s: float
+    bubble_s: float
+    data_s: float
+    slowdown_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """The slowest pipeline rank: layers of each kind, and seconds of a micro-batch."""
+
+    dense: float
+    sparse: float
+    dense_time: LayerTime | None
+    sparse_time: LayerTime | None
+
+    def sum(self, name: str) -> float:
+        """Sum attribute ``name`` of the layers' times."""
+        total = self.dense * getattr(self.dense_time, name) if self.dense_time is not None else 0.0
+        if self.sparse_time is not None:
+            total += self.sparse * getattr(self.sparse_time, name)
+        return float(total)
+
+
+def step_time(
+    spec: TransformerSpec,
+    parallel: ParallelSpec,
+    cluster: ClusterSpec,
+    constants: StepConstants | None = None,
+) -> StepTime:
+    """Return the seconds of one step, forward to optimizer.
+
+    Raises:
+        ValueError: the configuration has more pipeline ranks than the model has layers.
+    """
+    if parallel.pipeline > spec.layers:
+        raise ValueError(f"{parallel.pipeline} pipeline ranks are more than {spec.layers} layers")
+    fitted = constants or shipped_constants()
+    stage = _stage(spec, parallel, cluster, fitted)
+    layer_s = (stage.sum("forward_s") + stage.sum("backward_s")) / (stage.dense + stage.sparse)
+    loss = _loss_beside(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, fitted))
+    forward, backward = stage.sum("forward_s"), stage.sum("backward_s")
+    send, slowed = _send_seconds(spec, parallel, cluster, forward + backward)
+    exposed, hidden, extra = data_seconds(spec, parallel, cluster, fitted, (forward, backward))
+    count = parallel.micro_batches
+    chunks = forward + backward + extra / count
+    idle = idle_share(parallel)
+    return StepTime(
+        compute_s=count * (stage.sum("forward_compute_s") + stage.sum("backward_compute_s")) + extra,
+        loss_s=count * loss,
+        tensor_s=count * (stage.sum("forward_tensor_s") + stage.sum("backward_tensor_s")),
+        context_s=count * (stage.sum("forward_context_s") + stage.sum("backward_context_s")),
+        expert_s=count * (stage.sum("forward_expert_s") + stage.sum("backward_expert_s")),
+        pipeline_send_s=count * send,
+        bubble_s=idle * (chunks + send),
+        data_s=exposed,
+        slowdown_s=hidden * taken_share(cluster.device) + count * slowed,
+        optimizer_s=_optimizer_seconds(spec, parallel, cluster, fitted),
+    )
+
+
+def _stage(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants) -> _Stage:
+    layers = stage_layers(spec, parallel)
+    dense, sparse = (layers * kind / spec.layers for kind in (spec.dense_layers, spec.sparse_layers))
+    return _Stage(
+        dense=dense,
+        sparse=sparse,
+        dense_time=layer_time(spec, parallel, cluster, fitted, sparse=False) if dense else None,
+        sparse_time=layer_time(spec, parallel, cluster, fitted, sparse=True) if sparse else None,
+    )
+
+
+def stage_layers(spec: TransformerSpec, parallel: ParallelSpec) -> float:
+    """Return the layers of the fullest pipeline rank.
+
+    Where layers do not divide evenly, embedding and loss count as a layer each, as Megatron's
+    ``account_for_embedding_in_pipeline_split`` and ``..loss..`` do.
+    """
+    chunks = parallel.pipeline * parallel.virtual_stages
+    if parallel.pipeline == 1:
+        return float(spec.layers)
+    if spec.layers % chunks == 0:
+        return spec.layers / parallel.pipeline
+    return float(-(-(spec.layers + 2) // chunks) * parallel.virtual_stages)
+
+
+def _loss_beside(spec: TransformerSpec, parallel: ParallelSpec, layer_s: float, loss_s: float) -> float:
+    """Return by how much the loss makes the last pipeline rank slower than the fullest one."""
+    chunks = parallel.pipeline * parallel.virtual_stages
+    if parallel.pipeline == 1 or spec.layers % chunks == 0:
+        return loss_s
+    return max(0.0, loss_s - layer_s)
+
+
+def _loss_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants) -> float:
+    """Return the seconds of vocabulary projection and loss, forward and backward, for one micro-batch.
+
+    They are on one pipeline rank alone; all others wait for it.
+    """
+    device = cluster.device
+    head = Gemm(parallel.tokens, spec.vocab / parallel.tensor, spec.hidden)
+    dtype = "bf16" if parallel.dtype in ("fp8", "fp4") else parallel.dtype
+    to_input, to_weight = head.transposed()
+    products = [head, to_input] + ([] if parallel.implementation.lora else [to_weight])
+    seconds = sum(gemm_s(gemm, device=device, dtype=dtype, constants=fitted) for gemm in products)
+    nbytes = parallel.implementation.loss_traffic_nbytes * head.m * head.n
+    if not parallel.implementation.lora:
+        nbytes += 2 * 4.0 * spec.embedding_parameters / parallel.tensor  # the embedding's dense gradient
+    return seconds + stream_s(nbytes, fused=True, device=device, constants=fitted)
+
+
+def _send_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, computed: float
+) -> tuple[float, float]:
+    """Return the seconds in which one micro-batch's activations and gradients change ranks, and what they take hidden.
+
+    They hide where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm asks for interleaving).
+
+    Args:
+        computed: seconds of a rank's chunks for one micro-batch.
+    """
+    if parallel.pipeline == 1:
+        return 0.0, 0.0
+    nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # cut, and gathered again (SC21, section 4.1)
+    stride = parallel.tensor * parallel.context * parallel.data
+    once = group_time_s("send_recv", nbytes, size=parallel.pipeline, stride=stride, cluster=cluster)
+    moved = 2.0 * once * parallel.virtual_stages
+    hides = parallel.implementation.data_overlap and parallel.virtual_stages > 1
+    if not hides:
+        return moved, 0.0
+    nodes = strided_group(parallel.pipeline, stride, cluster.devices_per_node).nodes
+    hidden = min(moved, computed)
+    return moved - hidden, hidden * message_share(cluster.device, nodes=nodes)
+
+
+def _optimizer_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants
+) -> float:
+    """Return the seconds of clipping and of the optimizer's step over this rank's share of the states."""
+    implementation = parallel.implementation
+    if implementation.lora:
+        return 0.0
+    plain, experts = layer_rank_parameters(spec, parallel)
+    plain += spec.vocab * spec.hidden / parallel.tensor
+    shards = parallel.data * parallel.context if parallel.zero in (1, 2) else 1
+    if parallel.zero == 3:
+        shards = parallel.shard * parallel.context
+    expert_ranks = parallel.expert * parallel.expert_tensor
+    expert_shards = max(1.0, shards * parallel.tensor / expert_ranks) if parallel.zero else 1.0
+    numel = plain / shards + experts / expert_shards
+    kept = implementation.master_nbytes + implementation.state_nbytes + implementation.parameter_nbytes
+    per_value = 2.0 * kept * implementation.optimizer_passes + 3 * max(implementation.gradient_nbytes, 2)
+    if implementation.optimizer_on_host:
+        return numel * (per_value / HOST_MEMORY_BYTES_PER_S + 4.0 / HOST_LINK_BYTES_PER_S)
+    return numel * per_value / (stream_bytes_per_s(cluster.device) * fitted.fused_stream_share)

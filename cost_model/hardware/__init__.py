@@ -1,0 +1,1 @@
+"""What is there? Devices, links and clusters, and what was measured on them."""

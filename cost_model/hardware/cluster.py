@@ -1,0 +1,243 @@
+"""A cluster: nodes times devices per node of one device type, and the links between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import yaml
+
+from cost_model.hardware.devices import DeviceSpec, LinkSpec, device_names, find_device, read_device, read_link
+from cost_model.hardware.reading import ClusterError, as_integer, as_mapping, as_number, check_keys, require_positive
+from cost_model.hardware.sweep import Sweep, read_sweep, read_sweep_file
+
+__all__ = ["ClusterError", "ClusterSpec", "DeviceSpec", "LinkSpec", "device_names", "find_device"]
+
+_SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9.\-]*)", re.IGNORECASE)
+_KEYS = (
+    "nodes",
+    "devices_per_node",
+    "device",
+    "intra_node",
+    "inter_node",
+    "cards_per_node",
+    "oversubscription",
+    "rail_optimized",
+    "reserved_gb",
+    "sweeps",
+)
+_FILE_KEYS = ("file", "kind", "nodes", "ranks_per_node")
+_FORMS = "write NODESxDEVICESxDEVICE (4x8xh100-sxm-80gb), DEVICESxDEVICE for one node, or the path of a .yaml file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """``nodes`` x ``devices_per_node`` devices of one type, and what joins them.
+
+    Attributes:
+        nodes, devices_per_node, device: the devices.
+        intra_node, inter_node: the links inside a node, and each network card. The rate that a card really delivers
+            (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
+        cards_per_node: network cards in each node.
+        oversubscription: how many times more the cards could send than the upper switches carry; 1 where all at once
+            reach their full rate.
+        rail_optimized: whether card i of every node hangs on one switch, so that rings and trees stay below the
+            over-subscribed switches; messages between pairs cross them anyway.
+        reserved_gb: GB of 1e9 bytes of a device's memory that others hold, on each node, or alike on all; none: ().
+        sweeps: measured collectives, which take the place of the model.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: DeviceSpec
+    intra_node: LinkSpec
+    inter_node: LinkSpec
+    cards_per_node: int
+    oversubscription: float = 1.0
+    rail_optimized: bool = True
+    reserved_gb: tuple[float, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_positive(self, ("nodes", "devices_per_node", "cards_per_node"), "cluster")
+        if self.oversubscription < 1:
+            raise ClusterError(f"cluster.oversubscription is {self.oversubscription}; 1 is none, 2 is two to one")
+
+    def __hash__(self) -> int:
+        """Of a few figures only: prices are looked up by cluster, often, and clusters that agree in these are rare."""
+        links = (self.intra_node.bandwidth_bytes_per_s, self.inter_node.bandwidth_bytes_per_s)
+        return hash((self.nodes, self.devices_per_node, self.cards_per_node, *links, len(self.sweeps)))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that a job may hold on every device: what is left where others hold most, for all ranks hold alike."""
+        return self.device.memory_bytes - round(max(self.reserved_gb, default=0.0) * 1e9)
+
+    @property
+    def name(self) -> str:
+        """The short form, ``4x8xh100-sxm-80gb``; figures that differ from the catalogue's do not show in it."""
+        return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
+
+    @classmethod
+    def parse(cls, spec: str | Path | Mapping[str, object]) -> Self:
+        """Return the cluster written as ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, a YAML file's path, or a mapping.
+
+        Raises:
+            ClusterError: the text has none of these forms, the device is unknown, or the file cannot be read.
+        """
+        if isinstance(spec, Mapping):
+            return cls.from_dict(spec)
+        if not isinstance(spec, (str, Path)):
+            raise ClusterError(f"a cluster is text or a mapping, not {spec!r}; {_FORMS}")
+        text = str(spec).strip()
+        if text.lower().endswith((".yaml", ".yml")):
+            return cls._from_file(Path(text))
+        match = _SHORT.fullmatch(text)
+        if match is None:
+            known = (
+                ""
+                if text.lower() not in device_names()
+                else f"; {text} is a device: say how many, for example 8x{text}"
+            )
+            raise ClusterError(
+                f"cannot read cluster {text!r}{known}; {_FORMS}. Known devices: {', '.join(device_names())}"
+            )
+        return cls.from_dict({"nodes": int(match[1] or 1), "devices_per_node": int(match[2]), "device": match[3]})
+
+    @classmethod
+    def _from_file(cls, path: Path) -> Self:
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ClusterError(
+                f"cannot read cluster file {path}: {error.strerror}; give the path of a file that exists"
+            ) from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ClusterError(f"cluster file {path} is not YAML: {error}") from error
+        try:
+            return cls.from_dict(as_mapping(data, "the file"), folder=path.parent)
+        except ClusterError as error:
+            raise ClusterError(f"cluster file {path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object], folder: Path = Path()) -> Self:
+        """Return the cluster of plain data: ``device`` (a name or figures), ``devices_per_node``, and what is unusual.
+
+        ``nodes`` defaults to 1; ``intra_node``, ``inter_node`` (a link's name, or some of its fields) and
+        ``cards_per_node`` to what is usual for the device. For example
+        ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``reserved_gb`` is
+        one number, or one for each node. ``sweeps`` lists
+        files, each a path relative to ``folder`` or a mapping with ``file`` and what the file does not say (``kind``,
+        ``nodes``, ``ranks_per_node``), or sweeps as ``to_dict`` writes them.
+
+        Raises:
+            ClusterError: a key is unknown, missing or wrong.
+        """
+        data = as_mapping(data, "cluster")
+        check_keys(data, _KEYS, "cluster")
+        missing = [key for key in ("devices_per_node", "device") if key not in data]
+        if missing:
+            raise ClusterError(f"cluster: missing {', '.join(missing)}; a cluster needs devices_per_node and device")
+        device = read_device(data["device"], "cluster.device")
+        devices_per_node = as_integer(data["devices_per_node"], "cluster.devices_per_node")
+        links = {
+            key: read_link(data[key], f"cluster.{key}", usual) if key in data else usual
+            for key, usual in (("intra_node", device.intra_node), ("inter_node", device.inter_node))
+        }
+        usual_cards = max(1, round(devices_per_node * device.cards_per_device))
+        rails = data.get("rail_optimized", True)
+        if not isinstance(rails, bool):
+            raise ClusterError(f"cluster.rail_optimized must be true or false, not {rails!r}")
+        cluster = cls(
+            nodes=as_integer(data.get("nodes", 1), "cluster.nodes"),
+            devices_per_node=devices_per_node,
+            device=device,
+            intra_node=links["intra_node"],
+            inter_node=links["inter_node"],
+            cards_per_node=as_integer(data.get("cards_per_node", usual_cards), "cluster.cards_per_node"),
+            oversubscription=as_number(data.get("oversubscription", 1.0), "cluster.oversubscription"),
+            rail_optimized=rails,
+            reserved_gb=_read_reserved(data.get("reserved_gb", []), data.get("nodes", 1), device.memory_bytes),
+        )
+        return cluster.with_sweep(*_read_sweeps(data.get("sweeps", []), folder))
+
+    def with_sweep(self, *sweeps: Sweep | str | Path) -> Self:
+        """Return this cluster with measured sweeps (or files of them) added; a later one of the same collective and
+        shape replaces an earlier one. See ``cost_model.hardware.sweep``.
+
+        Raises:
+            ClusterError: a file cannot be read, or a sweep's group does not fit on the cluster's nodes.
+        """
+        found = {(sweep.kind, sweep.nodes, sweep.ranks_per_node): sweep for sweep in self.sweeps}
+        for item in sweeps:
+            for sweep in (item,) if isinstance(item, Sweep) else read_sweep_file(Path(item)):
+                if sweep.ranks_per_node > self.devices_per_node:
+                    raise ClusterError(
+                        f"sweep of {sweep.kind}: {sweep.ranks_per_node} ranks per node, the cluster {self.name} has "
+                        f"{self.devices_per_node} devices per node; give sweeps of this cluster"
+                    )
+                if sweep.intra_node is None or sweep.inter_node is None:
+                    sweep = sweep.measured_on(self.intra_node, self.inter_node, self.cards_per_node)
+                found[sweep.kind, sweep.nodes, sweep.ranks_per_node] = sweep
+        return replace(self, sweeps=tuple(found.values()))
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data with every figure, so that a price can be recomputed when the catalogue moves on."""
+        data: dict[str, object] = {
+            "nodes": self.nodes,
+            "devices_per_node": self.devices_per_node,
+            "device": self.device.to_dict(),
+            "intra_node": self.intra_node.to_dict(),
+            "inter_node": self.inter_node.to_dict(),
+            "cards_per_node": self.cards_per_node,
+        }
+        if (self.oversubscription, self.rail_optimized) != (1.0, True):
+            data |= {"oversubscription": self.oversubscription, "rail_optimized": self.rail_optimized}
+        if self.reserved_gb:
+            data["reserved_gb"] = list(self.reserved_gb)
+        if self.sweeps:
+            data["sweeps"] = [sweep.to_dict() for sweep in self.sweeps]
+        return data
+
+
+def _read_reserved(value: object, nodes: object, memory_bytes: int) -> tuple[float, ...]:
+    listed = isinstance(value, (list, tuple))
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if listed and len(values) not in (0, nodes):
+        raise ClusterError(
+            f"cluster.reserved_gb has {len(values)} entries for {nodes} nodes; give one number, or one for each node"
+        )
+    found = tuple(as_number(item, "cluster.reserved_gb") for item in values)
+    for item in found:
+        if not 0 <= item * 1e9 < memory_bytes:
+            raise ClusterError(
+                f"cluster.reserved_gb is {item:g}; give GB from 0 up to a device's memory, {memory_bytes / 1e9:g}"
+            )
+    return found
+
+
+def _read_sweeps(value: object, folder: Path) -> list[Sweep]:
+    if not isinstance(value, (list, tuple)):
+        raise ClusterError(f"cluster.sweeps must be a list of files, not {value!r}")
+    sweeps: list[Sweep] = []
+    for item in value:
+        if isinstance(item, str):
+            sweeps += read_sweep_file(folder / item)
+            continue
+        data = as_mapping(item, "cluster.sweeps: an item")
+        if "file" not in data:
+            sweeps.append(read_sweep(data, "cluster.sweeps: an item"))
+            continue
+        check_keys(data, _FILE_KEYS, "cluster.sweeps: an item")
+        counts = {key: as_integer(data[key], f"cluster.sweeps: {key}") for key in _FILE_KEYS[2:] if key in data}
+        kind = str(data["kind"]) if "kind" in data else None
+        sweeps += read_sweep_file(folder / str(data["file"]), kind=kind, **counts)
+    return sweeps

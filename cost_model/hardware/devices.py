@@ -1,0 +1,268 @@
+"""One device and one link: their figures, and the catalogue ``devices.toml`` of those that are known by name."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+
+import numpy as np
+
+from cost_model.hardware.reading import (
+    ClusterError,
+    as_mapping,
+    as_number,
+    check_keys,
+    close_matches,
+    read_fields,
+    require_positive,
+)
+
+KINDS = ("cuda", "rocm", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """A link: its nominal bandwidth per direction, the share of it that collectives reach, and the latency of one hop.
+
+    Attributes:
+        bandwidth_bytes_per_s: per device and direction for a link inside a node, per network card and direction
+            between nodes.
+        latency_s: one hop of a ring with the lowest-latency protocol.
+        efficiency: largest share of ``bandwidth_bytes_per_s`` that a collective reaches, in (0, 1].
+        mesh_peers: 0 where one device can give its whole bandwidth to any other (a switch, a bus); otherwise to how
+            many peers a device's bandwidth is split, each over its own wires.
+        rank_shares: (ranks, share) pairs where uneven wiring decides what groups of so many ranks reach together;
+            between two the share lies in between, outside it is the nearest one's. Takes the place of ``mesh_peers``.
+        source: where the figures come from.
+    """
+
+    name: str
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    efficiency: float = 1.0
+    mesh_peers: int = 0
+    rank_shares: tuple[tuple[int, float], ...] = ()
+    source: str = field(default="given by the user", hash=False)
+
+    def __post_init__(self) -> None:
+        require_positive(self, ("bandwidth_bytes_per_s", "efficiency"), self.name)
+        if self.efficiency > 1:
+            raise ClusterError(
+                f"{self.name}.efficiency is {self.efficiency}; it is a share of the bandwidth, at most 1"
+            )
+        if self.latency_s < 0 or self.mesh_peers < 0:
+            raise ClusterError(
+                f"{self.name}: latency_s ({self.latency_s}) and mesh_peers ({self.mesh_peers}) cannot be negative"
+            )
+        ranks = [count for count, _ in self.rank_shares]
+        if ranks != sorted(set(ranks)) or not all(0 < share <= 1 for _, share in self.rank_shares):
+            raise ClusterError(
+                f"{self.name}.rank_shares is {self.rank_shares}; it holds (ranks, share) with rising ranks and shares "
+                "above 0 and at most 1"
+            )
+
+    def rate_bytes_per_s(self, ranks: int) -> float:
+        """Return what one device can send to the other ``ranks - 1`` of its group together, in bytes per second."""
+        reached = self.bandwidth_bytes_per_s * self.efficiency
+        if self.rank_shares:
+            counts, shares = zip(*self.rank_shares, strict=True)
+            return reached * float(np.interp(ranks, counts, shares))
+        if self.mesh_peers == 0:
+            return reached
+        return reached * min(1.0, max(ranks - 1, 1) / self.mesh_peers)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data, read back by ``read_link``."""
+        return {**asdict(self), "rank_shares": [list(pair) for pair in self.rank_shares]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator (or one process of a CPU) as the cost model sees it.
+
+    Attributes:
+        kind: ``cuda``, ``rocm`` or ``cpu``; the last has none of NCCL's protocols.
+        memory_bytes: all that the plan and ``memory.reserve_bytes`` together may use.
+        flop_rates: (dtype name, dense FLOP/s) pairs in the order of the names; ``peak_flops`` is the same as a dict.
+        gemm_efficiency: share of the peak that the best large matrix multiplication reaches.
+        memory_efficiency: share of ``memory_bandwidth_bytes_per_s`` that a streaming kernel reaches.
+        kernel_launch_s: time lost between two kernels of a full queue.
+        host_op_s: seconds of the host for each op that is dispatched on DTensors, views and what a backward is made of
+            included, where the device waits for it: on a CPU, by ``shardplan calibrate``. 0 where the host runs ahead
+            of the device, or where that is assumed; above 0 it takes the place of ``kernel_launch_s`` in plans.
+        first_touch_s_per_byte: seconds to get a byte of memory from the system, beyond writing it: looked at where
+            ``host_op_s`` is above 0, for buffers that are given back after each use. 0 where memory is kept.
+        collective_launch_s: fixed cost of the cheapest collective.
+        flash_attention: whether a fused attention kernel exists.
+        overlaps: whether communication runs beside compute; on a CPU both take the same cores.
+        nvls_min_ranks: least ranks in a node for which reduction in the switch (NVLS) is chosen; 0 where there is none.
+        nvls_efficiency: share of ``intra_node``'s rate that it reaches.
+        architecture: ``sm80``, ``sm90``, ``gfx942``, ...; chooses the constants of ``efficiency.toml``.
+        processors: streaming multiprocessors or compute units; 0 where unknown, and no wave of tiles is rounded up.
+        intra_node, inter_node: the device's usual links.
+        cards_per_device: network cards per device in the usual node; below 1 where devices share one.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    flop_rates: tuple[tuple[str, float], ...]
+    gemm_efficiency: float
+    memory_efficiency: float
+    kernel_launch_s: float
+    collective_launch_s: float
+    flash_attention: bool
+    intra_node: LinkSpec
+    inter_node: LinkSpec
+    cards_per_device: float
+    nvls_min_ranks: int = 0
+    nvls_efficiency: float = 1.0
+    architecture: str = ""
+    processors: int = 0
+    overlaps: bool = True
+    host_op_s: float = 0.0
+    first_touch_s_per_byte: float = 0.0
+    source: str = field(default="given by the user", hash=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ClusterError(f"{self.name}.kind is {self.kind!r}; it is one of {', '.join(KINDS)}")
+        positive = (
+            "memory_bytes",
+            "memory_bandwidth_bytes_per_s",
+            "gemm_efficiency",
+            "memory_efficiency",
+            "cards_per_device",
+        )
+        require_positive(self, (*positive, "nvls_efficiency"), self.name)
+        for name in ("gemm_efficiency", "memory_efficiency", "nvls_efficiency"):
+            if getattr(self, name) > 1:
+                raise ClusterError(f"{self.name}.{name} is {getattr(self, name)}; it is a share, at most 1")
+        if "fp32" not in self.peak_flops or not all(rate > 0 for _, rate in self.flop_rates):
+            raise ClusterError(f"{self.name}.peak_flops needs fp32 and only rates above 0, not {self.peak_flops}")
+        times = (self.kernel_launch_s, self.collective_launch_s, self.host_op_s, self.first_touch_s_per_byte)
+        if min(*times, self.nvls_min_ranks, self.processors) < 0:
+            raise ClusterError(f"{self.name}: launch and host times, nvls_min_ranks and processors cannot be negative")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether chains of element-wise ops are compiled to one kernel here, where a job asks for fused ops."""
+        return self.kind != "cpu"
+
+    @property
+    def peak_flops(self) -> dict[str, float]:
+        """Dense FLOP/s by dtype name (``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp8``)."""
+        return dict(self.flop_rates)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain JSON data, read back by ``read_device``."""
+        data: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
+        del data["flop_rates"]
+        data["peak_flops"] = self.peak_flops
+        data["intra_node"] = self.intra_node.to_dict()
+        data["inter_node"] = self.inter_node.to_dict()
+        return data
+
+
+def read_link(value: object, where: str, base: LinkSpec | None = None) -> LinkSpec:
+    """Return the link that ``value`` describes: a name of the catalogue, or a mapping of fields over those of ``base``.
+
+    Raises:
+        ClusterError: the name is unknown, or a field is unknown, missing or wrong.
+    """
+    if isinstance(value, str):
+        links = _catalogue()[1]
+        if value.lower() not in links:
+            raise ClusterError(f"{where}: unknown link {value!r}{_hint(value, links)}")
+        return links[value.lower()]
+    data = as_mapping(value, where)
+    merged: dict[str, object] = {"name": where}
+    if base is not None:
+        merged = {**base.to_dict(), "source": f"{base.name} with figures given by the user"}
+    return _make_link({**merged, **data}, where)
+
+
+def _make_link(data: Mapping[str, object], where: str) -> LinkSpec:
+    values = read_fields(LinkSpec, data, where)
+    try:
+        shares = tuple((int(ranks), float(share)) for ranks, share in values.pop("rank_shares", ()))
+    except (TypeError, ValueError) as error:
+        raise ClusterError(f"{where}.rank_shares must be pairs of ranks and share, [[2, 0.5], [4, 1.0]]") from error
+    return LinkSpec(rank_shares=shares, **values)
+
+
+def read_device(value: object, where: str = "device") -> DeviceSpec:
+    """Return the device that ``value`` describes: a catalogue name, or a mapping with ``name`` and what differs.
+
+    Raises:
+        ClusterError: the name is unknown and the figures are not complete, or a figure is unknown or wrong.
+    """
+    if isinstance(value, str):
+        return find_device(value)
+    data = dict(as_mapping(value, where))
+    name = data.get("name")
+    if not isinstance(name, str):
+        raise ClusterError(f"{where}: a device needs a name; known devices are {', '.join(device_names())}")
+    base = _catalogue()[0].get(name.lower())
+    accepted = [item.name for item in fields(DeviceSpec) if item.name != "flop_rates"] + ["peak_flops"]
+    check_keys(data, accepted, where)
+    merged: dict[str, object] = (
+        {} if base is None else {**base.to_dict(), "source": f"{base.name} with figures given by the user"}
+    )
+    merged.update(data)
+    merged["name"] = base.name if base else name.lower()
+    if "peak_flops" in merged:
+        merged["flop_rates"] = _read_rates(merged.pop("peak_flops"), where)
+    for key in ("intra_node", "inter_node"):
+        if key in merged:
+            merged[key] = read_link(merged[key], f"{where}.{key}", getattr(base, key) if base else None)
+    return DeviceSpec(**read_fields(DeviceSpec, merged, where))
+
+
+def device_names() -> tuple[str, ...]:
+    """Return the names of the catalogue, in its order."""
+    return tuple(_catalogue()[0])
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Return the catalogue's device of that name, in whatever case it is written.
+
+    Raises:
+        ClusterError: there is none; the message lists close matches and every known device.
+    """
+    devices = _catalogue()[0]
+    if name.lower() not in devices:
+        raise ClusterError(f"unknown device {name!r}{_hint(name, devices)}")
+    return devices[name.lower()]
+
+
+def _read_rates(value: object, where: str) -> tuple[tuple[str, float], ...]:
+    rates = as_mapping(value, f"{where}.peak_flops")
+    return tuple(sorted((dtype, as_number(rate, f"{where}.peak_flops.{dtype}")) for dtype, rate in rates.items()))
+
+
+def _hint(name: str, known: Mapping[str, object]) -> str:
+    near = close_matches(name.lower(), known)
+    question = f"; did you mean {' or '.join(near)}?" if near else ";"
+    return f"{question} known: {', '.join(known)}"
+
+
+@functools.cache
+def _catalogue() -> tuple[dict[str, DeviceSpec], dict[str, LinkSpec]]:
+    """Return devices and links of ``devices.toml`` by name. Read once: the file is part of the program."""
+    tables = tomllib.loads(resources.files("cost_model.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
+    links = {
+        name: _make_link({"name": name, **table}, f"devices.toml: links.{name}")
+        for name, table in tables["links"].items()
+    }
+    devices = {}
+    for name, table in tables["devices"].items():
+        merged = {"name": name, **tables["kinds"].get(table["kind"], {}), **table}
+        merged["flop_rates"] = _read_rates(merged.pop("peak_flops"), f"devices.toml: devices.{name}")
+        merged.update(intra_node=links[merged["intra_node"]], inter_node=links[merged["inter_node"]])
+        devices[name] = DeviceSpec(**read_fields(DeviceSpec, merged, f"devices.toml: devices.{name}"))
+    return devices, links

@@ -1,0 +1,1 @@
+"""What does computing cost? Matrix products, attention, memory-bound ops, optimizers."""

@@ -1,0 +1,116 @@
+"""Seconds for one op on one device: the roofline, with the efficiencies of the device catalogue.
+
+For a matrix multiplication whose shape is known see ``gemm``, for attention ``attention``.
+"""
+
+from __future__ import annotations
+
+from cost_model.hardware.devices import DeviceSpec
+from cost_model.hardware.reading import ClusterError
+
+DTYPE_NBYTES = {
+    "fp64": 8,
+    "fp32": 4,
+    "tf32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
+    "bool": 1,
+}
+"""Bytes of one element by the names that jobs and catalogue use; tf32 is fp32 in memory."""
+
+EAGER_HOST_S = 6e-6
+"""Seconds the host needs to dispatch one op and launch its kernel from Python with autograd. Assumed; 5 to 10 us are
+seen on current servers. ``shardplan calibrate`` measures it."""
+
+
+def dtype_nbytes(dtype: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        ClusterError: the name is unknown.
+    """
+    if dtype not in DTYPE_NBYTES:
+        raise ClusterError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPE_NBYTES)}")
+    return DTYPE_NBYTES[dtype]
+
+
+def matmul_flops_per_s(device: DeviceSpec, dtype: str) -> float:
+    """Return the FLOP/s that the best large matrix multiplication reaches: the peak times ``gemm_efficiency``.
+
+    Source: MAMF, the best shape of a search (stas00/ml-engineering @744d01e). Known error: it is an upper bound.
+    Whole training steps of large models reach 50 to 90 % of it (shared/truth/gemm.csv: cuBLAS squares 4096 and up 90
+    to 97 %, FlashAttention-3 about 60 %).
+
+    Raises:
+        ClusterError: the device has no rate for the dtype.
+    """
+    rates = device.peak_flops
+    if dtype not in rates:
+        raise ClusterError(
+            f"{device.name} has no {dtype} matrix rate; it has {', '.join(rates)}. Choose the dtype among these"
+        )
+    return rates[dtype] * device.gemm_efficiency
+
+
+def stream_bytes_per_s(device: DeviceSpec) -> float:
+    """Return the memory bandwidth that a streaming kernel reaches: nominal times ``memory_efficiency``."""
+    return device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+
+
+def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, matmul: bool) -> float:
+    """Return the seconds of one op: ``max(flops / rate, nbytes / bandwidth) + launch``; 0.0 for an op that does
+    nothing.
+
+    The roofline of Williams, Waterman and Patterson, CACM 52(4), 2009. Known error: small and oddly shaped matrix
+    multiplications fill the device badly, which it does not see; op by op it is too low by up to a half there.
+
+    Args:
+        flops: floating-point operations; a multiply-add is two.
+        nbytes: bytes read plus bytes written.
+        device: the device.
+        dtype: of the operands, ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp8``; looked at only for a matmul.
+        matmul: whether matrix units do the work; else the device's fp32 vector rate holds.
+    """
+    if flops < 0 or nbytes < 0:
+        raise ValueError(f"flops ({flops}) and nbytes ({nbytes}) cannot be negative")
+    if flops == 0 and nbytes == 0:
+        return 0.0
+    rate = matmul_flops_per_s(device, dtype) if matmul else device.peak_flops["fp32"]
+    return max(flops / rate, nbytes / stream_bytes_per_s(device)) + device.kernel_launch_s
+
+
+def elementwise_time_s(
+    *, numel: int, reads: int, writes: int, dtype: str, device: DeviceSpec, ops: int = 1, fused: bool = True
+) -> float:
+    """Return the seconds of a chain of ``ops`` element-wise ops, bound by bytes; 0.0 where there are no elements.
+
+    Fused (``torch.compile``, a hand-written kernel), inputs are read and results written once, in one kernel. Op by op
+    every intermediate result is written and read again, in as many kernels. Known error: kernels that reduce over rows
+    (norms, softmax) or write few bytes a row reach 10 to 20 % less than the bandwidth meant here.
+
+    Args:
+        numel: elements of one tensor.
+        reads, writes: tensors of that size that enter and leave the chain.
+        dtype: of all of them.
+    """
+    if min(numel, reads, writes) < 0 or ops < 1:
+        raise ValueError(
+            f"numel ({numel}), reads ({reads}) and writes ({writes}) cannot be negative, nor ops ({ops}) 0"
+        )
+    if numel == 0:
+        return 0.0
+    between = 0 if fused else 2 * (ops - 1)
+    nbytes = numel * (reads + writes + between) * dtype_nbytes(dtype)
+    return nbytes / stream_bytes_per_s(device) + device.kernel_launch_s * (1 if fused else ops)
+
+
+def eager_time_s(*, device_s: float, ops: int, host_s: float = EAGER_HOST_S) -> float:
+    """Return the seconds of ``ops`` kernels launched op by op: the device's, or the host's where it cannot keep up.
+
+    Holds over a stretch long enough for the queue between host and device to fill or run dry.
+    """
+    return max(device_s, ops * host_s)

@@ -1,0 +1,211 @@
+"""Seconds of a matrix multiplication on one device, by shape: tiles, waves of tiles, split depth, bytes.
+
+A device of ``p`` processors (SMs) computes ``[m, n] = [m, k] @ [k, n]`` in tiles of ``t_m x t_n``. All processors
+together do one wave of ``p`` tiles at a time, so with ``w = batch ceil(m/t_m) ceil(n/t_n) / p``
+
+    seconds = waves(w) * 2 t_m t_n k / (rate / p * tile_rate),   waves(w) = a ceil(w) + (1 - a) max(w, 1)
+
+or, with the depth split in ``s`` where tiles leave processors idle, ``s`` times the tiles, ``k / s`` each, and the
+partial sums written and read once. The least over tiles and splits holds, and no less than the bytes need. Each term
+grows with m, n, k and batch, so their least does too. After NVIDIA, "Matrix Multiplication Background User's Guide"
+(tile and wave quantization); constants in ``efficiency.toml``. Known error: benchmarks/published/gemm.py, check 8.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from cost_model.hardware.devices import DeviceSpec
+from cost_model.kernels.compute import dtype_nbytes, matmul_flops_per_s, stream_bytes_per_s
+from cost_model.kernels.efficiency import GemmEfficiency, by_architecture, shipped_efficiency
+
+_TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
+_MOST_SPLITS = 8
+_PARTIAL_NBYTES = 8  # a partial sum in float32, written and read
+
+
+def gemm_flops(*, m: int, n: int, k: int, batch: int = 1) -> int:
+    """Return the FLOPs of ``batch`` products ``[m, k] @ [k, n]``: two for each multiply-add."""
+    return 2 * batch * m * n * k
+
+
+def gemm_rate_flops_per_s(device: DeviceSpec, dtype: str, efficiency: GemmEfficiency | None = None) -> float:
+    """Return the FLOP/s of a large matrix multiplication of a usual shape.
+
+    Raises:
+        ClusterError: the device has no rate for the dtype.
+    """
+    constants = efficiency or shipped_efficiency().gemm
+    rate = matmul_flops_per_s(device, dtype)
+    if not device.processors:
+        return rate
+    share = by_architecture(constants.fp8, device.architecture) if dtype == "fp8" else 1.0
+    return rate * constants.sustained * share
+
+
+def gemm_time_s(
+    *,
+    m: float,
+    n: float,
+    k: float,
+    batch: float = 1,
+    device: DeviceSpec,
+    dtype: str,
+    aligned: bool = True,
+    efficiency: GemmEfficiency | None = None,
+) -> float:
+    """Return the seconds of ``batch`` products ``[m, k] @ [k, n]`` in one kernel of a full queue; 0.0 for an empty one.
+
+    Args:
+        m, n, k, batch: the shape; the larger of m and n may be either.
+        device: the device; where its ``processors`` are not known, no tile is rounded up.
+        dtype: of the operands; the product of fp8 is written in two bytes.
+        aligned: whether the rows of both operands are multiples of 16 bytes. Said by the caller, not seen in the
+            shape, so that seconds never fall as a size grows.
+        efficiency: the constants; None for those that ship.
+
+    Raises:
+        ClusterError: the device has no rate for the dtype.
+        ValueError: a size is negative.
+    """
+    if min(m, n, k, batch) < 0:
+        raise ValueError(f"a size of [{batch}, {m}, {k}] @ [{batch}, {k}, {n}] is negative")
+    if not (m and n and k and batch):
+        return 0.0
+    constants = efficiency or shipped_efficiency().gemm
+    size, seconds_per_k, bandwidth = _rates(device, dtype, constants)
+    bytes_s = batch * ((m + n) * k * size + m * n * max(size, 2)) / bandwidth
+    if device.processors:
+        flops_s = _tiled_time_s(m, n, k, batch, device.processors, seconds_per_k, bandwidth, constants)
+    else:
+        flops_s = batch * m * n * k * seconds_per_k[0]
+    if not aligned:
+        flops_s /= constants.misaligned
+    return max(flops_s, bytes_s) + device.kernel_launch_s
+
+
+def grouped_gemm_time_s(
+    *,
+    tokens: float,
+    n: float,
+    k: float,
+    groups: int,
+    device: DeviceSpec,
+    dtype: str,
+    kernel: str = "streams",
+    efficiency: GemmEfficiency | None = None,
+) -> float:
+    """Return the seconds of the experts' products ``[tokens / groups, k] @ [k, n]``, tokens shared out evenly.
+
+    Args:
+        tokens: rows of all groups together.
+        kernel: ``streams``, a multiplication for each group on a few streams (Transformer Engine's way),
+            ``one by one``, on one stream, or ``grouped``, torch's one kernel for all.
+        efficiency: the constants; None for those that ship.
+    """
+    if kernel not in ("streams", "one by one", "grouped"):
+        raise ValueError(f"kernel is {kernel!r}; it is streams, one by one or grouped")
+    return _groups_time_s((-(-tokens // groups), n, k), groups, device, dtype, kernel, efficiency)
+
+
+def grouped_gradient_time_s(
+    *,
+    tokens: float,
+    n: float,
+    k: float,
+    groups: int,
+    device: DeviceSpec,
+    dtype: str,
+    kernel: str = "grouped",
+    efficiency: GemmEfficiency | None = None,
+) -> float:
+    """Return the seconds of the gradients of experts' matrices, ``[n, tokens / groups] @ [tokens / groups, k]``.
+
+    Args:
+        tokens: rows of all groups together.
+        kernel: ``one by one`` or ``grouped``, as of `grouped_gemm_time_s`.
+        efficiency: the constants; None for those that ship.
+    """
+    if kernel not in ("one by one", "grouped"):
+        raise ValueError(f"kernel is {kernel!r}; it is one by one or grouped")
+    return _groups_time_s((n, k, tokens / groups), groups, device, dtype, kernel, efficiency)
+
+
+def _groups_time_s(
+    shape: tuple[float, float, float],
+    groups: int,
+    device: DeviceSpec,
+    dtype: str,
+    kernel: str,
+    efficiency: GemmEfficiency | None,
+) -> float:
+    """Return the seconds of ``groups`` products ``[m, k] @ [k, n]`` of one ``shape`` (m, n, k)."""
+    constants = efficiency or shipped_efficiency().gemm
+    m, n, k = shape
+    if kernel == "one by one":
+        return groups * gemm_time_s(m=m, n=n, k=k, device=device, dtype=dtype, efficiency=constants)
+    together_s = gemm_time_s(m=m, n=n, k=k, batch=groups, device=device, dtype=dtype, efficiency=constants)
+    if kernel == "streams":
+        return together_s + (groups - 1) * device.kernel_launch_s if together_s else 0.0
+    return together_s / by_architecture(constants.grouped, device.architecture)
+
+
+def runs_one_by_one(*, tokens: float, n: float, groups: int, architecture: str, processors: int) -> bool:
+    """Tell whether experts' products ``[tokens / groups, k] @ [k, n]`` are to run one after the other.
+
+    That is, where an expert's product alone has tiles for a larger share of the processors than the share of their rate
+    that torch's one kernel for all reaches: on Blackwell half of it, elsewhere all.
+
+    Args:
+        tokens: rows of all groups together.
+        n: the fewest columns of any of the products.
+        architecture: of the device, ``sm100`` for example.
+        processors: of the device; 0 if not known.
+    """
+    share = by_architecture(shipped_efficiency().gemm.grouped, architecture)
+    tiles = tokens / groups * n / math.prod(_TILES[0])
+    return share < 1.0 and processors > 0 and tiles >= share * processors
+
+
+def _tiled_time_s(
+    m: float,
+    n: float,
+    k: float,
+    batch: float,
+    processors: int,
+    seconds_per_k: tuple[float, ...],
+    bandwidth: float,
+    constants: GemmEfficiency,
+) -> float:
+    """Return the least seconds over tiles and splits of the depth."""
+    rounded = constants.wave_rounding
+    least_s = math.inf
+    for (tile_m, tile_n), tile_s_per_k in zip(_TILES, seconds_per_k, strict=True):
+        tiles = batch * -(-m // tile_m) * -(-n // tile_n)
+        splits = 1
+        partial_s = 0.0
+        while True:
+            waves = tiles * splits / processors
+            paid = rounded * math.ceil(waves) + (1 - rounded) * max(waves, 1.0)
+            least_s = min(least_s, paid * k / splits * tile_s_per_k + partial_s)
+            splits *= 2
+            if tiles * splits > processors or splits > _MOST_SPLITS:
+                break
+            partial_s = splits * batch * m * n * _PARTIAL_NBYTES / bandwidth
+    return least_s
+
+
+@functools.lru_cache(maxsize=256)
+def _rates(device: DeviceSpec, dtype: str, constants: GemmEfficiency) -> tuple[int, tuple[float, ...], float]:
+    """Return (bytes of an operand's element, seconds per unit of depth by tile, bytes per second)."""
+    rate = gemm_rate_flops_per_s(device, dtype, constants)
+    size, bandwidth = dtype_nbytes(dtype), stream_bytes_per_s(device)
+    if not device.processors:
+        return size, (2 / rate,), bandwidth
+    shares = [
+        1.0 if m * n > 128 * 128 else constants.medium_tile if m * n == 128 * 128 else constants.small_tile
+        for m, n in _TILES
+    ]
+    per_k = tuple(2 * m * n * device.processors / (rate * share) for (m, n), share in zip(_TILES, shares, strict=True))
+    return size, per_k, bandwidth

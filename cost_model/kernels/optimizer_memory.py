@@ -1,0 +1,143 @@
+"""Bytes that parameters, gradients and optimizer state hold on one device, the reserve, and the optimizer's step.
+
+Activations and communication buffers depend on the graph; the planner counts them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.hardware.devices import DeviceSpec
+from cost_model.hardware.reading import ClusterError, close_matches
+from cost_model.kernels.compute import dtype_nbytes, stream_bytes_per_s
+
+CONTEXT_BYTES = 800_000_000
+"""CUDA context and kernels of one PyTorch process: 781 MB (pytorch issue #34323, 2020). Assumed alike on every GPU."""
+
+NCCL_BYTES = 1_000_000_000
+"""Communicators' buffers: 4 MiB (NCCL_BUFFSIZE's default) per channel, peer and direction. The sum is assumed: 4
+communicators of 250 MB."""
+
+ALLOCATOR_SHARE = 0.05
+"""Share of the device's memory that the caching allocator cannot hand out because it is split up. Assumed: where
+memory is plentiful torchtitan reserved 1.20 x what was active (row M0934 of shared/truth/memory.csv), but under
+pressure the allocator gives back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """What an optimizer keeps for each parameter, and how often its fused step passes over it.
+
+    Attributes:
+        states: values kept per parameter, each in the master dtype.
+        source: where that is written.
+    """
+
+    name: str
+    states: int
+    source: str
+
+
+OPTIMIZERS = {
+    spec.name: spec
+    for spec in (
+        OptimizerSpec(name="adamw", states=2, source="exp_avg, exp_avg_sq: torch.optim.AdamW"),
+        OptimizerSpec(name="adam", states=2, source="exp_avg, exp_avg_sq: torch.optim.Adam"),
+        OptimizerSpec(name="adagrad", states=1, source="sum: torch.optim.Adagrad"),
+        OptimizerSpec(name="sgd", states=0, source="torch.optim.SGD, momentum=0"),
+        OptimizerSpec(name="sgd-momentum", states=1, source="momentum_buffer: torch.optim.SGD"),
+    )
+}
+
+
+def find_optimizer(name: str) -> OptimizerSpec:
+    """Return the optimizer of that name, in whatever case.
+
+    Raises:
+        ClusterError: there is none; the message lists those that are known.
+    """
+    if name.lower() not in OPTIMIZERS:
+        near = close_matches(name.lower(), OPTIMIZERS)
+        question = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ClusterError(f"unknown optimizer {name!r}; {question}known: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name.lower()]
+
+
+def parameter_state_bytes(
+    numel_local: int,
+    *,
+    optimizer: str = "adamw",
+    dtype: str = "bf16",
+    master_dtype: str = "fp32",
+    gradient_dtype: str = "fp32",
+    training: bool = True,
+) -> dict[str, int]:
+    """Return the bytes that ``numel_local`` parameters hold between steps, by role.
+
+    In mixed precision 18 bytes per parameter with AdamW: 2 parameter, 4 gradient, 4 master copy, 8 states
+    (Rajbhandari et al., ZeRO, 2020, section 3.1, counts 16 with 2 bytes of gradient). The master copy counts as
+    optimizer state and exists where its dtype differs.
+
+    Args:
+        numel_local: elements on this device.
+        optimizer: a name of ``OPTIMIZERS``.
+        dtype: of the parameters.
+        master_dtype: of the optimizer's copy and states.
+        gradient_dtype: in which gradients are accumulated.
+        training: False leaves gradients and optimizer state at 0.
+
+    Returns:
+        ``parameters``, ``gradients`` and ``optimizer_state``.
+    """
+    if numel_local < 0:
+        raise ValueError(f"numel_local is {numel_local}; it cannot be negative")
+    spec = find_optimizer(optimizer)
+    master_values = spec.states + (dtype != master_dtype)
+    return {
+        "parameters": numel_local * dtype_nbytes(dtype),
+        "gradients": numel_local * dtype_nbytes(gradient_dtype) if training else 0,
+        "optimizer_state": numel_local * master_values * dtype_nbytes(master_dtype) if training else 0,
+    }
+
+
+def optimizer_step_time_s(
+    numel_local: int,
+    *,
+    device: DeviceSpec,
+    optimizer: str = "adamw",
+    dtype: str = "bf16",
+    master_dtype: str = "fp32",
+    gradient_dtype: str = "fp32",
+) -> float:
+    """Return the seconds of one fused optimizer step over ``numel_local`` parameters, bound by memory; 0.0 for none.
+
+    Known error: an unfused step (``foreach``) passes over memory several times and takes about three times as long.
+    """
+    if numel_local < 0:
+        raise ValueError(f"numel_local is {numel_local}; it cannot be negative")
+    if numel_local == 0:
+        return 0.0
+    each = optimizer_time_per_parameter_s(
+        device=device, optimizer=optimizer, dtype=dtype, master_dtype=master_dtype, gradient_dtype=gradient_dtype
+    )
+    return numel_local * each + device.kernel_launch_s
+
+
+def optimizer_time_per_parameter_s(
+    *, device: DeviceSpec, optimizer: str, dtype: str, master_dtype: str, gradient_dtype: str
+) -> float:
+    """Return the seconds that a fused optimizer step takes for one more parameter: the kernel is launched anyway.
+
+    The gradient is read; states and the copy that is updated are read and written; where parameters are not that copy
+    they are written too.
+    """
+    updated = (find_optimizer(optimizer).states + 1) * dtype_nbytes(master_dtype)
+    nbytes = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)
+    return nbytes / stream_bytes_per_s(device)
+
+
+def reserve_bytes(device: DeviceSpec) -> int:
+    """Return the bytes of a device that a plan leaves to context, NCCL and allocator; 0 without a GPU."""
+    if device.kind == "cpu":
+        return 0
+    return CONTEXT_BYTES + NCCL_BYTES + round(ALLOCATOR_SHARE * device.memory_bytes)

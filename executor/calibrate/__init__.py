@@ -1,0 +1,1 @@
+"""How fast is this cluster? Kernels, collectives and the host, measured."""

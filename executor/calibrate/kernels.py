@@ -1,0 +1,228 @@
+"""Measure the machine that this runs on: kernels on every rank at once, collectives on every group at once.
+
+Every rank calls ``measure``; all return the same. On GPUs under NCCL the same code runs with events in place of the
+clock; no GPU was there to try it on when it was written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cost_model.hardware.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
+from executor.calibrate.collectives import measure_collectives
+from executor.calibrate.host import first_touch_s_per_byte, host_op_s
+from executor.calibrate.timing import of_ranks, time_s
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LEAST_S = 0.1
+"""Seconds of one measurement of a CPU's kernel: some of the scheduler's time slices."""
+
+_HOST_LEAST_S = 2.0
+"""Seconds of the measurement of the host, most of which are between the ops."""
+
+_ROUNDS = 3
+"""Of all kernels: what disturbs one of them is over, or has not begun, when it comes again."""
+
+_Point = TypeVar("_Point", GemmPoint, AttentionPoint, StreamPoint)
+
+_CACHE_BYTES = 2**27
+"""More than a CPU's or a GPU's last cache holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured: sizes that suit the device.
+
+    Attributes:
+        gemms: (m, n, k).
+        attention: (batch, heads, seq, head_dim).
+        streams: bytes of one tensor.
+        collectives: bytes, as ``collective_time_s`` counts them.
+        repeats: of each, at least.
+    """
+
+    dtypes: tuple[str, ...]
+    gemms: tuple[tuple[int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int], ...]
+    streams: tuple[int, ...]
+    collectives: tuple[int, ...]
+    repeats: int
+
+
+CPU = Plan(
+    dtypes=("fp32",),
+    gemms=(
+        (128, 256, 256),
+        (256, 256, 256),
+        (256, 512, 512),
+        (512, 512, 512),
+        (256, 1024, 512),
+        (512, 2048, 512),
+        (1024, 1024, 1024),
+    ),
+    attention=((2, 4, 128, 64), (4, 8, 128, 64), (2, 8, 256, 64)),
+    streams=(2**20, 2**21, 2**22, 2**23),
+    collectives=(2**12, 2**15, 2**18, 2**20, 2**22, 2**24),
+    repeats=5,
+)
+GPU = Plan(
+    dtypes=("bf16", "tf32"),
+    gemms=(
+        (1024, 4096, 4096),
+        (2048, 2048, 2048),
+        (4096, 4096, 4096),
+        (8192, 4096, 4096),
+        (8192, 8192, 8192),
+        (8192, 28672, 4096),
+        (16384, 4096, 14336),
+    ),
+    attention=((16, 16, 1024, 128), (4, 16, 4096, 128), (2, 32, 8192, 128), (4, 32, 4096, 64)),
+    streams=(2**26, 2**28, 2**30),
+    collectives=tuple(2**power for power in range(14, 31, 2)),
+    repeats=20,
+)
+
+
+def measure(device: torch.device, what: Plan | None = None) -> Measurements:
+    """Return what this cluster does; every rank of the default process group calls it, with one device each.
+
+    Args:
+        device: of this rank; its type decides ``what`` where that is None.
+        what: the sizes to measure.
+    """
+    what = what or (CPU if device.type == "cpu" else GPU)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    sweeps, notes = measure_collectives(device, what.collectives, ranks_per_node, what.repeats)
+    is_cpu = device.type == "cpu"
+    launch_s = of_ranks(_launch_s(device, what.repeats))
+    rounds = [_kernels(device, what) for _ in range(_ROUNDS)]
+    return Measurements(
+        device="cpu" if is_cpu else torch.cuda.get_device_name(device),
+        kind="cpu" if is_cpu else "rocm" if torch.version.hip else "cuda",
+        nodes=dist.get_world_size() // ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        memory_bytes=_memory_bytes(device, ranks_per_node),
+        launch_s=launch_s,
+        host_op_s=host_op_s(_HOST_LEAST_S) if is_cpu else 0.0,
+        first_touch_s_per_byte=first_touch_s_per_byte(_LEAST_S) if is_cpu else 0.0,
+        gemms=_medians([kernels.gemms for kernels in rounds]),
+        attention=_medians([kernels.attention for kernels in rounds]),
+        streams=_medians([kernels.streams for kernels in rounds]),
+        sweeps=sweeps,
+        notes=notes,
+    )
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+class _Kernels(NamedTuple):
+    """One round of all kernels."""
+
+    gemms: tuple[GemmPoint, ...]
+    attention: tuple[AttentionPoint, ...]
+    streams: tuple[StreamPoint, ...]
+
+
+def _kernels(device: torch.device, what: Plan) -> _Kernels:
+    shapes = what.attention
+    return _Kernels(
+        gemms=tuple(_gemm(device, dtype, shape, what.repeats) for dtype in what.dtypes for shape in what.gemms),
+        attention=tuple(point for shape in shapes for point in _attention(device, what.dtypes[0], shape, what.repeats)),
+        streams=tuple(point for nbytes in what.streams for point in _streams(device, nbytes, what.repeats)),
+    )
+
+
+def _medians(rounds: Sequence[Sequence[_Point]]) -> tuple[_Point, ...]:
+    """Return each point with the median of its rounds' seconds."""
+    return tuple(replace(same[0], time_s=median(p.time_s for p in same)) for same in zip(*rounds, strict=True))
+
+
+def _launch_s(device: torch.device, repeats: int) -> float:
+    """Return the seconds of one op too small to count, of many in a row."""
+    ops = 100
+    tensor = torch.ones(16, device=device)
+
+    def queue() -> None:
+        value = tensor
+        for _ in range(ops):
+            value = value + tensor
+
+    return time_s(queue, device, repeats, _LEAST_S) / ops
+
+
+def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
+    """Time the three products of a linear of these sizes: its result, and the gradients of its input and its weight.
+
+    In a step none finds its operands in a cache: as many sets of them take turns as no cache holds.
+    """
+    m, n, k = shape
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+    first = [torch.randn(sizes, device=device).to(_DTYPES[dtype]) for sizes in ((m, k), (n, k), (m, n))]
+    copies = max(1, _CACHE_BYTES // (4 * (m * k + n * k + m * n)))
+    sets = itertools.cycle([first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))])
+
+    def products() -> None:
+        left, right, gradient = next(sets)
+        F.linear(left, right)
+        torch.mm(gradient, right)
+        torch.mm(gradient.t(), left)
+
+    seconds = of_ranks(time_s(products, device, repeats, _LEAST_S)) / 3
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    return GemmPoint(m=m, n=n, k=k, dtype=dtype, time_s=seconds)
+
+
+def _attention(
+    device: torch.device, dtype: str, shape: tuple[int, int, int, int], repeats: int
+) -> tuple[AttentionPoint, AttentionPoint]:
+    batch, heads, seq, head_dim = shape
+    tensors = [torch.randn(shape, device=device).to(_DTYPES[dtype]).requires_grad_() for _ in range(3)]
+
+    def forward() -> torch.Tensor:
+        query, key, value = tensors
+        # On a CPU the executor has torch take it apart, because DTensor has no rule for the CPU's kernel.
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    forward_s = of_ranks(time_s(forward, device, repeats, _LEAST_S))
+    both_s = of_ranks(time_s(both, device, repeats, _LEAST_S))
+    first = AttentionPoint(
+        batch=batch, heads=heads, seq=seq, head_dim=head_dim, backward=False, dtype=dtype, time_s=forward_s
+    )
+    return first, replace(first, backward=True, time_s=max(both_s - forward_s, 0.1 * both_s))
+
+
+def _streams(device: torch.device, nbytes: int, repeats: int) -> tuple[StreamPoint, StreamPoint]:
+    """Add two tensors (two read, one made and written), and put one through a SiLU: the two kinds that a step is full
+    of. On a CPU the exponential costs as much as the bytes; a GPU does not notice it.
+
+    Of an op's operands one has just been made, as a rule, and the other was kept: so one of two is in no cache.
+    """
+    right = torch.ones(nbytes // 4, device=device)
+    kept = itertools.cycle([right.clone() for _ in range(max(1, _CACHE_BYTES // nbytes))])
+    added_s = of_ranks(time_s(lambda: torch.add(next(kept), right), device, repeats, _LEAST_S))
+    activated_s = of_ranks(time_s(lambda: F.silu(next(kept)), device, repeats, _LEAST_S))
+    return StreamPoint(nbytes=3 * nbytes, time_s=added_s), StreamPoint(nbytes=2 * nbytes, time_s=activated_s)
+
+
+def _memory_bytes(device: torch.device, ranks_per_node: int) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,136 @@
+"""Cross entropy over logits [rows, classes] that are split by rows, by classes, or both, on any axes.
+
+DTensor averages the means of ranks that ignore different numbers of labels, which is wrong, and gathers split classes.
+Here, with m the row's maximum and t its target logit,
+
+    loss = sum over counted rows of (log(sum over classes of exp(x - m)) + m - t), over their number for a mean
+
+and each sum over a split dim is an all-reduce: the maxima, then both sums of a row together, then losses and counts.
+The backward pass, (softmax - onehot) / count, needs no communication.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from cost_model.layouts.layout import Layout, format_layout
+from executor.ops.embedding import split_offset
+from executor.redistribute import Redistributor, contiguous_stride
+from executor.torch_internals import local_of, make_dtensor, run_function
+from planner.errors import PlanLayoutError
+
+
+def cross_entropy(
+    redistributor: Redistributor,
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Return the loss, replicated, of ``input`` [rows, classes] and indices ``target`` [rows]; arguments as in torch.
+
+    NotImplemented for what our rule does not cover, where everything is replicated.
+
+    Raises:
+        PlanLayoutError: what our rule does not cover, with logits that are not replicated.
+    """
+    logits = redistributor.as_dtensor(input)
+    layout = tuple(logits.placements)
+    covered = (
+        (weight, size_average, reduce) == (None, None, None)
+        and not label_smoothing
+        and reduction in ("mean", "sum")
+        and logits.dim() == 2
+        and not target.is_floating_point()
+        and all(placement in (Replicate(), Shard(0), Shard(1)) for placement in layout)
+    )
+    if not covered:
+        if layout == redistributor.replicated and redistributor.order is None:
+            return NotImplemented
+        raise PlanLayoutError(
+            f"cross_entropy got logits of shape {tuple(logits.shape)} in the layout "
+            f"({', '.join(format_layout(layout))}), with options that run on replicated logits only.",
+            field="input_plan",
+            what_to_do="Shard only logits [rows, classes] with class indices, reduction mean or sum, no weights.",
+        )
+    rows = tuple(placement if placement == Shard(0) else Replicate() for placement in layout)
+    labels = redistributor.labels(target, rows)
+    return run_function(_CrossEntropy, logits, labels, redistributor, ignore_index, reduction == "mean")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Shapes below are this rank's: ``x`` [n, c] logits, all others [n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: DTensor, labels: torch.Tensor, redistributor: Redistributor, ignored: int, mean: bool
+    ) -> DTensor:
+        ctx.set_materialize_grads(False)
+        layout = tuple(logits.placements)
+        first, classes = split_offset(redistributor, logits.shape[1], layout, 1)
+        x = _in_full_precision(local_of(logits))
+        counted = labels != ignored
+        log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor)
+        losses = (log_sum - target).masked_fill(~counted, 0)
+        totals = torch.stack([losses.sum(), counted.sum().to(x.dtype)])
+        for axis in _axes_of(layout, 0):
+            totals = redistributor.all_reduce(totals, "sum", axis)
+        # A mean over no label is 0 / 0, as in torch.
+        count = totals[1] if mean else torch.ones_like(totals[1])
+        ctx.save_for_backward(local_of(logits), labels, log_sum, count)
+        ctx.redistributor, ctx.first, ctx.ignored = redistributor, first, ignored
+        ctx.layout, ctx.shape = layout, tuple(logits.shape)
+        loss = (totals[0] / count).to(logits.dtype)
+        return make_dtensor(loss, redistributor.device_mesh, redistributor.replicated, (), ())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None, None]:
+        if gradient is None:
+            return None, None, None, None, None
+        redistributor: Redistributor = ctx.redistributor
+        arrived = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
+        logits, labels, log_sum, count = ctx.saved_tensors
+        x = _in_full_precision(logits)
+        result = (x - log_sum.unsqueeze(1)).exp()
+        here, index = _held(labels - ctx.first, x.shape[1])
+        result.scatter_add_(1, index.unsqueeze(1), -here.to(x.dtype).unsqueeze(1))
+        result = result.masked_fill((labels == ctx.ignored).unsqueeze(1), 0)
+        result = (result * (local_of(arrived).to(x.dtype) / count)).to(logits.dtype)
+        stride = contiguous_stride(ctx.shape)
+        return make_dtensor(result, redistributor.device_mesh, ctx.layout, ctx.shape, stride), None, None, None, None
+
+
+def _row_terms(
+    x: torch.Tensor, index: torch.Tensor, classes: int, layout: Layout, redistributor: Redistributor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log(sum(exp(x))) and the target logit of each row, over all classes; ``index`` counts from our first."""
+    maxima = x.amax(1)
+    for axis in _axes_of(layout, 1):
+        maxima = redistributor.all_reduce(maxima, "max", axis)
+    here, held = _held(index, classes)
+    target = x.gather(1, held.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    sums = torch.stack([(x - maxima.unsqueeze(1)).exp().sum(1), target])
+    for axis in _axes_of(layout, 1):
+        sums = redistributor.all_reduce(sums, "sum", axis)
+    return sums[0].log() + maxima, sums[1]
+
+
+def _held(index: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which rows have their target among this rank's classes, and an index that is valid for all rows."""
+    here = (index >= 0) & (index < classes)
+    return here, index.masked_fill(~here, 0)
+
+
+def _axes_of(layout: Layout, dim: int) -> list[int]:
+    return [axis for axis, placement in enumerate(layout) if placement == Shard(dim)]
+
+
+def _in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

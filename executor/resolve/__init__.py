@@ -1,0 +1,1 @@
+"""What does a plan mean for this module? Names, meshes, groups and checks, before anything is touched."""

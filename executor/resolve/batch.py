@@ -1,0 +1,80 @@
+"""Which slice of a global batch a rank feeds to the sharded module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim
+from executor.resolve.fqns import path_text
+from planner.errors import PlanLayoutError, UnmatchedKeyError
+from planner.plan.ports import ports_of
+from planner.plan.sharding_plan import ShardingPlan
+
+
+def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
+    """Return argument name -> layout of what this rank hands to the root module; "" is its first argument."""
+    spec = plan.input_plan.get("input", plan.input_plan.get(""))
+    return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
+
+
+def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
+    """Return this rank's slice of a global micro-batch.
+
+    Args:
+        batch: a tuple of positional, or a dict of keyword arguments of the root module, as the plan names them; tensors
+            hold the same values on every rank.
+        device_mesh: of the plan's shape.
+        plan: its root input ports say how each tensor is laid out.
+
+    Raises:
+        UnmatchedKeyError: a tensor that the plan does not name.
+        PlanLayoutError: a tensor that does not divide.
+    """
+    layouts = root_layouts(plan)
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None, "this process is no rank of the mesh"
+    first = next(iter(batch), "") if isinstance(batch, dict) else "0"
+
+    def piece(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        name = path_text(path)
+        layout = layouts.get(name, layouts.get("") if name == first else None)
+        if layout is None:
+            raise UnmatchedKeyError(
+                f"The batch has a tensor {name!r}, but the plan has no layout for that input of the root.",
+                field="input_plan",
+                key=name,
+                what_to_do=f"Pass the arguments that it was made for: {', '.join(map(repr, layouts)) or 'none'}.",
+            )
+        return slice_of(leaf, layout, tuple(device_mesh.shape), tuple(coordinate), name)
+
+    return pytree.tree_map_with_path(piece, batch)
+
+
+def slice_of(
+    tensor: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], name: str
+) -> torch.Tensor:
+    """Return the piece of ``tensor`` that the rank at ``coordinate`` holds under ``layout``.
+
+    Raises:
+        PlanLayoutError: the split would be uneven.
+    """
+    if not divides(tensor.shape, layout, mesh_shape):
+        raise PlanLayoutError(
+            f"The input {name!r} of shape {tuple(tensor.shape)} does not divide under "
+            f"({', '.join(format_layout(layout))}) on the mesh {mesh_shape}.",
+            field="input_plan",
+            key=name,
+            what_to_do="Feed the batch size and sequence length that the plan was made for.",
+        )
+    for placement, size, index in zip(layout, mesh_shape, coordinate, strict=True):
+        dim = sharded_dim(placement)
+        if dim is not None:
+            length = tensor.shape[dim] // size
+            tensor = tensor.narrow(dim, index * length, length)
+    return tensor.contiguous()

@@ -1,0 +1,17 @@
+"""The device mesh that a plan is for."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from planner.plan.sharding_plan import ShardingPlan
+
+
+def device_mesh_for(plan: ShardingPlan, *, device_type: str | None = None) -> DeviceMesh:
+    """Return the plan's mesh over the ranks of the default process group.
+
+    Args:
+        plan: its mesh gives axis names, sizes, and the device type.
+        device_type: another one, to try a plan for GPUs on CPUs.
+    """
+    return init_device_mesh(device_type or plan.mesh.device, plan.mesh.shape, mesh_dim_names=plan.mesh.names)

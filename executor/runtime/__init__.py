@@ -1,0 +1,1 @@
+"""What happens while a sharded module runs? Hooks, gathers, checkpointing, reduction of gradients."""

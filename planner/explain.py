@@ -1,0 +1,217 @@
+"""Why a parameter lies as it does: every other layout of it, forced, with all else planned anew around it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from cost_model.layouts.layout import Layout, format_layout
+from planner.errors import UnmatchedKeyError
+from planner.formulation.decision import Decision
+from planner.formulation.estimate import estimate
+from planner.graph.example_inputs import GivenInputs
+from planner.graph.op_graph import Value
+from planner.liveness.parameter_classes import ParameterClass
+from planner.liveness.structure import Structure
+from planner.plan.estimate import Estimate
+from planner.plan.sharding_plan import ShardingPlan
+from planner.pricing.storage_options import stored_layouts
+from planner.regions.regions import Region
+from planner.run.baselines import Restriction
+from planner.strategies.enumerate import Strategy
+from planner.writing.reprice import OpenedPlan, open_plan
+
+Aspect = Literal["stored", "computed"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The best plan of the same run in which the parameter lies in one certain layout.
+
+    Attributes:
+        aspect: whether the layout is that at rest or that in computing.
+        layout: placements as text, one per mesh axis.
+        chosen: whether the explained plan has it.
+        estimate: of that plan; None where no plan has the layout.
+        fits: whether its peak is within the memory.
+    """
+
+    aspect: Aspect
+    layout: tuple[str, ...]
+    chosen: bool
+    estimate: Estimate | None
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What a plan says of a parameter, and what else it could say.
+
+    Attributes:
+        parameter: FQN of the parameter that was asked for.
+        names: of all that share its layouts: equal parameters of equal blocks, and tied ones.
+        plan: the plan's own estimate, priced anew.
+        memory_bytes: the cap per device.
+        tolerance_s: how much slower than the best the solver may leave a plan.
+        alternatives: those at rest, then those in computing; of each those that fit first, the fastest first.
+    """
+
+    parameter: str
+    names: tuple[str, ...]
+    plan: Estimate
+    memory_bytes: int
+    tolerance_s: float
+    alternatives: tuple[Alternative, ...]
+
+
+def explain(
+    model: nn.Module,
+    plan: ShardingPlan,
+    parameter: str,
+    *,
+    example_inputs: GivenInputs = None,
+    cluster: ClusterSpec | None = None,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Return what every layout of ``parameter`` would cost, on the plan's mesh, micro-batches and checkpointing.
+
+    All other layouts are chosen anew around each, by the integer program, so that an alternative is priced at its best.
+
+    Args:
+        parameter: FQN of a parameter.
+
+    Raises:
+        UnmatchedKeyError: the model has no such parameter.
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+    """
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if parameter not in known:
+        close = ", ".join(difflib.get_close_matches(parameter, known, n=3, cutoff=0.5)) or known[0]
+        raise UnmatchedKeyError(
+            f"the model has no parameter {parameter!r}.",
+            field="plan",
+            key=parameter,
+            what_to_do=f"Give the full name of one, such as {close}.",
+        )
+    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    read = opened.read
+    subject = _Subject(read.structure, parameter)
+    own = estimate(read.formulator, read.structure, read.decision)
+    found = list(_alternatives(opened, subject, read.decision, own, progress))
+    order = {"stored": 0, "computed": 1}
+    found.sort(
+        key=lambda a: (
+            order[a.aspect],
+            not a.fits,
+            a.estimate is None,
+            a.estimate.step_time_s if a.estimate else 0.0,
+            not a.chosen,
+        )
+    )
+    return Explanation(
+        parameter=parameter,
+        names=subject.names,
+        plan=own,
+        memory_bytes=opened.search.memory_bytes,
+        tolerance_s=own.step_time_s * plan.job.mip_gap,
+        alternatives=tuple(found),
+    )
+
+
+class _Subject:
+    """The parameter class that is asked for."""
+
+    def __init__(self, structure: Structure, parameter: str) -> None:
+        names = structure.regions.graph.parameters
+        owners = [i for i, p in enumerate(structure.parameters) if any(parameter in names[v] for v in p.values)]
+        if not owners:
+            raise UnmatchedKeyError(
+                f"the model computes nothing with {parameter!r}.",
+                field="plan",
+                key=parameter,
+                what_to_do="It rests replicated; ask for a parameter that is used.",
+            )
+        (self.index,) = owners
+        self.structure = structure
+        self.parameter: ParameterClass = structure.parameters[self.index]
+        self.names = tuple(name for value in self.parameter.values for name in names[value])
+
+    @property
+    def value(self) -> Value:
+        return self.structure.regions.graph.values[self.parameter.values[0]]
+
+    def computed(self, decision: Decision) -> Layout | None:
+        index, slot = next(iter(self.parameter.uses))
+        return decision.strategies[index].forward[slot]
+
+    def restrict(self, aspect: Aspect, layout: Layout) -> Restriction:
+        """Return the restriction to plans in which the parameter lies so."""
+
+        def accepts(region: Region, strategy: Strategy) -> bool:
+            return aspect != "computed" or all(
+                strategy.forward[i] == layout for i, slot in enumerate(region.slots) if slot.parameter in self.names
+            )
+
+        def accepts_stored(value: Value, names: object, stored: Layout) -> bool:
+            return aspect != "stored" or value.name not in self.parameter.values or stored == layout
+
+        return Restriction(accepts=accepts, accepts_stored=accepts_stored)
+
+
+def _alternatives(
+    opened: OpenedPlan, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
+) -> Iterator[Alternative]:
+    mesh = opened.read.run.mesh.shape
+    options: list[tuple[Aspect, Layout, bool]] = [
+        ("stored", layout, layout == decision.stored[subject.index].stored)
+        for layout in stored_layouts(subject.value, mesh, _computed(opened, subject))
+    ]
+    options += [("computed", layout, layout == subject.computed(decision)) for layout in _computed(opened, subject)]
+    for aspect, layout, chosen in options:
+        text = tuple(format_layout(layout))
+        if progress is not None:
+            progress(f"{aspect} as {', '.join(text)}")
+        if chosen:
+            fits = own.peak_memory_bytes <= opened.search.memory_bytes
+            yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=own, fits=fits)
+            continue
+        candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout))
+        fits = candidate is not None
+        if candidate is None:
+            candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout), capped=False)
+        found = None if candidate is None else candidate.estimate
+        yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=found, fits=fits)
+
+
+def _computed(opened: OpenedPlan, subject: _Subject) -> list[Layout]:
+    """Return the layouts that the first use of the parameter can be computed in."""
+    formulator, _ = opened.search.formulator(opened.read.run)
+    index, slot = next(iter(subject.parameter.uses))
+    layouts = (strategy.forward[slot] for strategy in formulator.strategies(index))
+    return list(dict.fromkeys(layout for layout in layouts if layout is not None))
+
+
+def difference(alternative: Estimate, plan: Estimate) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return by what seconds an alternative differs from the plan: what adds up to the step's difference, then
+    communication by kind and axis, hidden or not; each largest first."""
+    parts = {
+        "computing": alternative.compute_s - plan.compute_s,
+        "waiting for communication": alternative.exposed_communication_s - plan.exposed_communication_s,
+        "optimizer": alternative.optimizer_s - plan.optimizer_s,
+    }
+    collectives: dict[str, float] = {}
+    for estimated, sign in ((alternative, 1), (plan, -1)):
+        for row in estimated.collectives:
+            name = f"{row.kind.replace('_', '-')} on {row.axis}"
+            collectives[name] = collectives.get(name, 0.0) + sign * row.time_s
+    return _largest_first(parts), _largest_first(collectives)
+
+
+def _largest_first(parts: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(parts.items(), key=lambda part: -abs(part[1])))

@@ -1,0 +1,1 @@
+"""What is there to choose? Prices become a `Problem`, and its solution a `Decision`."""

@@ -1,0 +1,290 @@
+"""From an assignment to the plan's own terms (patterns of FQNs and layouts), and back from a plan to an assignment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cost_model.layouts.layout import Layout, format_layout, replicated
+from planner.errors import PlanMismatchError
+from planner.formulation.formulate import Formulation, Formulator
+from planner.graph.trace_module import ModuleNames
+from planner.liveness.parameter_classes import ParameterClass
+from planner.liveness.structure import Structure, hook_key
+from planner.plan.patterns import resolve_keys
+from planner.plan.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
+from planner.plan.reshard import Keeping, kept_modules
+from planner.plan.sharding_plan import Port, ShardingPlan
+from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.redistribution_costs import entering, leaving
+from planner.regions.regions import Region
+from planner.strategies.enumerate import Strategy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A chosen strategy for every region class, and a stored layout for every parameter class.
+
+    Attributes:
+        kept: kinds of blocks that keep what they gather, and how long.
+    """
+
+    strategies: tuple[Strategy, ...]
+    stored: tuple[StoredChoice, ...]
+    kept: Mapping[str, Keeping] = field(default_factory=dict)
+
+
+def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
+    """Return what ``assignment`` chooses."""
+    regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
+    stored = [choices[c] for choices, c in zip(formulation.stored, assignment[regions:axis_node], strict=True)]
+    return Decision(
+        strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
+        stored=tuple(stored),
+        kept=formulation.gathers.keepings_of(stored, assignment[axis_node + 1 :]),
+    )
+
+
+class _Reader:
+    """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
+
+    def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames) -> None:
+        self._structure = structure
+        self._formulator = formulator
+        self._regions = structure.regions
+        self._mesh = plan.mesh.shape
+        names, modules = module.parameters, module.modules
+        layouts: dict[str, Any] = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
+        self._stored: dict[str, Layout] = resolve_keys(layouts, names, field="plan", what="parameter")
+        self._compute: dict[str, Layout] = resolve_keys(
+            dict(plan.compute_plan), names, field="compute_plan", what="parameter"
+        )
+        gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
+        self._gradients: dict[str, Layout] = gradients
+        groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
+        self._kept = kept_modules(plan, modules)
+        self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
+        self._ports: dict[tuple[str, str, str], Port] = {}
+        for direction, resolved in (
+            ("input", resolve_input_ports(plan.input_plan, modules)),
+            ("output", resolve_output_ports(plan.output_plan, modules)),
+        ):
+            for fqn, spec in resolved.items():
+                for path, port in ports_of(spec):
+                    self._ports[fqn, direction, path] = port
+        self._check_places()
+        self._candidates = [
+            [s for s in formulator.strategies(i) if self._fits(i, s)] for i in range(len(self._regions.classes))
+        ]
+
+    def _replicated(self) -> Layout:
+        return replicated(len(self._mesh))
+
+    def _fits(self, index: int, strategy: Strategy) -> bool:
+        region = self._structure.representative(index)
+        for position, slot in enumerate(region.slots):
+            layout = strategy.forward[position]
+            if slot.origin == "parameter" and slot.parameter is not None:
+                stored = self._stored.get(slot.parameter, self._replicated())
+                if layout != self._compute.get(slot.parameter, stored):
+                    return False
+            elif slot.origin == "entry":
+                port = self._port(region, position)
+                if (position in strategy.again) != (port is not None and port.regather):
+                    return False
+                if port is None:
+                    if slot.source is None and layout != self._replicated():
+                        return False
+                    continue
+                if layout != port.layout or (
+                    port.grad is not None and strategy.gradient[position] not in (port.grad, None)
+                ):
+                    return False
+        return True
+
+    def _check_places(self) -> None:
+        """Refuse a port at a boundary where the search never changes a layout: it would run, unpriced.
+
+        Raises:
+            PlanMismatchError: naming the boundary.
+        """
+        places = {
+            hook_key(self._regions, slot.boundary)
+            for region in self._regions.regions
+            for slot in region.slots
+            if slot.boundary is not None
+        }
+        self._only = Counter((fqn, direction) for fqn, direction, _ in places)
+        for fqn, direction, path in self._ports:
+            if (fqn, direction, path) in places or (path == "" and self._only[fqn, direction] == 1):
+                continue
+            key = input_key(fqn) if direction == "input" else output_key(fqn)
+            of = f", {path!r}" if path else ""
+            raise PlanMismatchError(
+                f"{direction}_plan[{key!r}]{of} changes a layout where it cannot be priced: a tensor is redistributed "
+                "at the last boundary that it passes on its way to an op, and of a model's results only the loss is.",
+                subject="layouts",
+                expected="ports where tensors enter the module that uses them",
+                found=key,
+                what_to_do="Say the layout at the input of the module that uses the tensor, or run the plan unpriced.",
+            )
+
+    def _port(self, region: Region, position: int) -> Port | None:
+        boundary = region.slots[position].boundary
+        assert boundary is not None
+        fqn, direction, path = hook_key(self._regions, boundary)
+        port = self._ports.get((fqn, direction, path))
+        if port is None and self._only[fqn, direction] == 1:
+            return self._ports.get((fqn, direction, ""))  # a module's only tensor needs no name
+        return port
+
+    def read(self) -> Decision:
+        links = [
+            (self._regions.class_of[link.producer], link.producer_slot, self._regions.class_of[link.consumer],
+            link.consumer_slot,
+             self._port(self._regions.regions[link.consumer], link.consumer_slot))
+            for link in self._regions.links
+        ]  # fmt: skip
+        unique = list({(a, b, c, d): (a, b, c, d, port) for a, b, c, d, port in links}.values())
+        self._refuse_empty()  # before a module without candidates leaves its neighbours without any
+        self._narrow(unique)
+        for index in range(len(self._candidates)):
+            if len(self._candidates[index]) > 1:
+                self._candidates[index] = self._candidates[index][:1]
+                self._narrow(unique)
+        self._refuse_empty()
+        self._check_gathered_again()
+        stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
+        kept = {block.kind: self._kept[block.kind] for block in self._structure.gathers if block.kind in self._kept}
+        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
+
+    def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:
+        name = self._regions.graph.parameters[parameter.values[0]][0]
+        stored = self._stored.get(name, self._replicated())
+        compute = self._compute.get(name, stored)
+        changing = [axis for axis in range(len(stored)) if stored[axis] != compute[axis]]
+        return StoredChoice(
+            stored=stored,
+            accumulated=self._accumulated(parameter.uses, name),
+            gathered_over=tuple(changing) if name in self._with_block else None,
+        )
+
+    def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
+        found = self._gradients.get(name)
+        if found is not None or len(uses) < 2:
+            return found
+        return next(self._candidates[index][0].gradient[slot] for index, slot in uses)
+
+    def _refuse_empty(self) -> None:
+        for index, candidates in enumerate(self._candidates):
+            if not candidates:
+                self._refuse(index)
+
+    def _check_gathered_again(self) -> None:
+        """Refuse what should be gathered again, and comes by another redistribution than all-gathers."""
+        for key in self._structure.edges:
+            producer, consumer = self._candidates[key.producer][0], self._candidates[key.consumer][0]
+            port, region = entering(consumer, key.consumer_slot), self._structure.representative(key.consumer)
+            value = region.slots[key.consumer_slot].value
+            source = leaving(producer, key.producer_slot)
+            if port.again and self._formulator.redistribution_price(value, source, port) is None:
+                self._refuse_regather(region, key.consumer_slot)
+
+    def _refuse_regather(self, region: Region, position: int) -> None:
+        boundary = region.slots[position].boundary
+        assert boundary is not None
+        fqn, _, path = hook_key(self._regions, boundary)
+        raise PlanMismatchError(
+            f"input_plan[{input_key(fqn)!r}], {path!r}, has regather where that cannot be priced: it is of inputs that "
+            "one linear layer reads, outside of checkpointed blocks, and that are all-gathered for it.",
+            subject="layouts",
+            expected="regather at all-gathered inputs of linear layers",
+            found=input_key(fqn),
+            what_to_do="Leave regather out there, or run the plan unpriced.",
+        )
+
+    def _refuse(self, index: int) -> None:
+        region = self._structure.representative(index)
+        known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.again}
+        for position, slot in enumerate(region.slots):
+            port = self._port(region, position) if slot.boundary is not None else None
+            if port is not None and port.regather and (position, port.layout) not in known:
+                self._refuse_regather(region, position)
+        wanted = []
+        for position, slot in enumerate(region.slots):
+            if slot.parameter is not None:
+                stored = self._stored.get(slot.parameter, self._replicated())
+                text = ", ".join(format_layout(self._compute.get(slot.parameter, stored)))
+                wanted.append(f"{slot.parameter} computed ({text})")
+            elif slot.boundary is not None:
+                port = self._port(region, position)
+                fqn, direction, path = hook_key(self._regions, slot.boundary)
+                if port is not None:
+                    text = ", ".join(format_layout(port.layout))
+                    wanted.append(f"{direction} {path!r} of {fqn or '(root)'} as ({text})")
+        raise PlanMismatchError(
+            f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
+            + (f" ({'; '.join(wanted)})." if wanted else "."),
+            subject="layouts",
+            expected="layouts that its ops can run in",
+            found="; ".join(wanted),
+            what_to_do="Redistribute at the module's inputs (input_plan) or gather its parameters (compute_plan).",
+        )
+
+    def _narrow(self, links: Sequence[tuple[int, int, int, int, Port | None]]) -> None:
+        """Drop candidates that no candidate across a link agrees with, until nothing changes."""
+        changed = True
+        while changed:
+            changed = False
+            for producer, producer_slot, consumer, consumer_slot, port in links:
+                sent = [self._sent(s, producer_slot, port) for s in self._candidates[producer]]
+                wanted = [self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]]
+                # Where no gradient comes back, its layout is nobody's concern.
+                both = set(sent) & set(wanted)
+                without = {f for f, g in wanted if g is None} & {f for f, _ in sent}
+                for index, shown in ((producer, sent), (consumer, wanted)):
+                    kept = [
+                        s
+                        for s, (forward, gradient) in zip(self._candidates[index], shown, strict=True)
+                        if (forward, gradient) in both
+                        or (forward in without and (gradient is None or index == producer))
+                    ]
+                    if len(kept) < len(shown):
+                        self._candidates[index] = kept
+                        changed = True
+                        break
+
+    @staticmethod
+    def _sent(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:
+        """Return what the producer shows: compared as it is where nothing changes, or with what the port came from."""
+        if port is None:
+            return strategy.forward[slot], strategy.gradient[slot]
+        source = strategy.forward[slot] if port.source is None else port.source
+        gradient = strategy.gradient[slot]
+        if gradient is not None and port.source_grad is not None:
+            gradient = port.source_grad  # of another call of the module, where none comes back from this one
+        return (
+            (None, None)
+            if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient)
+            else (source, gradient)
+        )
+
+    @staticmethod
+    def _wanted(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:
+        return (strategy.forward[slot], strategy.gradient[slot]) if port is None else (None, None)
+
+
+def decision_from_plan(
+    structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames
+) -> Decision:
+    """Return the decision that ``plan`` writes down.
+
+    Raises:
+        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
+        PlanKeyError: a key that matches nothing, or two that disagree.
+    """
+    return _Reader(structure, formulator, plan, module).read()

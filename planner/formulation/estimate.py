@@ -1,0 +1,171 @@
+"""The estimator: what a step costs under a decision, item by item, from the prices alone.
+
+It walks the decision directly (every region, parameter, redistribution and saved copy) and knows nothing of the integer
+program, whose objective must come to the same figure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from planner.formulation.decision import Decision
+from planner.formulation.formulate import Formulator, is_kept_as_made
+from planner.graph.op_graph import Value
+from planner.ilp import problem as quantity
+from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
+from planner.liveness.multiplicity import Tally
+from planner.liveness.structure import EdgeKey, Structure
+from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, CollectiveKind, Estimate, Phase
+from planner.pricing.redistribution_costs import Port, Price, add_prices, entering, leaving
+from planner.pricing.run_spec import Run
+
+
+class _Itemiser:
+    def __init__(self, formulator: Formulator, structure: Structure, decision: Decision) -> None:
+        self._formulator = formulator
+        self._pricer = formulator.pricer
+        self._structure = structure
+        self._decision = decision
+
+    def prices(self) -> Iterator[Price]:
+        yield Price(charge=self._formulator.constant())
+        for index, strategy in enumerate(self._decision.strategies):
+            yield self._formulator.region_price(index, strategy)
+        for parameter, choice in zip(self._structure.parameters, self._decision.stored, strict=True):
+            yield _some(self._formulator.parameter_price(parameter, choice))
+            for use in parameter.uses:
+                index, slot = use
+                strategy = self._decision.strategies[index]
+                yield _some(self._formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
+        for gather in self._formulator.gathers.chosen(self._decision.stored, self._decision.kept):
+            yield self._formulator.gathers.price(gather)
+        yield from self._redistributions()
+        if self._pricer.run.job.counts_moments:
+            yield from self._copies()
+
+    def _ports(self, key: EdgeKey) -> tuple[Port, Port]:
+        producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
+        return leaving(producer, key.producer_slot), entering(consumer, key.consumer_slot)
+
+    def _value(self, tally: Tally) -> Value:
+        key = self._structure.edges[tally.edges[0]]
+        return self._structure.representative(key.consumer).slots[key.consumer_slot].value
+
+    def _wanted(self, tally: Tally) -> list[tuple[Port, Port]]:
+        """Return each (source, target) that the tally's consumers want, once."""
+        return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in tally.edges))
+
+    def _redistributions(self) -> Iterator[Price]:
+        for tally in self._structure.forward:
+            value, beside = self._value(tally), self._formulator.beside(tally)
+            for source, target in self._wanted(tally):
+                if source != target:
+                    yield _some(self._pricer.redistribution(value, source, target, tally.count, beside))
+        for tally in self._structure.recompute:
+            value, beside = self._value(tally), self._formulator.beside_again(tally)
+            for source, target in self._wanted(tally):
+                if source.layout != target.layout:
+                    yield self._pricer.recomputed_redistribution(value, source, target, tally.count, beside)
+
+    def _copies(self) -> Iterator[Price]:
+        throughout = self._structure.timeline.throughout
+        for tally in self._structure.kept:
+            kept = (p.layout for p, q in self._wanted(tally) if tally.always or is_kept_as_made(p, q))
+            for layout in dict.fromkeys(layout for layout in kept if layout is not None):
+                yield self._pricer.copy(self._value(tally), layout, tally, throughout)
+        for tally in self._structure.copied:
+            for source, target in self._wanted(tally):
+                if source.layout != target.layout and target.layout is not None:
+                    value, again = self._value(tally), target.again
+                    yield self._pricer.copy(value, target.layout, tally, throughout, again=again)
+        for tally in self._structure.passed:
+            gradient = self._wanted(tally)[0][0].gradient
+            if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(tally)):
+                yield self._pricer.copy(self._value(tally), gradient, tally, throughout)
+
+
+def _some(price: Price | None) -> Price:
+    assert price is not None, "a decision that was checked cannot ask for an impossible redistribution"
+    return price
+
+
+def itemise(formulator: Formulator, structure: Structure, decision: Decision) -> Price:
+    """Return the full price of ``decision``: the totals of all quantities, and every collective."""
+    return add_prices(list(_Itemiser(formulator, structure, decision).prices()))
+
+
+def estimate(formulator: Formulator, structure: Structure, decision: Decision) -> Estimate:
+    """Return seconds and bytes of one step under ``decision``."""
+    price = itemise(formulator, structure, decision)
+    total = price.charge
+    forward = phase_time_s(total, quantity.FORWARD) + exposed_once_s(total, quantity.FORWARD)
+    backward, late = phase_time_s(total, quantity.BACKWARD), exposed_once_s(total, quantity.BACKWARD)
+    compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
+    step = step_time_s(total)
+    optimizer = _optimizer_s(formulator, structure, decision)
+    collectives = collective_rows(price, formulator.pricer.run)
+    return Estimate(
+        step_time_s=step,
+        forward_s=forward,
+        backward_s=backward,
+        grad_reduce_s=max(total.get(quantity.EXPOSED, 0.0) - optimizer, 0.0) + late,
+        optimizer_s=optimizer,
+        compute_s=compute,
+        communication_s=sum(row.time_s for row in collectives),
+        exposed_communication_s=max(step - compute - optimizer, 0.0),
+        peak_memory_bytes=round(peak_bytes(total)),
+        memory=memory_roles(total),
+        collectives=collectives,
+    )
+
+
+def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decision) -> float:
+    values = structure.regions.graph.values
+    found = 0.0
+    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
+        price = formulator.parameter_pricer.kept(values[parameter.values[0]], choice.stored, len(parameter.values))
+        found += price.charge.get(quantity.EXPOSED, 0.0)
+    return found
+
+
+def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:
+    """Return the collectives of a price, equal ones added up, as often as the micro-batches of ``run`` do them.
+
+    (The price counts idle time as passes.)
+    """
+    counts: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
+    times: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
+    for c in price.collectives:
+        key = (c.kind, c.axis, c.phase, c.nbytes)
+        calls = c.count if c.phase in ONCE_A_STEP else run.micro_batches * c.count / run.passes
+        counts[key] += calls
+        times[key] += calls * c.time_s
+    order = sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
+    return tuple(
+        CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=round(counts[key]), time_s=times[key])
+        for key in order
+        for kind, axis, phase, nbytes in [key]
+    )
+
+
+_PHASES = ("param_gather", "forward", "recompute", "backward", "grad_reduce")
+
+
+ROLES_OF_MOMENTS = ("activations", "gradients", "recomputed_block", "transient")
+
+
+def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
+    """Return the peak's bytes by role; they add up to the peak."""
+    roles = {
+        name[len(quantity.MEMORY) :]: round(amount)
+        for name, amount in total.items()
+        if name.startswith(quantity.MEMORY)
+    }
+    roles |= dict.fromkeys(ROLES_OF_MOMENTS, 0) | roles
+    roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
+    worst = max(quantity.bytes_by_moment(total).values(), key=lambda alive: sum(alive.values()), default={})
+    for name, nbytes in worst.items():
+        roles[name.rpartition(".")[2]] += round(nbytes)
+    roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
+    return roles

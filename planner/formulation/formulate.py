@@ -1,0 +1,390 @@
+"""From regions, strategies and prices to the `Problem` that is solved, and the meaning of its choices."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cost_model import reserve_bytes
+from cost_model.layouts.layout import Layout
+from planner.formulation.fsdp_variables import Gathers
+from planner.graph.op_graph import Value
+from planner.ilp import problem as quantity
+from planner.ilp.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
+from planner.ilp.shared_charges import Charges, meeting
+from planner.liveness.multiplicity import Tally
+from planner.liveness.parameter_classes import ParameterClass
+from planner.liveness.structure import EdgeKey, Structure
+from planner.pricing.activation_costs import Pricer
+from planner.pricing.async_tp import ProductsBeside
+from planner.pricing.fsdp_group_costs import BlockGatherPricer
+from planner.pricing.overlap import Beside
+from planner.pricing.parameter_costs import ParameterPricer, ParameterUse, StoredChoice, fully_sharded_use
+from planner.pricing.parameter_use_costs import UsePrices
+from planner.pricing.redistribution_costs import Port, Price, entering, leaving
+from planner.pricing.regather_variants import gathering_again
+from planner.pricing.storage_options import stored_choices, stored_layouts
+from planner.regions.regions import Region, RegionGraph
+from planner.strategies.context_parallel_order import agreements, even_length, may_reorder
+from planner.strategies.enumerate import Strategy, StrategyTable
+from planner.strategies.sliced_parameters import slices_parameters
+
+Accepts = Callable[[Region, Strategy], bool]
+"""Whether a strategy may be chosen (baselines and random plans restrict the space)."""
+AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
+"""(parameter, its FQNs, stored layout) -> whether it may be chosen."""
+
+
+def is_kept_as_made(source: Port, target: Port) -> bool:
+    """Tell whether a tensor is kept as it is before a boundary, for one who reads it behind that."""
+    return source.layout == target.layout or target.again
+
+
+class Promising(Protocol):
+    """Which choices could be part of a plan that is wanted."""
+
+    def strategy(self, index: int, choice: Strategy) -> bool:
+        """Tell whether a strategy of the region class of that index could be."""
+
+    def stored(self, index: int, choice: StoredChoice) -> bool:
+        """Tell whether a choice of the parameter class of that index could be."""
+
+
+@dataclass(slots=True)
+class Formulation:
+    """A `Problem` and what its nodes stand for.
+
+    First one per region class, then one per parameter class, then those of `planner.formulation.fsdp_variables`.
+    """
+
+    structure: Structure
+    pricer: Pricer
+    problem: Problem
+    strategies: tuple[tuple[Strategy, ...], ...]
+    stored: tuple[tuple[StoredChoice, ...], ...]
+    gathers: Gathers
+
+
+class Formulator:
+    """Builds the `Problem` of one run."""
+
+    def __init__(
+        self, structure: Structure, pricer: Pricer, table: StrategyTable, base: RegionGraph | None = None
+    ) -> None:
+        self._structure = structure
+        self._base = base or structure.regions
+        self.pricer = pricer
+        self._table = table
+        self._mesh = pricer.run.mesh.shape
+        self._ports = pricer.communication.ports
+        self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
+        overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
+        self._products = ProductsBeside(structure, pricer.run) if overlapped else None
+        self.gathers = Gathers(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
+        self._even_length = even_length(structure.regions.graph)
+
+    def build(
+        self,
+        accepts: Accepts | None = None,
+        accepts_stored: AcceptsStored | None = None,
+        promising: Promising | None = None,
+    ) -> Formulation | None:
+        """Return the problem with the choices that are let through; None where a class has none left."""
+        strategies = []
+        for index in range(len(self._structure.regions.classes)):
+            region = self._structure.representative(index)
+            found = [
+                s
+                for s in self.strategies(index)
+                if (promising is None or promising.strategy(index, s)) and (accepts is None or accepts(region, s))
+            ]
+            if not found:
+                return None
+            strategies.append(tuple(found))
+        stored = [
+            tuple(
+                choice
+                for choice in self._stored(parameter, strategies, accepts_stored)
+                if promising is None or promising.stored(index, choice)
+            )
+            for index, parameter in enumerate(self._structure.parameters)
+        ]
+        if not all(stored):
+            return None
+        return self.of(strategies, stored)
+
+    def of(self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]) -> Formulation:
+        """Return the problem in which each class has the given choices."""
+        nodes = [self._region_node(index, choices) for index, choices in enumerate(strategies)]
+        nodes += [
+            self._parameter_node(p, choices) for p, choices in zip(self._structure.parameters, stored, strict=True)
+        ]
+        axes_node = len(nodes)
+        nodes += self.gathers.nodes()
+        edges = [self._edge(key, strategies) for key in self._structure.edges]
+        charges = Charges()
+        self._charge_redistributions(edges, charges)
+        agree = self._ports.agree
+        agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.agreements]
+        edges += [*agreed, *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.alike)]
+        edges += list(self._parameter_edges(strategies, stored))
+        edges += self.gathers.edges(len(strategies), stored, axes_node, len(edges), charges)
+        if self._even_length is not None:
+            regions = [self._structure.representative(index) for index in range(len(strategies))]
+            edges += agreements(regions, strategies, self._mesh)
+        units = charges.settle(edges)
+        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
+        return Formulation(
+            structure=self._structure,
+            pricer=self.pricer,
+            problem=problem,
+            strategies=tuple(strategies),
+            stored=tuple(stored),
+            gathers=self.gathers,
+        )
+
+    def strategies(self, index: int) -> tuple[Strategy, ...]:
+        """Return every strategy of a region class on the run's mesh.
+
+        In inference without those in which DTensor slices a whole parameter: that copies the slice in every step.
+        """
+        region = self._structure.representative(index)
+        found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
+        job = self.pricer.run.job
+        if self._even_length is not None:
+            found = tuple(s for s in found if may_reorder(region, s, self._even_length, self._mesh))
+        if job.phase != "training":
+            return tuple(s for s in found if not slices_parameters(region, s))
+        # It saves memory: where nobody asks for the peak, nothing.
+        if job.regather and self._structure.timeline.moments:
+            return gathering_again(self._structure, region, found)
+        return found
+
+    # --- nodes ---------------------------------------------------------------------------------------------------
+
+    def region_price(self, index: int, strategy: Strategy) -> Price:
+        """Return the price of all regions of a class under ``strategy``."""
+        structure = self._structure
+        region = structure.representative(index)
+        members = structure.regions.classes[index].members
+        return self.pricer.region(
+            region,
+            strategy,
+            count=len(members),
+            mode=structure.mode(region),
+            alive=structure.timeline.classes[index] if structure.timeline.moments else None,
+            throughout=structure.timeline.throughout,
+            arguments=structure.arguments.get(index, ()),
+            sums=structure.sums[index],
+            joins=structure.joins[index],
+        )
+
+    def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
+        charges = tuple(self.region_price(index, strategy).charge for strategy in choices)
+        return Node(name=self._structure.regions.classes[index].pattern or "(root)", charges=charges)
+
+    def _stored(
+        self, parameter: ParameterClass, strategies: Sequence[tuple[Strategy, ...]], accepts: AcceptsStored | None
+    ) -> tuple[StoredChoice, ...]:
+        value = self.value_of(parameter)
+        names = self._structure.regions.graph.parameters[parameter.values[0]]
+        used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
+        layouts = [
+            layout
+            for layout in stored_layouts(value, self._mesh, sorted((u for u in used if u is not None), key=str))
+            if accepts is None or accepts(value, names, layout)
+        ]
+        ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
+        natural = [gradient for _, gradient in ports if gradient is not None]
+        choices = stored_choices(value, layouts, self.pricer.run, natural, len(parameter.uses))
+        # What is gathered with its block is used in one layout alone, which no strategy may have.
+        return tuple(c for c in choices if c.gathered_over is None or fully_sharded_use(c) in ports)
+
+    def value_of(self, parameter: ParameterClass) -> Value:
+        """Return one of the equal parameters of a class."""
+        return self._structure.regions.graph.values[parameter.values[0]]
+
+    def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
+        """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
+        return self.parameter_pricer.resting(
+            self.value_of(parameter), choice, len(parameter.values), parameter.gradients
+        )
+
+    def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StoredChoice]) -> Node:
+        prices = [self.parameter_price(parameter, choice) for choice in choices]
+        assert all(price is not None for price in prices)
+        names = self._structure.regions.graph.parameters[parameter.values[0]]
+        return Node(name=names[0], charges=tuple(price.charge for price in prices if price is not None))
+
+    def constant(self) -> Charge:
+        """Return what a step costs whatever is chosen."""
+        structure = self._structure
+        saved = {name for profile in structure.profile.ops.values() for name in profile.saved}
+        values = structure.regions.graph.values
+        plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
+        run = self.pricer.run
+        return {
+            quantity.PASSES: float(run.passes),
+            quantity.MEMORY + "reserve": float(reserve_bytes(run.cluster.device)),
+            quantity.MEMORY + "activations": float(plain * run.in_flight if run.job.training else 0),
+        }
+
+    # --- edges ---------------------------------------------------------------------------------------------------
+
+    def beside(self, tally: Tally) -> Beside | None:
+        """Return the products that hide a tally's redistributions; None where nothing does."""
+        return None if self._products is None else self._products.of(tally)
+
+    def beside_again(self, tally: Tally) -> Beside | None:
+        """Return the same of what checkpointed blocks repeat."""
+        return None if self._products is None else self._products.again(tally)
+
+    def redistribution_price(self, value: Value, source: Port, target: Port) -> Price | None:
+        """Return the price of one redistribution, forward and backward; None where it cannot be."""
+        return self.pricer.redistribution(value, source, target, 1)
+
+    def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]]) -> Edge:
+        number = self._ports.number
+        producer = [number(leaving(s, key.producer_slot)) for s in strategies[key.producer]]
+        consumer = [number(entering(s, key.consumer_slot)) for s in strategies[key.consumer]]
+        exchanged = self.pricer.exchange(self._structure.representative(key.consumer).slots[key.consumer_slot].value)
+        price = self.pricer.communication.exchange
+        wanted = list(dict.fromkeys(consumer))
+        pairs: dict[tuple[int, int], Charge] = {
+            (p, q): {} for p in dict.fromkeys(producer) for q in wanted if price(exchanged, p, q) is not None
+        }
+        return Edge(
+            producer=key.producer,
+            consumer=key.consumer,
+            producer_ports=tuple(producer),
+            consumer_ports=tuple(consumer),
+            pairs=pairs,
+        )
+
+    def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
+        ports, pricer = self._ports, self.pricer
+        for tally in self._structure.forward:
+            exchanged = pricer.exchange(self._value(tally), self.beside(tally))
+            for p, q, members in meeting(edges, tally.edges):
+                price = pricer.communication.exchange(exchanged, p, q)
+                if price is not None:
+                    charges.add(members, price.charge, tally.count)
+        for tally in self._structure.recompute:
+            value, beside = self._value(tally), self.beside_again(tally)
+            for p, q, members in meeting(edges, tally.edges):
+                if ports.port(p).layout != ports.port(q).layout:
+                    price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count, beside)
+                    charges.add(members, price.charge)
+        if pricer.run.job.counts_moments:
+            self._charge_copies(edges, charges)
+
+    def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
+        ports, copy, throughout = self._ports, self.pricer.copy, self._structure.timeline.throughout
+        for tally in self._structure.kept:
+            value = self._value(tally)
+            by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
+            for p, q, members in meeting(edges, tally.edges):
+                source, target = ports.port(p), ports.port(q)
+                if source.layout is not None and (tally.always or is_kept_as_made(source, target)):
+                    by_layout[source.layout] += members
+            for layout, found in by_layout.items():
+                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
+        for tally in self._structure.copied:
+            value = self._value(tally)
+            copies: dict[int, Charge] = {}
+            for p, q, members in meeting(edges, tally.edges):
+                source, target = ports.port(p), ports.port(q)
+                if target.layout is not None and source.layout != target.layout:
+                    if q not in copies:
+                        copies[q] = copy(value, target.layout, tally, throughout, again=target.again).charge
+                    charges.add(members, copies[q])
+        for tally in self._structure.passed:
+            value = self._value(tally)
+            by_layout = defaultdict(list)
+            for p, q, members in meeting(edges, tally.edges):
+                gradient = ports.port(p).gradient
+                if gradient is not None and gradient != ports.port(q).gradient:
+                    by_layout[gradient] += members
+            for layout, found in by_layout.items():
+                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
+
+    def _value(self, tally: Tally) -> Value:
+        key = self._structure.edges[tally.edges[0]]
+        return self._structure.representative(key.consumer).slots[key.consumer_slot].value
+
+    # --- parameters ----------------------------------------------------------------------------------------------
+
+    def use_price(
+        self, parameter: ParameterClass, use: tuple[int, int], choice: StoredChoice, port: Port
+    ) -> Price | None:
+        """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
+        found = self._use(parameter, use)
+        if choice.gathered_over is None:
+            return self.parameter_pricer.use(found, choice, port)
+        if fully_sharded_use(choice) != (port.layout, port.gradient):
+            return None
+        return self._block_price(parameter, found, choice, port)
+
+    def _block_price(
+        self, parameter: ParameterClass, use: ParameterUse, choice: StoredChoice, port: Port
+    ) -> Price | None:
+        """Return the same of parameters that `fully_shard` gathers with their blocks, to ``port``."""
+        gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
+        return self.gathers.use_price(parameter, port, gradient_nbytes)
+
+    def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterUse:
+        index, slot = use
+        structure = self._structure
+        region = structure.representative(index)
+        value = region.slots[slot].value
+        root, ops = structure.profile.root[value.name], structure.profile.ops
+        return ParameterUse(
+            value=value,
+            count=len(parameter.values) * parameter.uses[use],
+            saved=any(root in ops[o.op.name].saved for o in region.ops),
+            recomputed=structure.mode(region) is not None,
+            first=index == structure.first_class,
+            working=parameter.working[use],
+            pending=parameter.pending[use],
+            gradients=parameter.gradients,
+        )
+
+    def _parameter_edges(
+        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]
+    ) -> Iterator[Edge]:
+        """Yield the edges between parameters and their uses."""
+        for position, (parameter, choices) in enumerate(zip(self._structure.parameters, stored, strict=True)):
+            for use in parameter.uses:
+                index, slot = use
+                shown = [self._ports.number(leaving(s, slot)) for s in strategies[index]]
+                yield Edge(
+                    producer=len(strategies) + position,
+                    consumer=index,
+                    producer_ports=tuple(range(len(choices))),
+                    consumer_ports=tuple(shown),
+                    pairs=self._use_charges(parameter, self._use(parameter, use), choices, tuple(dict.fromkeys(shown))),
+                )
+
+    def _use_charges(
+        self, parameter: ParameterClass, use: ParameterUse, choices: Sequence[StoredChoice], shown: Sequence[int]
+    ) -> dict[tuple[int, int], Charge]:
+        """Return what a use costs by number of choice and of port; where it cannot be, nothing."""
+        ports = [self._ports.port(q) for q in shown]
+        by_layouts: dict[tuple[Layout | None, Layout | None], list[int]] = defaultdict(list)
+        for q, port in zip(shown, ports, strict=True):
+            by_layouts[port.layout, port.gradient].append(q)
+        alone = UsePrices(self.parameter_pricer, use, ports)
+        pairs: dict[tuple[int, int], Charge] = {}
+        for c, choice in enumerate(choices):
+            if choice.gathered_over is None:
+                found = zip(shown, alone.charges(choice), strict=True)
+                pairs.update(((c, q), charge) for q, charge in found if charge is not None)
+                continue
+            layouts = fully_sharded_use(choice)
+            for q in () if layouts is None else by_layouts.get(layouts, ()):
+                price = self._block_price(parameter, use, choice, self._ports.port(q))
+                if price is not None:
+                    pairs[c, q] = price.charge
+        return pairs

@@ -1,0 +1,183 @@
+"""The part of the program that decides how blocks gather: over which axes, and how long they keep what they gather.
+
+A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
+and a node for each kind of block holds its parameters to one `Keeping`, since one flat collective serves all: dropped
+after the forward and gathered again, kept until the backward, or for the step. What gathering and reducing costs is on
+the edges from parameters to the latter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.layouts.layout import split_factor
+from planner.graph.op_graph import Value
+from planner.ilp.problem import Charge, Edge, Node
+from planner.ilp.shared_charges import Charges
+from planner.liveness.parameter_classes import BlockGather, ParameterClass
+from planner.liveness.structure import Structure
+from planner.plan.reshard import Keeping
+from planner.pricing.fsdp_group_costs import BlockGatherPricer
+from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.redistribution_costs import Port, Price, add_prices
+from planner.pricing.storage_options import gathering_axes
+
+_APART = -1
+"""Port of a parameter that is not gathered with its block, on the edge to the axes."""
+
+Size = tuple[tuple[int, ...], int]
+"""The axes that a block gathers over, and the elements that it gathers of a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gather:
+    """What the blocks of a kind gather under a decision: ``numel`` elements each, over mesh axes taken as one."""
+
+    block: BlockGather
+    axes: tuple[int, ...]
+    numel: int
+    keeping: Keeping
+
+
+class Gathers:
+    """What of a run's `Problem` is about gathering with blocks."""
+
+    def __init__(self, structure: Structure, pricer: BlockGatherPricer, mesh_shape: Sequence[int]) -> None:
+        self._structure = structure
+        self._pricer = pricer
+        self._mesh = mesh_shape
+        self._over = gathering_axes(mesh_shape)
+        self._holders: dict[str, list[tuple[BlockGather, int]]] = defaultdict(list)
+        for block in structure.gathers:
+            for position, held in block.held.items():
+                self._holders[structure.parameters[position].values[0]].append((block, held))
+
+    def use_price(self, parameter: ParameterClass, port: Port, gradient_nbytes: float) -> Price | None:
+        """Return the price of using parameters that `fully_shard` gathers with their blocks; None where none are in."""
+        held = tuple(self._holders.get(parameter.values[0], ()))
+        gradients = gradient_nbytes, parameter.unreduced
+        return self._pricer.use(self._value(parameter), port, held, gradients) if held else None
+
+    def nodes(self) -> list[Node]:
+        """Return the node of the axes, and one for each kind of block: how long it keeps what it gathers."""
+        ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
+        return [
+            Node(name="gathering axes", charges=tuple({} for _ in self._over)),
+            *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.gathers),
+        ]
+
+    def edges(
+        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int, first: int, charges: Charges
+    ) -> list[Edge]:
+        """Return the edges from parameters to the nodes, and charge the latency that each kind of block pays once.
+
+        Args:
+            parameters: number of the first parameter class's node.
+            axes_node: number of the axes' node.
+            first: number of the first edge.
+        """
+        edges = list(self._axes_edges(parameters, stored, axes_node))
+        for number, block in enumerate(self._structure.gathers):
+            members: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
+            for position in block.held:
+                sizes = self._sizes(block, position, stored[position])
+                if any(sizes):
+                    for size in dict.fromkeys(size for size in sizes if size is not None):
+                        for way in range(len(self._pricer.keepings)):
+                            members[size[0], way].append((first + len(edges), _number(sizes, size), way))
+                    edges.append(self._kept_edge(block, sizes, parameters + position, axes_node + 1 + number))
+            for (axes, way), pairs in members.items():
+                latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.keepings[way])
+                charges.add(tuple(pairs), latency.charge)
+        return edges
+
+    def _axes_edges(
+        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int
+    ) -> Iterator[Edge]:
+        over = range(len(self._over))
+        for position, choices in enumerate(stored):
+            if any(choice.gathered_over is not None for choice in choices):
+                yield Edge(
+                    producer=parameters + position,
+                    consumer=axes_node,
+                    producer_ports=tuple(
+                        _APART if c.gathered_over is None else self._over.index(c.gathered_over) for c in choices
+                    ),
+                    consumer_ports=tuple(over),
+                    pairs={(p, q): {} for p in (_APART, *over) for q in over if p in (_APART, q)},
+                )
+
+    def _sizes(self, block: BlockGather, position: int, choices: Sequence[StoredChoice]) -> list[Size | None]:
+        """Return, by choice of a parameter class, the axes and the elements that a block gathers of it, if it does."""
+        value = self._value(self._structure.parameters[position])
+        numel = block.held[position] * (value.nbytes // value.dtype.itemsize)
+        return [
+            None
+            if (axes := choice.gathered_over) is None
+            else (axes, numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh))
+            for choice in choices
+        ]
+
+    def _kept_edge(self, block: BlockGather, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
+        """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
+        ways, itemsize = self._pricer.keepings, self._itemsize(block)
+        pairs: dict[tuple[int, int], Charge] = {}
+        for size in dict.fromkeys(sizes):
+            for way, keeping in enumerate(ways):
+                price = Price() if size is None else self._pricer.by_size(block, *size, itemsize, keeping)
+                pairs[_number(sizes, size), way] = price.charge
+        return Edge(
+            producer=producer,
+            consumer=consumer,
+            producer_ports=tuple(_number(sizes, size) for size in sizes),
+            consumer_ports=tuple(range(len(ways))),
+            pairs=pairs,
+        )
+
+    # --- under a decision ----------------------------------------------------------------------------------------
+
+    def keepings_of(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, Keeping]:
+        """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
+        found = {
+            block.kind: self._pricer.keepings[way]
+            for block, way in zip(self._structure.gathers, ways, strict=True)
+            if any(stored[position].gathered_over is not None for position in block.held)
+        }
+        return {kind: keeping for kind, keeping in found.items() if keeping is not Keeping.NOT}
+
+    def shorter(self, keeping: Keeping) -> tuple[Keeping, ...]:
+        """Return the ways to keep what is gathered less long."""
+        order = tuple(Keeping)
+        return tuple(other for other in self._pricer.keepings if order.index(other) < order.index(keeping))
+
+    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, Keeping]) -> Iterator[Gather]:
+        """Yield what each kind of block gathers that gathers anything."""
+        for block in self._structure.gathers:
+            sizes = [size for p in block.held for size in self._sizes(block, p, stored[p : p + 1]) if size is not None]
+            if sizes:
+                numel = sum(numel for _, numel in sizes)
+                keeping = kept.get(block.kind, Keeping.NOT)
+                yield Gather(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
+
+    def price(self, gather: Gather) -> Price:
+        """Return the price of a kind of block's gathers and reductions, with all collectives."""
+        block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
+        return add_prices([
+            self._pricer.latency(block, axes, itemsize, gather.keeping),
+            self._pricer.by_size(block, axes, gather.numel, itemsize, gather.keeping),
+            self._pricer.collectives(block, axes, gather.numel, itemsize, gather.keeping),
+        ])  # fmt: skip
+
+    def _value(self, parameter: ParameterClass) -> Value:
+        return self._structure.regions.graph.values[parameter.values[0]]
+
+    def _itemsize(self, block: BlockGather) -> int:
+        return self._value(self._structure.parameters[next(iter(block.held))]).dtype.itemsize
+
+
+def _number(sizes: Sequence[Size | None], size: Size | None) -> int:
+    """Return the port of choices that gather as much over the same axes, or nothing."""
+    return list(dict.fromkeys(sizes)).index(size)

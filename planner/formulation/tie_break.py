@@ -1,0 +1,143 @@
+"""Of choices that cost the same, the one that a person would have written: batches split, dims in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from cost_model.layouts.layout import Layout
+from planner.formulation.decision import Decision
+from planner.formulation.estimate import itemise
+from planner.formulation.formulate import Accepts, AcceptsStored, Formulator
+from planner.ilp.problem import Charge, step_time_s
+from planner.liveness.parameter_classes import ParameterClass
+from planner.liveness.structure import Structure
+from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.redistribution_costs import Port, add_prices, entering, leaving
+from planner.pricing.storage_options import stored_layouts
+from planner.regions.regions import Region
+from planner.strategies.enumerate import Strategy
+
+RELATIVE_TOLERANCE = 1e-12
+"""Charges that differ by no more are the same sum in another order."""
+
+
+def polish(
+    formulator: Formulator,
+    structure: Structure,
+    decision: Decision,
+    accepts: Accepts | None = None,
+    accepts_stored: AcceptsStored | None = None,
+) -> Decision:
+    """Return a decision of the same price in which ties are settled by taste, among the choices that are accepted."""
+    stored = [
+        _tidier(formulator, parameter, choice, decision, _accepted(structure, parameter, accepts_stored))
+        for parameter, choice in zip(structure.parameters, decision.stored, strict=True)
+    ]
+    strategies = [
+        _input_strategy(formulator, structure, index, decision, accepts)
+        if _is_input(structure.representative(index))
+        else strategy
+        for index, strategy in enumerate(decision.strategies)
+    ]
+    polished = Decision(strategies=tuple(strategies), stored=tuple(stored), kept=decision.kept)
+    return _without_idle_copies(formulator, structure, polished)
+
+
+def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
+    """Return the decision in which blocks keep what they gather no longer than makes a step shorter."""
+    if not decision.kept:
+        return decision
+    time_s = step_time_s(itemise(formulator, structure, decision).charge)
+    for kind in sorted(decision.kept):
+        for shorter in formulator.gathers.shorter(decision.kept[kind]):
+            other = dataclasses.replace(decision, kept={**decision.kept, kind: shorter})
+            if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
+                decision = other
+                break
+    return decision
+
+
+def _accepted(
+    structure: Structure, parameter: ParameterClass, accepts_stored: AcceptsStored | None
+) -> Callable[[Layout], bool]:
+    """Return whether a class of parameters may rest in a layout."""
+    graph = structure.regions.graph
+    value, names = graph.values[parameter.values[0]], graph.parameters[parameter.values[0]]
+    return lambda layout: accepts_stored is None or accepts_stored(value, names, layout)
+
+
+def _tidier(
+    formulator: Formulator,
+    parameter: ParameterClass,
+    choice: StoredChoice,
+    decision: Decision,
+    is_accepted: Callable[[Layout], bool],
+) -> StoredChoice:
+    """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
+    wanted = _parameter_charge(formulator, parameter, choice, decision)
+    value = formulator.value_of(parameter)
+    for layout in sorted(
+        stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
+    ):
+        accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
+        other = StoredChoice(stored=layout, accumulated=accumulated, gathered_over=choice.gathered_over)
+        if other == choice:
+            return choice
+        if not is_accepted(layout):
+            continue
+        charge = _parameter_charge(formulator, parameter, other, decision)
+        if charge is not None and wanted is not None and _same(charge, wanted):
+            return other
+    return choice
+
+
+def _parameter_charge(
+    formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision
+) -> Charge | None:
+    prices = [formulator.parameter_price(parameter, choice)]
+    for use in parameter.uses:
+        index, slot = use
+        strategy = decision.strategies[index]
+        prices.append(formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
+    found = [price for price in prices if price is not None]
+    return add_prices(found).charge if len(found) == len(prices) else None
+
+
+def _same(a: Charge, b: Charge) -> bool:
+    return all(abs(a.get(n, 0.0) - b.get(n, 0.0)) <= RELATIVE_TOLERANCE * abs(b.get(n, 0.0)) for n in {*a, *b})
+
+
+def _is_input(region: Region) -> bool:
+    """Tell whether a region does nothing but hand the model's inputs on."""
+    return not region.ops and all(slot.origin == "entry" and slot.source is None for slot in region.slots)
+
+
+def _input_strategy(
+    formulator: Formulator, structure: Structure, index: int, decision: Decision, accepts: Accepts | None
+) -> Strategy:
+    """Return the way to take an input in that is split most, over the first dims, without communication."""
+    wanted: list[tuple[int, Port]] = []
+    for edge in structure.edges:
+        if edge.producer == index:
+            consumer = decision.strategies[edge.consumer]
+            wanted.append((edge.producer_slot, entering(consumer, edge.consumer_slot)))
+    region = structure.representative(index)
+
+    def is_free(strategy: Strategy) -> bool:
+        for slot, port in wanted:
+            price = formulator.redistribution_price(region.slots[slot].value, leaving(strategy, slot), port)
+            if price is None or price.collectives:
+                return False
+        return True
+
+    current = decision.strategies[index]
+    if not is_free(current):
+        return current
+    strategies = (s for s in formulator.strategies(index) if accepts is None or accepts(region, s))
+    return min((s for s in strategies if is_free(s)), key=_taste)
+
+
+def _taste(strategy: Strategy) -> tuple[int, Sequence[str]]:
+    placements = [str(placement) for layout in strategy.forward if layout is not None for placement in layout]
+    return sum(text.startswith("R") for text in placements), placements

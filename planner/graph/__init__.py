@@ -1,0 +1,1 @@
+"""What is computed? A module becomes an `OpGraph`: traced, with equal blocks folded."""

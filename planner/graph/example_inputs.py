@@ -1,0 +1,141 @@
+"""Example inputs for a model that brings none: made from its `config`, as Hugging Face models carry one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.errors import JobError, ModelError
+from planner.graph.capture import ExampleInputs
+from planner.model_rewrites.cache_argument import cache_argument
+from planner.model_rewrites.latent_attention import latent_attentions
+from planner.plan.job import JobPhase
+
+GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
+"""Arguments of one call with the global batch: positional, by keyword, or None to have them made from the config."""
+
+
+def as_inputs(given: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
+    """Return the given arguments on the meta device, each tensor an object of its own."""
+    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+    return ExampleInputs(args=args, kwargs=kwargs)
+
+
+def batch_of(inputs: ExampleInputs) -> int:
+    """Return the first dim of the first tensor: the global batch.
+
+    Raises:
+        ModelError: no tensor with a dim is among the inputs.
+    """
+    for leaf in pytree.tree_leaves((inputs.args, dict(inputs.kwargs))):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    raise ModelError(
+        "the example inputs hold no tensor with a batch dim", what_to_do="Give the inputs of one forward call."
+    )
+
+
+def with_batch(inputs: ExampleInputs, given: int, batch: int) -> ExampleInputs:
+    """Return ``inputs`` with every first dim of ``given`` made ``batch``."""
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim and tensor.shape[0] == given:
+            return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+        return tensor
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, resize, (inputs.args, dict(inputs.kwargs)))
+    return ExampleInputs(args=args, kwargs=kwargs)
+
+
+def with_dtype(inputs: ExampleInputs, dtype: torch.dtype | None) -> ExampleInputs:
+    """Return ``inputs`` with floating-point tensors in ``dtype``."""
+    if dtype is None:
+        return inputs
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (inputs.args, dict(inputs.kwargs))
+    )
+    return ExampleInputs(args=args, kwargs=kwargs)
+
+
+def inputs_for(module: nn.Module, *, batch: int | None, seq: int | None, phase: JobPhase = "training") -> ExampleInputs:
+    """Return inputs for a Hugging Face model on the meta device: with labels for training, else without.
+
+    In prefill the logits of the last token alone are asked for, where the model can be asked. Decoding takes one token
+    of each sequence; the cache is no input of what is traced.
+
+    Raises:
+        ModelError: the module has no config to make inputs from.
+        JobError: the batch or the sequence length is missing, or the module cannot decode.
+    """
+    config = getattr(module, "config", None)
+    name = getattr(module, "main_input_name", None)
+    if config is None or name is None:
+        raise ModelError(
+            f"{type(module).__name__} brings no config to make inputs from",
+            what_to_do="Give example_inputs: the arguments of one forward call, as a tuple or a dict.",
+        )
+    if phase == "decode":
+        check_decodes(module)
+    if batch is None:
+        raise JobError("no batch is given.", what_to_do="Give the global batch, for example batch=128.", field="batch")
+    if name == "pixel_values":
+        return _image_inputs(config, batch, labels=phase == "training")
+    if seq is None:
+        raise JobError("no sequence length is given.", what_to_do="Give it, for example seq=8192.", field="seq")
+
+    def tokens() -> torch.Tensor:
+        return torch.zeros(batch, 1 if phase == "decode" else seq, dtype=torch.long, device="meta")
+
+    kwargs: dict[str, Any] = {"input_ids": tokens()}
+    if phase == "training":
+        kwargs["labels"] = tokens()
+    if getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = tokens()
+    if getattr(config, "use_cache", None) is not None:
+        kwargs["use_cache"] = False
+    if phase == "prefill" and "logits_to_keep" in signature(module.forward).parameters:
+        kwargs["logits_to_keep"] = 1
+    return ExampleInputs(args=(), kwargs=kwargs)
+
+
+def decodes(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a Hugging Face decoder whose cache holds the keys and values of attention."""
+    config = getattr(module, "config", None)
+    if config is None or getattr(config, "is_encoder_decoder", False) or latent_attentions(module):
+        return False
+    return cache_argument(module) is not None
+
+
+def check_decodes(module: nn.Module) -> None:
+    """Refuse to decode with a model that has no key-value cache of its own tokens.
+
+    Raises:
+        JobError: it is no decoder, or caches latents.
+    """
+    if latent_attentions(module):
+        raise JobError(
+            f"{type(module).__name__} caches latents, of which every step makes keys and values again: that is not "
+            "planned yet.",
+            what_to_do="Plan its prefill.",
+            field="phase",
+        )
+    if not decodes(module):
+        raise JobError(
+            f"{type(module).__name__} cannot decode: it is no Hugging Face decoder with a key-value cache.",
+            what_to_do="Plan its prefill, one forward pass, or name a causal language model.",
+            field="phase",
+        )
+
+
+def _image_inputs(config: Any, batch: int, *, labels: bool) -> ExampleInputs:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else tuple(size)
+    pixels = torch.zeros(batch, config.num_channels, height, width, device="meta")
+    classes = {"labels": torch.zeros(batch, dtype=torch.long, device="meta")} if labels else {}
+    return ExampleInputs(args=(), kwargs={"pixel_values": pixels, **classes})

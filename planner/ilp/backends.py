@@ -1,0 +1,337 @@
+"""Solvers of a `LinearProgram`: CBC through pulp, or HiGHS where highspy is installed.
+
+HiGHS is given the arrays at once. Through pulp, which keeps every coefficient in a dictionary and hands over row by
+row, it took longer to hand over a program of this package than to solve it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pulp
+
+from planner.errors import SolverError
+from planner.ilp.linear_program import Answer, LinearProgram, Status
+
+
+def solver_name() -> str:
+    """Return which solver is used here."""
+    return "highs" if find_spec("highspy") is not None else "cbc"
+
+
+def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None, solver: str | None = None) -> Answer:
+    """Return the best solution within a relative gap, or the best found in the time.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
+    """
+    if (solver or solver_name()) == "highs":
+        return _highs_run(_highs_solver(program, mip_gap, mip=True), time_limit_s, mip=True)
+    return _cbc(program, mip_gap, time_limit_s, mip=True)
+
+
+def solve_relaxation(
+    program: LinearProgram, *, at_most: float = math.inf, time_limit_s: float | None = None, solver: str | None = None
+) -> Answer:
+    """Return the solution of the program in which no variable has to be a whole number.
+
+    Args:
+        program: what to solve.
+        at_most: an objective as large is as good as no solution.
+        time_limit_s: after this there is no answer.
+        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+
+    Raises:
+        SolverError: the solver broke off without an answer.
+    """
+    if (solver or solver_name()) == "highs":
+        return _highs_relaxation(program, at_most, time_limit_s)
+    return _cbc(program, 0.0, time_limit_s, mip=False)
+
+
+_PER_EXCESS = 100.0
+"""What memory above its cap costs in `Relaxations`: for as much again as the cap, so often the root's objective."""
+
+
+class Relaxations:
+    """The relaxations of one program with some of its variables held at a value, one after another.
+
+    HiGHS is told that memory may exceed its cap at a high price. That no more than the cap is to be had with what is
+    held takes the simplex up to seconds to see (measured: 0.3 to 3 s, against 0.03 s for a solution); a high objective
+    it finds as soon as any other.
+    """
+
+    def __init__(self, program: LinearProgram, *, root: float = 0.0, solver: str | None = None) -> None:
+        """Take the objective of the program's own relaxation as ``root``; 0: memory may not exceed its cap."""
+        self._program = program
+        self._excess_cost = _PER_EXCESS * abs(root) if program.cap_row is not None else 0.0
+        self._is_highs = (solver or solver_name()) == "highs"
+        self._highs: Any = None
+        self._held: list[int] = []
+        self._ran = False
+
+    def at(
+        self,
+        values: Mapping[int, float],
+        *,
+        at_most: float = math.inf,
+        time_limit_s: float | None = None,
+        afresh: bool = True,
+        elastic: bool = True,
+    ) -> Answer:
+        """Return the solution of the relaxation with some variables held: what `solve_relaxation` returns of it.
+
+        No solution with these has a lower objective, also where the memory of the one returned exceeds its cap.
+
+        Args:
+            values: of the variables that are held.
+            at_most: an objective as large is as good as no solution.
+            afresh: whether what is wanted is solved from the beginning, so that of solutions that cost the same it is
+                the same one whatever was asked for before.
+            elastic: whether memory may exceed its cap.
+
+        Raises:
+            SolverError: the solver broke off without an answer.
+        """
+        program = self._program
+        if not self._is_highs:
+            return _cbc(program.fixed(values), 0.0, time_limit_s, mip=False)
+        if self._highs is None:
+            self._highs = _highs_solver(program, 0.0, mip=False)
+            if self._excess_cost:
+                row, minus = np.asarray([program.cap_row], np.int32), np.asarray([-1.0])
+                self._highs.addCol(self._excess_cost, 0.0, math.inf, 1, row, minus)
+        for variable in self._held:
+            self._highs.changeColBounds(variable, program.lower[variable], program.upper[variable])
+        for variable, value in values.items():
+            self._highs.changeColBounds(variable, value, value)
+        self._held = list(values)
+        if self._excess_cost:
+            self._highs.changeColBounds(program.columns, 0.0, math.inf if elastic else 0.0)
+        # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
+        # from the beginning: which of those that cost the same would depend on the order in which they are asked for.
+        if self._ran:
+            near = self._answer(time_limit_s, at_most)
+            if near.values is None or near.objective >= at_most or not afresh:
+                return near
+        self._highs.clearSolver()
+        self._ran = True
+        return self._answer(time_limit_s)
+
+    def _answer(self, time_limit_s: float | None, at_most: float = math.inf) -> Answer:
+        """Return what HiGHS finds, without the variable of what exceeds the cap."""
+        found = _highs_run(self._highs, time_limit_s, mip=False, at_most=at_most)
+        columns = self._program.columns
+        if found.values is None or not self._excess_cost:
+            return found
+        assert found.reduced_costs is not None
+        return dataclasses.replace(
+            found,
+            values=found.values[:columns],
+            reduced_costs=found.reduced_costs[:columns],
+            excess=float(found.values[columns]),
+        )
+
+
+_SECOND_TRIES = (
+    ("presolve", "on"),
+    ("simplex_dual_edge_weight_strategy", 1),
+    ("simplex_strategy", 4),
+    ("solver", "ipm"),
+)
+"""What HiGHS is told where it ends without an answer: presolve (it soon sees that there is none, the simplex late or
+never), Devex pricing, the primal simplex, the interior point method."""
+
+_SECOND_TRY_S = 2.0
+"""Seconds for each of these."""
+
+
+def _broke_off(what: object) -> SolverError:
+    return SolverError(
+        f"the solver broke off: {what}", what_to_do="Try again with a larger time limit or a larger MIP gap."
+    )
+
+
+# --- HiGHS -------------------------------------------------------------------------------------------------------
+
+
+def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
+    import highspy
+
+    solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    solver.silent()
+    solver.setOptionValue("mip_rel_gap", mip_gap)
+    solver.setOptionValue("mip_abs_gap", 0.0)
+    solver.setOptionValue("threads", 1)
+    # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
+    solver.setOptionValue("presolve", "off")
+    # The same steps, 3 to 5 % faster than where it weighs at each of them which way to take.
+    solver.setOptionValue("simplex_price_strategy", 1)
+    # A few bytes beside a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
+    solver.setOptionValue("small_matrix_value", 1e-12)
+    if solver.passModel(*_highs_model(program, mip)) == highspy.HighsStatus.kError:
+        raise _broke_off("HiGHS refused the program")
+    return solver
+
+
+def _highs_relaxation(program: LinearProgram, at_most: float, time_limit_s: float | None) -> Answer:
+    """Return what HiGHS finds without the cap on memory, and where that exceeds it, from there on what it finds within.
+
+    To the same end in nine tenths of the time (405B on 64 x 8, where the cap binds: 37 ms, 42 from the beginning), as
+    the row of the cap, a dense one, is in no basis until the last steps.
+    """
+    solver, row = _highs_solver(program, 0.0, mip=False), program.cap_row
+    if row is None:
+        return _highs_run(solver, time_limit_s, mip=False, at_most=at_most)
+    solver.changeRowBounds(row, -math.inf, math.inf)
+    found = _highs_run(solver, time_limit_s, mip=False, at_most=at_most)
+    if found.values is None or solver.getSolution().row_value[row] <= program.row_upper[row]:
+        return found
+    solver.changeRowBounds(row, -math.inf, program.row_upper[row])
+    left_s = None if time_limit_s is None else max(time_limit_s - solver.getRunTime(), 0.0)
+    return _highs_run(solver, left_s, mip=False, at_most=at_most)
+
+
+def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, at_most: float = math.inf) -> Answer:
+    import highspy
+
+    # The dual simplex stops there. Beyond it, on its way to a program without a solution, it takes longest.
+    solver.setOptionValue("objective_bound", at_most)
+    # It counts the time of all its runs.
+    limit_s = math.inf if time_limit_s is None else solver.getRunTime() + time_limit_s
+    solver.setOptionValue("time_limit", limit_s)
+    solver.run()
+    usual = {}
+    without_answer = [highspy.HighsModelStatus.kUnknown, highspy.HighsModelStatus.kSolveError]
+    for option, value in _SECOND_TRIES if not mip else ():
+        if solver.getModelStatus() not in without_answer:
+            break
+        # The dual simplex now and then ends so, by rounding, where nothing fits by far.
+        solver.clearSolver()
+        usual[option] = solver.getOptionValue(option)[1]
+        solver.setOptionValue(option, value)
+        solver.setOptionValue("time_limit", solver.getRunTime() + _SECOND_TRY_S)
+        solver.run()
+        without_answer = [*without_answer, highspy.HighsModelStatus.kTimeLimit]
+    for option, value in usual.items():
+        solver.setOptionValue(option, value)
+    if len(without_answer) > 2 and solver.getModelStatus() in without_answer:
+        raise _broke_off("HiGHS ended without an answer, whatever it was told")
+    return _highs_answer(solver, mip)
+
+
+def _highs_model(program: LinearProgram, mip: bool) -> tuple[Any, ...]:
+    """Return what HiGHS takes a program as, arrays all (element by element it took as long as to solve it)."""
+    import highspy
+
+    starts, indices, values = program.matrix()
+    whole, any_ = highspy.HighsVarType.kInteger.value, highspy.HighsVarType.kContinuous.value
+    return (
+        program.columns,
+        program.rows,
+        len(values),
+        highspy.MatrixFormat.kRowwise.value,
+        highspy.ObjSense.kMinimize.value,
+        program.objective.constant,
+        program.cost(),
+        *program.bounds(),
+        *program.row_bounds(),
+        starts,
+        indices,
+        values,
+        np.where(program.is_whole() & mip, whole, any_).astype(np.int32),
+    )
+
+
+def _highs_answer(solver: Any, mip: bool) -> Answer:
+    import highspy
+
+    status, info = solver.getModelStatus(), solver.getInfo()
+    states = highspy.HighsModelStatus
+    if status in (states.kInfeasible, states.kUnboundedOrInfeasible):
+        return Answer(status="infeasible")
+    if status == states.kObjectiveBound:
+        return Answer(status="unwanted", bound=float(solver.getOptionValue("objective_bound")[1]))
+    if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
+        raise _broke_off(solver.modelStatusToString(status))
+    solved: Status = "cut-short" if status == states.kTimeLimit else "optimal"
+    # A relaxation that was not solved to its end bounds nothing.
+    feasible = mip and info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    if status == states.kTimeLimit and not feasible:
+        return Answer(status="cut-short", bound=float(info.mip_dual_bound) if mip else -math.inf)
+    solution, objective = solver.getSolution(), float(info.objective_function_value)
+    return Answer(
+        status=solved,
+        values=np.asarray(solution.col_value),
+        objective=objective,
+        bound=float(info.mip_dual_bound) if mip else objective,
+        reduced_costs=None if mip else np.asarray(solution.col_dual),
+    )
+
+
+# --- CBC ---------------------------------------------------------------------------------------------------------
+
+
+def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, mip: bool) -> Answer:
+    model, variables = _pulp_model(program)
+    # The CBC that pulp 3 brings along, by its path: pulp's own class for it warns of its end in pulp 4.
+    path = pulp.apis.coin_api.pulp_cbc_path
+    solver = pulp.COIN_CMD(path=path, mip=mip, msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
+    try:
+        status = model.solve(solver)
+    except pulp.PulpSolverError as error:
+        raise _broke_off(error) from error
+    if status == pulp.LpStatusInfeasible or (status == pulp.LpStatusUndefined and time_limit_s is None):
+        return Answer(status="infeasible")
+    found = [variable.varValue for variable in variables]
+    limited = model.sol_status == pulp.LpSolutionIntegerFeasible
+    if status != pulp.LpStatusOptimal or any(value is None for value in found):
+        if time_limit_s is not None:
+            return Answer(status="cut-short")
+        raise _broke_off(pulp.LpStatus[status])
+    values = np.asarray(found, np.float64)
+    objective = float(program.cost() @ values) + program.objective.constant
+    return Answer(
+        status="cut-short" if limited else "optimal",
+        values=values,
+        objective=objective,
+        # CBC's command tells no bound: what its gap allows, and nothing where it ran out of time.
+        bound=-math.inf if limited else objective - mip_gap * abs(objective),
+        reduced_costs=None if mip else np.asarray([variable.dj or 0.0 for variable in variables]),
+    )
+
+
+def _pulp_model(program: LinearProgram) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
+    model = pulp.LpProblem("sharding", pulp.LpMinimize)
+    variables = [
+        model.add_variable(
+            f"v{index}",
+            lowBound=low,
+            upBound=None if math.isinf(high) else high,
+            cat=pulp.LpInteger if integer else pulp.LpContinuous,
+        )
+        for index, (low, high, integer) in enumerate(zip(program.lower, program.upper, program.integer, strict=True))
+    ]
+    objective = program.objective
+    terms = [(variables[i], float(v)) for i, v in zip(objective.indices, objective.values, strict=True)]
+    model.setObjective(pulp.LpAffineExpression(terms, constant=objective.constant))
+    starts, indices, values = program.matrix()
+    for row in range(program.rows):
+        part = slice(starts[row], starts[row + 1])
+        expression = pulp.LpAffineExpression(
+            [(variables[i], float(v)) for i, v in zip(indices[part], values[part], strict=True)]
+        )
+        low, high = program.row_lower[row], program.row_upper[row]
+        if low == high:
+            model += expression == low
+            continue
+        if not math.isinf(low):
+            model += expression >= low
+        if not math.isinf(high):
+            model += expression <= high
+    return model, variables

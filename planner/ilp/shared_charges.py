@@ -1,0 +1,62 @@
+"""What the pairs of ports that meet on edges cost, together and alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from planner.ilp.problem import Charge, Edge, Unit
+
+Pair = tuple[int, int, int]
+"""An edge, the port of its producer and that of its consumer."""
+
+
+class Charges:
+    """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
+
+    def __init__(self) -> None:
+        self._by_members: dict[tuple[Pair, ...], dict[str, float]] = {}
+
+    def add(self, members: tuple[Pair, ...], charge: Charge, count: float = 1) -> None:
+        """Let ``members`` pay ``charge`` so many times, once any of them is chosen."""
+        if not charge:
+            return
+        found = self._by_members.setdefault(members, {})
+        for name, amount in charge.items():
+            found[name] = found.get(name, 0.0) + amount * count
+
+    def settle(self, edges: list[Edge]) -> tuple[Unit, ...]:
+        """Put what one pair alone pays for on its edge, and return the rest."""
+        units = []
+        alone: dict[int, dict[tuple[int, int], Charge]] = defaultdict(dict)
+        for members, charge in self._by_members.items():
+            if len(members) == 1:
+                ((edge, p, q),) = members
+                alone[edge][p, q] = charge
+            else:
+                units.append(Unit(charge=charge, members=members))
+        for edge, own in alone.items():
+            pairs = {pair: sum_charges(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
+            edges[edge] = dataclasses.replace(edges[edge], pairs=pairs)
+        return tuple(units)
+
+
+def sum_charges(charge: Charge, more: Charge | None) -> Charge:
+    """Return what both add; one of them itself where the other adds nothing."""
+    if not more or not charge:
+        return more or charge
+    found = dict(charge)
+    for name, amount in more.items():
+        found[name] = found.get(name, 0.0) + amount
+    return found
+
+
+def meeting(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
+    """Yield each pair of ports that can meet on any of the ``chosen`` edges, with the edges on which it can."""
+    members: dict[tuple[int, int], list[Pair]] = defaultdict(list)
+    for edge in chosen:
+        for p, q in edges[edge].pairs:
+            members[p, q].append((edge, p, q))
+    for (p, q), found in members.items():
+        yield p, q, tuple(found)

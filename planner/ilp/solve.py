@@ -1,0 +1,112 @@
+"""The integer program (`planner.ilp.formulation`), solved: the best assignment, and the one with the least memory."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from planner.errors import SolverError
+from planner.ilp import backends, reduced_cost_fixing
+from planner.ilp.formulation import Program, state
+from planner.ilp.linear_program import Answer
+from planner.ilp.problem import Problem, Solution, peak_bytes, step_time_s, totals
+from planner.ilp.relaxation import least_memory_bound
+
+
+def solve(
+    problem: Problem,
+    *,
+    memory_bytes: float | None = None,
+    mip_gap: float = 1e-3,
+    time_limit_s: float | None = None,
+    at_most_s: float | None = None,
+    steps: int | None = None,
+    solver: str | None = None,
+) -> Solution | None:
+    """Return the best assignment within ``memory_bytes`` and ``at_most_s``, or None where there is none.
+
+    Args:
+        problem: what to choose.
+        memory_bytes: cap on the peak; None for no cap.
+        mip_gap: relative gap at which the solver may stop.
+        time_limit_s: after this the best found so far is returned.
+        at_most_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
+        steps: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
+        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+
+    Raises:
+        SolverError: the solver broke off, or ran out of time, without an answer.
+    """
+    started = time.perf_counter()
+    program = state(problem, memory_bytes, memory=memory_bytes is not None)
+    at_most = math.inf if at_most_s is None else at_most_s * program.time_scale
+    while True:
+        try:
+            answer = reduced_cost_fixing.solve(
+                program.linear,
+                zero_one=program.zero_one(),
+                mip_gap=mip_gap,
+                at_most=at_most,
+                time_limit_s=time_limit_s,
+                steps=steps,
+                solver=solver,
+            )
+        except SolverError:
+            # The relaxation was not to be had. Most often nothing fits; else the solver has to do without it.
+            if steps is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
+                return None
+            whole = reduced_cost_fixing.bounded(program.linear, at_most)
+            answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
+        if answer.values is None and answer.status == "cut-short" and steps is None:
+            raise SolverError(
+                f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
+            )
+        if answer.values is None:
+            return None
+        assignment = _assignment(program, answer)
+        if memory_bytes is None or peak_bytes(totals(problem, assignment)) <= memory_bytes:
+            return _solution(program, answer, assignment, started)
+        # The solver takes a constraint as kept within a tolerance; the cap is to hold to the byte.
+        chosen = [row[c] for row, c in zip(program.choice, assignment, strict=True)]
+        program.linear.row(chosen, [1.0] * len(chosen), upper=len(chosen) - 1.0)
+
+
+def _assignment(program: Program, answer: Answer) -> tuple[int, ...]:
+    values = answer.values
+    assert values is not None
+    return tuple(int(np.argmax(values[row.start : row.stop])) for row in program.choice)
+
+
+def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], started: float) -> Solution:
+    objective_s = step_time_s(totals(program.problem, assignment))
+    return Solution(
+        assignment=assignment,
+        objective_s=objective_s,
+        bound_s=min(max(answer.bound, 0.0) / program.time_scale, objective_s),
+        status="optimal" if answer.status == "optimal" else "cut-short",
+        time_s=time.perf_counter() - started,
+        root_s=answer.root / program.time_scale if math.isfinite(answer.root) else None,
+    )
+
+
+def _cannot_fit(problem: Problem, memory_bytes: float) -> bool:
+    least = least_memory_bound(problem)
+    return least is None or least > memory_bytes
+
+
+def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ...], float] | None:
+    """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists.
+
+    Args:
+        mip_gap: by how much of it a smaller one may be missed.
+    """
+    program = state(problem, None)
+    assert program.peak is not None
+    program.linear.objective = program.peak
+    answer = reduced_cost_fixing.solve(program.linear, zero_one=program.zero_one(), mip_gap=mip_gap)
+    if answer.values is None:
+        return None
+    assignment = _assignment(program, answer)
+    return assignment, peak_bytes(totals(problem, assignment))

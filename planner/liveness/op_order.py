@@ -1,0 +1,150 @@
+"""Ops in the order in which they run: what each reads and keeps, and the gradients that wait for its backward."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from planner.graph.op_graph import Op
+from planner.plan.job import CheckpointingMode
+from planner.profile.op_profile import GraphProfile
+from planner.regions.blocks import Blocks
+from planner.regions.regions import RegionGraph
+
+NEVER = 1 << 60
+"""A position after every op."""
+
+
+class OpOrder:
+    """The ops of a graph by position, and in blocks.
+
+    Attributes:
+        position: name of an op -> where it runs.
+        region_op: position -> the region that the op is in, and the op there.
+        inside: block -> positions of its ops, in order.
+        starts, ends: block -> position of its first op, and of its last.
+        gradients: position -> values whose gradients have come from later ops.
+        passed: position -> of these, those whose gradients are in memory that they share with another's.
+        chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
+    """
+
+    def __init__(
+        self, regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
+    ) -> None:
+        """Take what the ops keep from ``profile``; ``modes``: block -> how it is checkpointed, of those that are."""
+        self.regions, self.profile, self.modes = regions, profile, modes
+        self._blocks = blocks
+        self.ops: list[Op] = regions.graph.ops
+        self.position = {op.name: position for position, op in enumerate(self.ops)}
+        self.region_op = {self.position[r.op.name]: (region, r) for region in regions.regions for r in region.ops}
+        inside: dict[str, list[int]] = defaultdict(list)
+        for position, (region, _) in sorted(self.region_op.items()):
+            block = blocks.of_region.get(region.index)
+            if block is not None:
+                inside[block].append(position)
+        self.inside = dict(inside)
+        self.starts = {block: positions[0] for block, positions in inside.items()}
+        self.ends = {block: positions[-1] for block, positions in inside.items()}
+        self.gradients: dict[int, tuple[str, ...]] = {}
+        self.passed: dict[int, frozenset[str]] = {}
+        self.chunks: tuple[int, ...] = tuple(self._find_chunks())
+        self._follow_gradients()
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether nothing has a backward: the model was traced for inference."""
+        return not any(value.requires_grad for value in self.regions.graph.values.values())
+
+    def block(self, region: int) -> str | None:
+        """Return the checkpointed block that a region is in."""
+        block = self._blocks.of_region.get(region)
+        return block if block in self.modes else None
+
+    def block_of_op(self, position: int) -> str | None:
+        """Return the block, checkpointed or not, that an op is in."""
+        return self._blocks.of_region.get(self.region_op[position][0].index)
+
+    def root(self, name: str) -> str:
+        """Return the value whose storage a value shares."""
+        return self.profile.root.get(name, name)
+
+    def keeps(self, op: Op) -> bool:
+        """Tell whether autograd keeps anything for an op."""
+        profile = self.profile.ops[op.name]
+        return bool(profile.saved or profile.saved_extra_nbytes)
+
+    def reads(self, position: int) -> set[str]:
+        """Return what an op reads, by root."""
+        return {self.root(name) for name in self.ops[position].inputs}
+
+    def is_view(self, position: int) -> bool:
+        """Tell whether an op's results lie in memory of what it reads."""
+        return all(self.root(name) in self.reads(position) for name in self.ops[position].outputs)
+
+    def works(self, op: Op) -> bool:
+        """Tell whether an op has a backward."""
+        return any(self.regions.graph.values[name].requires_grad for name in op.outputs)
+
+    def passes_on(self, op: Op) -> bool:
+        """Tell whether an op's backward hands its gradient on as it is."""
+        return self.profile.ops[op.name].nbytes == 0 or op.target_name in ("aten.add.Tensor", "aten.alias.default")
+
+    def new_gradients(self, op: Op) -> list[str]:
+        """Return the values, by root, for which the backward of ``op`` makes a gradient of its own."""
+        values = self.regions.graph.values
+        if self.passes_on(op):
+            return []
+        return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
+
+    def _find_chunks(self) -> Iterator[int]:
+        """Yield the positions of ops that are the first to read what was handed over after something was handed on."""
+        graph = self.regions.graph
+        sent = {output.value for output in graph.outputs if output.is_sent}
+        unread = {given.value for given in graph.inputs if graph.values[given.value].requires_grad}
+        hands_on = False
+        for position, op in enumerate(self.ops):
+            if hands_on and not unread.isdisjoint(op.inputs):
+                yield position
+                hands_on = False
+            unread.difference_update(op.inputs)
+            hands_on |= not sent.isdisjoint(op.outputs)
+
+    def _gradients_sent(self) -> tuple[list[dict[str, str]], list[list[str]]]:
+        """Return, by chunk, the gradients that arrive before its backward, and those that leave after it."""
+        graph = self.regions.graph
+        arriving: list[dict[str, str]] = [{} for _ in range(len(self.chunks) + 1)]
+        leaving: list[list[str]] = [[] for _ in arriving]
+        made = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
+        for output in graph.outputs:
+            if output.is_sent and graph.values[output.value].requires_grad:
+                name = self.root(output.value)
+                arriving[bisect_right(self.chunks, made[output.value])][name] = name
+        for position, op in enumerate(self.ops if self.chunks else ()):
+            for name in (n for n in op.inputs if graph.values[n].kind == "input" and graph.values[n].requires_grad):
+                leaving[bisect_right(self.chunks, position)].append(self.root(name))
+        return arriving, leaving
+
+    def _follow_gradients(self) -> None:
+        """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
+        values = self.regions.graph.values
+        arriving, leaving = self._gradients_sent()
+        held = arriving.pop()
+        for position in range(len(self.ops) - 1, -1, -1):
+            if position + 1 in self.chunks:
+                for name in leaving.pop():
+                    held.pop(name, None)
+                held |= arriving.pop()
+            op = self.ops[position]
+            self.gradients[position] = tuple(dict.fromkeys(held.values()))
+            self.passed[position] = frozenset(name for name, owner in held.items() if name != owner)
+            if not self.works(op):
+                continue
+            outputs = {self.root(name) for name in op.outputs}
+            arrived = next((held[name] for name in outputs if name in held), None)
+            made = set(self.new_gradients(op))
+            sources = {self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"}
+            for name in outputs - sources:
+                held.pop(name, None)
+            for name in sources:
+                held[name] = name if name in made or name in held or arrived is None else arrived

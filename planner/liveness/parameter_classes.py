@@ -1,0 +1,238 @@
+"""Parameters that share a decision, those that are gathered together, and what of them is there at each moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.ilp.problem import NEVER_ALIVE, Lifetime
+from planner.liveness.backward_liveness import Timeline
+from planner.liveness.op_order import NEVER
+from planner.regions.blocks import Blocks
+from planner.regions.regions import RegionGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterClass:
+    """Equal parameters of equal blocks: they share their stored layout.
+
+    Attributes:
+        values: the parameters.
+        uses: (region class, slot) -> number of uses by each of the parameters.
+        gradients: at which moments how many of the parameters have their gradients.
+        working: use -> at which moments an op uses how many of them.
+        pending: use -> at which moments how many have a gradient from that use, the last of several, which waits for
+            those of the others.
+        unreduced: at which moments how many have their gradients, but not their block all of its own.
+    """
+
+    values: tuple[str, ...]
+    uses: Mapping[tuple[int, int], int]
+    gradients: Lifetime
+    working: Mapping[tuple[int, int], Lifetime]
+    pending: Mapping[tuple[int, int], Lifetime]
+    unreduced: Lifetime
+
+    def without_moments(self) -> ParameterClass:
+        """Return it with nothing to add up at any moment."""
+        nothing = dict.fromkeys(self.uses, NEVER_ALIVE)
+        return dataclasses.replace(self, gradients=NEVER_ALIVE, working=nothing, pending=nothing, unreduced=NEVER_ALIVE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGather:
+    """A kind of block whose parameters can be gathered together: one flat collective for each.
+
+    Attributes:
+        kind: FQN of the kind's representative.
+        blocks: FQNs of all of the kind.
+        held: index of a parameter class -> how many of its parameters one such block holds.
+        numel: elements of all of them.
+        is_first: whether it is the first such kind in the model.
+        leading: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
+        whole: at which moments inside such blocks how many blocks' parameters are whole (its own, and that of the block
+            before it).
+        reducing: likewise, how many buffers gradients are being reduced in (that of the block after it).
+        gathered: at which moments how many copies of such a block's parameters are there if they are kept from forward
+            to backward.
+        unreduced: at which moments inside such blocks what part of its block's gradients has come.
+    """
+
+    kind: str
+    blocks: tuple[str, ...]
+    held: Mapping[int, int]
+    numel: int
+    is_first: bool
+    leading: int
+    whole: Lifetime
+    reducing: Lifetime
+    gathered: Lifetime
+    unreduced: Lifetime
+
+    @property
+    def count(self) -> int:
+        """How many blocks are of the kind."""
+        return len(self.blocks)
+
+    def without_moments(self) -> BlockGather:
+        """Return it with nothing to add up at any moment."""
+        return dataclasses.replace(
+            self, whole=NEVER_ALIVE, reducing=NEVER_ALIVE, gathered=NEVER_ALIVE, unreduced=NEVER_ALIVE
+        )
+
+
+def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
+    """Return the parameters, those that are used alike together."""
+    uses: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
+    for region in regions.regions:
+        for position, slot in enumerate(region.slots):
+            if slot.origin == "parameter":
+                uses[slot.value.name][regions.class_of[region.index], position] += 1
+    groups: dict[tuple[tuple[tuple[int, int], int], ...], list[str]] = defaultdict(list)
+    for value, counted in uses.items():
+        groups[tuple(sorted(counted.items()))].append(value)
+    return tuple(
+        ParameterClass(
+            values=tuple(values),
+            uses=dict(key),
+            gradients=_gradients(values, timeline),
+            working={use: _working(use[0], values, regions, timeline) for use, _ in key},
+            pending={use: _pending(use[0], values, regions, timeline) for use, _ in key},
+            unreduced=_unreduced(values, timeline),
+        )
+        for key, values in groups.items()
+    )
+
+
+def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters are used by later ops only."""
+    first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
+    return Lifetime.of({
+        moment.quantity("gradients"): len(first) - bisect_right(first, moment.position) for moment in timeline.moments
+    })  # fmt: skip
+
+
+def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters wait with the gradient of their last use, in a class.
+
+    Autograd adds the gradients of all uses up before it hands them to the parameter.
+    """
+    members = regions.classes[region_class].members
+    inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
+    found: Counter[str] = Counter()
+    for value in values:
+        uses = timeline.uses[value]
+        if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
+            waiting = (m for m in timeline.moments if min(uses) <= m.position < max(uses))
+            found.update(moment.quantity("gradients") for moment in waiting)
+    return Lifetime.of(found)
+
+
+def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters are used later in the block that the moment is in."""
+    first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
+    found: dict[str, int] = {}
+    for block, moments in timeline.blocks.items():
+        for moment in moments:
+            later = bisect_right(first, timeline.ends[block]) - bisect_right(first, moment.position)
+            if later > 0:
+                found[moment.quantity("gradients")] = later
+    return Lifetime.of(found)
+
+
+def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many of the parameters an op of a class of regions uses."""
+    members = regions.classes[region_class].members
+    inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
+    found = {}
+    for moment in timeline.moments:
+        if regions.graph.ops[moment.position].name in inside:
+            found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
+    return Lifetime.of(found)
+
+
+def block_gathers(
+    regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass], timeline: Timeline
+) -> tuple[BlockGather, ...]:
+    """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
+    home: dict[str, str] = {}
+    contents: dict[str, list[int]] = defaultdict(list)
+    for region in regions.regions:
+        block = blocks.of_region.get(region.index)
+        if block is None:
+            continue
+        contents[block].append(regions.class_of[region.index])
+        for slot in region.slots:
+            if slot.origin == "parameter" and slot.parameter is not None and slot.parameter.startswith(block + "."):
+                home[slot.value.name] = block
+    held: dict[str, Counter[int]] = defaultdict(Counter)
+    for index, parameter in enumerate(parameters):
+        values = [regions.graph.values[name] for name in parameter.values]
+        used_once = len(parameter.uses) == 1 and set(parameter.uses.values()) == {1}
+        if used_once and all(value.requires_grad and value.name in home for value in values):
+            for value in values:
+                held[home[value.name]][index] += 1
+    found: list[BlockGather] = []
+    in_order = sorted(held, key=lambda block: timeline.starts[block])
+    last = in_order[-1] if in_order else ""
+    # The first of all begins a later chunk where the first chunk has no block, and is exposed as the first already.
+    leading = {next((b for b in in_order if timeline.starts[b] >= chunk), "") for chunk in timeline.chunks}
+    leading -= set(in_order[:1])
+    for block in blocks.representatives:
+        if block in held:
+            numel = sum(
+                n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
+                for index, n in held[block].items()
+            )
+            alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
+            ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
+            inside = {
+                moment.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
+                for b in alike
+                for moment in timeline.blocks.get(b, ())
+            }
+            found.append(
+                BlockGather(
+                    kind=block,
+                    blocks=tuple(alike),
+                    held=dict(held[block]),
+                    numel=numel,
+                    is_first=not found,
+                    leading=len(leading.intersection(alike)),
+                    whole=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
+                    reducing=Lifetime.of({name: reducing for name, (_, reducing) in inside.items()}),
+                    gathered=_gathered(alike, last, timeline),
+                    unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),
+                )
+            )
+    return tuple(found)
+
+
+def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
+    """Return at which moments how many blocks of ``alike`` have run forward, not backward.
+
+    One more after the ``last`` of all blocks: until the root's forward ends, torch holds the buffer that it was last
+    gathered in.
+    """
+    starts = [timeline.starts[block] for block in alike]
+    buffer_from = timeline.ends[last] if last in alike else NEVER
+    return Lifetime.of({
+        moment.quantity("parameters"): sum(start <= moment.position for start in starts)
+        + (moment.position > buffer_from)
+        for moment in timeline.moments
+    })  # fmt: skip
+
+
+def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
+    """Return at which moments inside one of the blocks what part of its gradients later ops have made."""
+    found: dict[str, float] = {}
+    for block in blocks:
+        sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
+        whole = sum(nbytes for _, nbytes in sizes)
+        for moment in timeline.blocks[block]:
+            later = sum(nbytes for position, nbytes in sizes if position > moment.position)
+            found[moment.quantity("gradients")] = later / whole
+    return Lifetime.of(found)

@@ -1,0 +1,230 @@
+"""What of a planning problem no mesh changes: what is decided together, and how often each redistribution occurs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.graph.op_graph import Crossing
+from planner.ilp.problem import NEVER_ALIVE
+from planner.liveness.backward_liveness import Timeline, build_timeline
+from planner.liveness.forward_liveness import forward_copies, forward_moments, forward_timeline
+from planner.liveness.multiplicity import Tally, count_tallies
+from planner.liveness.op_order import OpOrder
+from planner.liveness.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
+from planner.liveness.peak_candidates import find_moments
+from planner.plan.job import CheckpointingMode
+from planner.profile.op_profile import GraphProfile
+from planner.regions.blocks import Blocks
+from planner.regions.regions import Region, RegionGraph, is_sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeKey:
+    """A link between region classes: from a slot of one to a slot of the other."""
+
+    producer: int
+    producer_slot: int
+    consumer: int
+    consumer_slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs.
+
+    Attributes:
+        modes: block -> how it is checkpointed, of those that are.
+        agreements, alike: pairs of edges that one key of the plan names: they show the same ports where they come from,
+            and where they lead.
+        arguments: region class -> slots that show what the model is called with, or hands to the next stage, each
+            tensor once.
+        sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of an earlier
+            use: of what many blocks read, the first has nothing to add to.
+        joins: likewise, in how many members the op's product adds to a gradient that is there.
+    """
+
+    regions: RegionGraph
+    profile: GraphProfile
+    blocks: Blocks
+    modes: Mapping[str, CheckpointingMode]
+    edges: tuple[EdgeKey, ...]
+    parameters: tuple[ParameterClass, ...]
+    forward: tuple[Tally, ...]
+    recompute: tuple[Tally, ...]
+    kept: tuple[Tally, ...]
+    copied: tuple[Tally, ...]
+    passed: tuple[Tally, ...]
+    agreements: tuple[tuple[int, int], ...]
+    alike: tuple[tuple[int, int], ...]
+    first_class: int | None
+    arguments: Mapping[int, tuple[int, ...]]
+    sums: tuple[tuple[Mapping[int, int], ...], ...]
+    joins: tuple[tuple[Mapping[int, int], ...], ...]
+    gathers: tuple[BlockGather, ...]
+    timeline: Timeline
+
+    def without_moments(self) -> Structure:
+        """Return it for a problem whose peak is not asked for: with no moment at which memory would be added up."""
+        return dataclasses.replace(
+            self,
+            parameters=tuple(parameter.without_moments() for parameter in self.parameters),
+            gathers=tuple(block.without_moments() for block in self.gathers),
+            timeline=dataclasses.replace(self.timeline, moments=(), throughout=NEVER_ALIVE),
+            kept=(),
+            copied=(),
+            passed=(),
+        )
+
+    def representative(self, region_class: int) -> Region:
+        """Return a region of the class."""
+        return self.regions.regions[self.regions.classes[region_class].members[0]]
+
+    def mode(self, region: Region) -> CheckpointingMode | None:
+        """Return how the block that ``region`` is in is checkpointed, None where it is in none that is."""
+        return self.modes.get(self.blocks.of_region.get(region.index, ""))
+
+
+def build_structure(
+    regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
+) -> Structure:
+    """Return everything about the problem that no mesh changes.
+
+    Args:
+        modes: block -> how it is checkpointed, of those that are; alike for the blocks of a class of regions.
+    """
+    edge_index: dict[EdgeKey, int] = {}
+    leaving: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for link in regions.links:
+        key = EdgeKey(
+            producer=regions.class_of[link.producer],
+            producer_slot=link.producer_slot,
+            consumer=regions.class_of[link.consumer],
+            consumer_slot=link.consumer_slot,
+        )
+        edge = edge_index.setdefault(key, len(edge_index))
+        leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
+    op_order = OpOrder(regions, profile, blocks, modes)
+    timeline = forward_timeline(op_order) if op_order.is_forward else build_timeline(op_order)
+    tallies = count_tallies(regions, profile, blocks, modes, leaving, timeline)
+    if op_order.is_forward:
+        tallies["copied"] = forward_copies(op_order, timeline, leaving)
+    parameters = parameter_classes(regions, timeline)
+    with_parameters = [
+        (region.ops[0].op.name, regions.class_of[region.index])
+        for region in regions.regions
+        if region.ops and any(slot.origin == "parameter" for slot in region.slots)
+    ]
+    order = {op.name: position for position, op in enumerate(regions.graph.ops)}
+    summed, joined = ({name: getattr(op, use) for name, op in profile.ops.items()} for use in ("summed", "joined"))
+    return Structure(
+        regions=regions,
+        profile=profile,
+        blocks=blocks,
+        modes=modes,
+        edges=tuple(edge_index),
+        parameters=parameters,
+        agreements=_agreements(regions, edge_index),
+        alike=_alike(regions, edge_index),
+        first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
+        arguments=_arguments(regions),
+        sums=tuple(_counted(regions, members.members, summed) for members in regions.classes),
+        joins=tuple(_counted(regions, members.members, joined) for members in regions.classes),
+        gathers=block_gathers(regions, blocks, parameters, timeline),
+        timeline=timeline,
+        **tallies,
+    )
+
+
+def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
+    """Return ``known`` for the regions of the same model at another batch; None where that has a structure of its own.
+
+    A structure counts tensors and weighs none, but to choose the moments. At a batch of 1, autograd may keep others.
+    """
+    seen = known.regions
+    if (regions.classes, regions.class_of, regions.links) != (seen.classes, seen.class_of, seen.links):
+        return None
+    if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
+        return None
+    order = OpOrder(regions, profile, known.blocks, known.modes)
+    if (forward_moments(order) if order.is_forward else find_moments(order)) != known.timeline.moments:
+        return None
+    return dataclasses.replace(known, regions=regions, profile=profile)
+
+
+def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
+    """Return all that a structure asks of the profile of each op."""
+    return [
+        (
+            *(name, op.saved, op.summed, op.joined, op.in_place),
+            *(op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0),
+        )
+        for name, op in profile.ops.items()
+    ]
+
+
+def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
+    found: dict[str, tuple[int, int]] = {}
+    sent = {output.value for output in regions.graph.outputs if output.is_sent}
+    for region in regions.regions:
+        for position, slot in enumerate(region.slots):
+            handed_on = slot.value.name in sent and is_sent(region, slot)
+            if (slot.value.kind == "input" and slot.source is None) or handed_on:
+                found.setdefault(slot.value.name, (regions.class_of[region.index], position))
+    slots: dict[int, list[int]] = defaultdict(list)
+    for region_class, position in found.values():
+        slots[region_class].append(position)
+    return {region_class: tuple(positions) for region_class, positions in slots.items()}
+
+
+def _counted(
+    regions: RegionGraph, members: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
+) -> tuple[Mapping[int, int], ...]:
+    """Return for each op of a class, input -> in how many members it is one of the ``inputs`` of the op."""
+    ops_of = [regions.regions[member].ops for member in members]
+    return tuple(Counter(i for op in same for i in inputs[op.op.name]) for same in zip(*ops_of, strict=True))
+
+
+def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
+    """Return (module FQN, input or output, argument path): what a plan's key can tell apart."""
+    return regions.graph.calls[crossing.call].fqn, crossing.direction, crossing.path
+
+
+def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of edges that one key of the plan names, so that they must show the same ports."""
+    pairs = {pair for edges in _named_together(regions, edge_index) for pair in itertools.pairwise(edges)}
+    return tuple(sorted(pairs))
+
+
+def _alike(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of edges that one key names and that lead to different entries.
+
+    A module that is called twice hands its results to different regions: an activation, or dropout.
+    """
+    entries = {edge: (key.consumer, key.consumer_slot) for key, edge in edge_index.items()}
+    pairs: set[tuple[int, int]] = set()
+    for edges in _named_together(regions, edge_index):
+        first: dict[tuple[int, int], int] = {}
+        for edge in edges:
+            first.setdefault(entries[edge], edge)
+        pairs.update(itertools.pairwise(first.values()))
+    return tuple(sorted(pairs))
+
+
+def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> list[list[int]]:
+    """Return the edges that each key of a plan names, last those without a gradient: they agree with any gradient."""
+    by_key: dict[tuple[str, str, str], dict[int, bool]] = defaultdict(dict)
+    for link in regions.links:
+        slot = regions.regions[link.consumer].slots[link.consumer_slot]
+        assert slot.boundary is not None
+        key = EdgeKey(
+            producer=regions.class_of[link.producer],
+            producer_slot=link.producer_slot,
+            consumer=regions.class_of[link.consumer],
+            consumer_slot=link.consumer_slot,
+        )
+        by_key[hook_key(regions, slot.boundary)][edge_index[key]] = not slot.value.requires_grad
+    return [sorted(edges, key=lambda edge: (edges[edge], edge)) for edges in by_key.values()]

@@ -1,0 +1,1 @@
+"""Which modules are replaced, for tracing and for running alike?"""

@@ -1,0 +1,1 @@
+"""The plan as data: `ShardingPlan`, its job, its estimate, its file."""

@@ -1,0 +1,96 @@
+"""Checks of single plan entries that need no module: types, and layouts against the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cost_model.layouts.layout import Layout, MeshSpec, format_layout, sharded_dim
+from planner.errors import PlanKeyError, PlanLayoutError, PlanTypeError
+from planner.plan.ports import Port, is_layout
+from planner.plan.token_order import EvenOrder
+
+
+def wrong_type(name: str, key: str, value: object, advice: str) -> PlanTypeError:
+    """Return the error for ``value`` at ``key`` of the field ``name``."""
+    detail = f"{name} has {type(value).__name__} for {key!r}, which a plan cannot hold."
+    return PlanTypeError(detail, field=name, key=key, what_to_do=advice)
+
+
+def check_ports(name: str, key: str, spec: object) -> None:
+    """Raise ``PlanTypeError`` where ``spec`` is no ``PortSpec`` with at least one port."""
+    advice = "Give a layout, a list with a layout or None for each tensor, or a dict from argument name to layout."
+    ports = [spec] if isinstance(spec, Port) else list(spec.values() if isinstance(spec, Mapping) else ())
+    if isinstance(spec, tuple):
+        ports = [port for port in spec if port is not None]
+    if not ports:
+        raise wrong_type(name, key, spec, advice)
+    for port in ports:
+        if not isinstance(port, Port) or not all(is_layout(layout) for layout in port.layouts()):
+            raise wrong_type(name, key, port, advice)
+        if port.regather and name != "input_plan":
+            detail = f"{name} has regather for {key!r}: only what a module is called with can be redistributed again."
+            raise PlanTypeError(detail, field=name, key=key, what_to_do="Say it at the inputs of those who read it.")
+
+
+def check_names(name: str, key: str, names: object) -> None:
+    """Raise ``PlanTypeError`` where ``names`` is no tuple of different names with at least one in it."""
+    advice = "Give a list of the names of parameters, as they are called inside the module."
+    # A lone string would be taken apart into its letters.
+    if not isinstance(names, tuple) or not names or not all(isinstance(item, str) and item for item in names):
+        raise wrong_type(name, key, names, advice)
+    if len(set(names)) < len(names):
+        repeated = next(item for item in names if names.count(item) > 1)
+        detail = f"{name} has {repeated!r} twice for {key!r}."
+        raise PlanTypeError(detail, field=name, key=key, what_to_do="Name every parameter once.")
+
+
+def check_even_order(order: object, mesh: MeshSpec) -> None:
+    """Raise where ``order`` is no `EvenOrder` that sequences can be in on ``mesh``.
+
+    Raises:
+        PlanTypeError: something of a wrong type, or a dim below 0.
+        PlanKeyError: no axis of the mesh, or none that divides the sequences; the root's results.
+    """
+    advice = "Give axis and length, and for modules' inputs and outputs the dim of each tensor, from 0."
+    if not isinstance(order, EvenOrder):
+        raise wrong_type("even_order", "", order, advice)
+    for places in (order.inputs, order.outputs):
+        for key, dims in places.items():
+            if not isinstance(dims, Mapping) or not dims:
+                raise wrong_type("even_order", key, dims, advice)
+            for dim in dims.values():
+                if not isinstance(dim, int) or dim < 0:
+                    raise wrong_type("even_order", key, dim, advice)
+    sizes = dict(mesh.axes)
+    if order.axis not in sizes or order.length < 1 or order.length % sizes[order.axis]:
+        raise PlanKeyError(
+            f"even_order is over {order.axis!r} for sequences of {order.length} tokens, on the mesh {mesh}.",
+            field="even_order",
+            key=order.axis,
+            what_to_do="Name an axis of the mesh that divides the sequences.",
+        )
+    if "" in order.outputs or "output" in order.outputs:
+        raise PlanKeyError(
+            "even_order brings results of the root in order, which nothing inside it reads.",
+            field="even_order",
+            key="",
+            what_to_do="Name modules whose results others read.",
+        )
+
+
+def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
+    """Raise ``PlanLayoutError`` where ``layout`` cannot be on ``mesh``, whatever the tensor."""
+    text = f"({', '.join(format_layout(layout))})"
+    if len(layout) != len(mesh.axes):
+        raise PlanLayoutError(
+            f"{name} gives {key!r} the layout {text}: {len(layout)} placement(s) for {len(mesh.axes)} axes ({mesh}).",
+            field=name,
+            key=key,
+            what_to_do="Give one placement for each axis, outermost first.",
+        )
+    if any((sharded_dim(placement) or 0) < 0 for placement in layout):
+        detail = f"{name} gives {key!r} the layout {text}, which shards a negative dim."
+        raise PlanLayoutError(detail, field=name, key=key, what_to_do="Count dims from 0.")
+    if name in ("plan", "compute_plan") and any(placement.is_partial() for placement in layout):
+        detail = f"{name} gives {key!r} the layout {text}, but a parameter cannot be partial."
+        raise PlanLayoutError(detail, field=name, key=key, what_to_do="Shard or replicate it on that axis.")

@@ -1,0 +1,254 @@
+"""The plan's JSON document and its schema. Data only: reading a plan runs no code of the file's choosing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
+
+from cost_model.layouts.layout import Layout, format_layout, parse_layout
+from planner.errors import JobError, PlanFormatError
+from planner.plan.estimate import Estimate, Pipeline, SolverReport
+from planner.plan.job import CheckpointingMode, Job
+from planner.plan.ports import Port, PortSpec
+from planner.plan.token_order import EvenOrder
+
+FORMAT_VERSION = 1
+SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
+_SCHEMA_ID = f"urn:shardplan:plan:{FORMAT_VERSION}"
+NOT_A_PLAN = (
+    "Check that it was written by `shardplan plan` or ShardingPlan.save() and copied whole; otherwise plan again."
+)
+
+_MESSAGES = {
+    "string_pattern_mismatch": "{value!r} is no placement; write S(0), R, P(sum), P(avg) or SS(0,8)",
+    "extra_forbidden": "there is no such field",
+    "unexpected_keyword_argument": "there is no such field",
+    "missing": "the field is missing",
+    "missing_argument": "the field is missing",
+}
+"""Our words for pydantic's error types, where pydantic's own say nothing to someone who reads a plan."""
+
+PlacementText = Annotated[str, Field(pattern=r"^(R|S\(\d+\)|P\((sum|avg)\)|SS\(\d+,\d+\))$")]
+LayoutText = Annotated[list[PlacementText], Field(min_length=1)]
+
+
+class _Document(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class MeshDocument(_Document):
+    """The devices as a grid."""
+
+    names: Annotated[list[str], Field(min_length=1)]
+    """Axis names, outermost first."""
+    shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """Axis sizes, in the same order."""
+    device: str
+    """Device type, as torch names it."""
+
+
+class PortDocument(_Document):
+    """One tensor at a module boundary, where more than its layout is given."""
+
+    layout: LayoutText
+    """After the boundary, forward."""
+    grad: LayoutText | None = None
+    """Of the gradient there."""
+    source: LayoutText | None = None
+    """Before the boundary, forward."""
+    source_grad: LayoutText | None = None
+    """Of the gradient before the boundary."""
+    regather: bool = False
+    """Of a module's input: whether it is redistributed again for the module's backward, and not kept until then."""
+
+
+PortText = Annotated[LayoutText | PortDocument, Field(union_mode="left_to_right")]
+# Ports come before names: {"layout": ["R"]} is a port; an argument called layout is {"layout": {"layout": ["R"]}}.
+PortsText = Annotated[
+    LayoutText | PortDocument | Annotated[list[PortText | None], Field(min_length=1)] | dict[str, PortText],
+    Field(union_mode="left_to_right"),
+]
+
+
+class PlanDocument(_Document):
+    """How a PyTorch model is split over a mesh of devices, and what a step of it costs."""
+
+    schema_: Annotated[str | None, Field(alias="$schema")] = None
+    """For editors."""
+    format_version: Literal[1]
+    """Version of this format."""
+    mesh: MeshDocument
+    plan: dict[str, LayoutText | str] = {}
+    """FQN pattern of parameters -> stored layout; or FQN pattern of modules -> name of a registered Sharder."""
+    compute_plan: dict[str, LayoutText] = {}
+    """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
+    gradient_plan: dict[str, LayoutText] = {}
+    """FQN pattern of parameters -> layout that their gradient is brought to in every micro-batch's backward."""
+    fully_shard: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
+    """FQN pattern of modules -> names, relative to the module, of parameters that are gathered together."""
+    keep_gathered: list[str] = []
+    """FQN patterns of modules in fully_shard that keep what they gathered from forward to backward."""
+    keep_gathered_for_step: list[str] = []
+    """FQN patterns of modules in fully_shard that gather and reduce once a step, whatever its micro-batches."""
+    input_plan: dict[str, PortsText] = {}
+    """FQN pattern of modules + ".input" -> layouts of what enters."""
+    output_plan: dict[str, PortsText] = {}
+    """FQN pattern of modules (+ ".output") -> layouts of what leaves; "" is the root."""
+    return_local_tensor: list[str] = []
+    """FQN patterns of modules whose output becomes a plain local tensor; "" is the root."""
+    activation_checkpointing: dict[str, CheckpointingMode] = {}
+    """FQN pattern of modules -> mode."""
+    micro_batches: Annotated[int, Field(ge=1)] = 1
+    """Micro-batches per step, whose gradients accumulate."""
+    even_order: EvenOrder | None = None
+    """The order that sequences have where attention's are split over ranks; null: their own."""
+    pipeline: Pipeline | None = None
+    """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""
+    estimate: Estimate | None = None
+    solver: SolverReport | None = None
+    job: Job = Job()
+    cluster: dict[str, Any] = {}
+    """ClusterSpec.to_dict()."""
+    fingerprint: dict[str, str] = {}
+    """Structural hashes of what the plan is for: model, cluster, torch, format."""
+    timings: dict[str, float] = {}
+    """Seconds of each planning stage."""
+    notes: list[str] = []
+    """For a person."""
+
+
+class _Draft202012(GenerateJsonSchema):
+    def generate(self, schema: Any, mode: Any = "validation") -> dict[str, Any]:
+        generated = super().generate(schema, mode=mode)
+        return {"$schema": self.schema_dialect, "$id": _SCHEMA_ID, **generated}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a plan's document."""
+    return PlanDocument.model_json_schema(schema_generator=_Draft202012)
+
+
+def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
+    """Return the document in ``data`` (JSON values).
+
+    Raises:
+        PlanFormatError: ``data`` is not a plan's document; names the file and the place that is wrong.
+    """
+    source = "The document" if file is None else repr(file)
+    if not isinstance(data, Mapping) or "format_version" not in data or "mesh" not in data:
+        detail = f"{source} is not a plan: a plan is a JSON object with format_version, mesh and more."
+        raise PlanFormatError(detail, file=file, what_to_do=NOT_A_PLAN)
+    if data["format_version"] != FORMAT_VERSION:
+        raise PlanFormatError(
+            f"{source} has format version {data['format_version']!r}; we read {FORMAT_VERSION}.",
+            file=file,
+            where="format_version",
+            what_to_do="Plan again with this version, or use the version that wrote it.",
+        )
+    try:
+        # By way of text: strict mode then accepts JSON's arrays and numbers for tuples and floats, and nothing else.
+        return PlanDocument.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        where, message = _worst(error, data)
+        raise invalid(message, file=file, where=where) from error
+    except JobError as error:
+        raise invalid(error.detail, file=file, where="job") from error
+    except (TypeError, ValueError) as error:
+        raise invalid(f"it is no JSON ({error})", file=file) from error
+
+
+def invalid(message: str, *, file: str | None, where: str = "") -> PlanFormatError:
+    """Return the error for a document that is a plan's, but for one place."""
+    source = "The document" if file is None else repr(file)
+    place = f" at {where}" if where else ""
+    detail = f"{source} is not a valid plan{place}: {message.rstrip('.')}."
+    return PlanFormatError(detail, file=file, where=where, what_to_do="Correct that place, or plan again.")
+
+
+def _worst(error: ValidationError, data: Mapping[str, object]) -> tuple[str, str]:
+    """Return place and message of the error found deepest in ``data``: of a union's branches, the best fitting."""
+    found = []
+    for item in error.errors(include_url=False, include_context=False):
+        path, value = _path_within(item["loc"], data)
+        message = _MESSAGES.get(item["type"], item["msg"]).format(value=value)
+        found.append((path, message))
+    path, message = max(found, key=lambda place: len(place[0]))
+    return "/".join(path), message
+
+
+def _path_within(loc: tuple[int | str, ...], data: object) -> tuple[tuple[str, ...], object]:
+    # pydantic mixes names of union branches into the location: keep only what leads on into the data. A missing or
+    # unknown key is the last item and stays.
+    path: list[str] = []
+    value: Any = data
+    for index, step in enumerate(loc):
+        inside = (isinstance(value, Mapping) and step in value) or (
+            isinstance(value, list) and isinstance(step, int) and step < len(value)
+        )
+        if inside:
+            path.append(str(step))
+            value = value[step]
+        elif index == len(loc) - 1 and isinstance(value, Mapping) and isinstance(step, str) and step.isidentifier():
+            path.append(step)
+    return tuple(path), value
+
+
+def layout_text(value: Layout | str) -> list[str] | str:
+    """Return the JSON value of a layout, or of a Sharder's name."""
+    return value if isinstance(value, str) else list(format_layout(value))
+
+
+def port_text(port: Port, *, full: bool = False) -> Any:
+    """Return the JSON value of a port: its layout alone where nothing else is given, unless ``full``."""
+    if not full and port == Port(layout=port.layout):
+        return list(format_layout(port.layout))
+    layouts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
+    texts = {name: list(format_layout(layout)) for name, layout in layouts.items() if layout is not None}
+    return {**texts, "regather": True} if port.regather else texts
+
+
+def ports_text(spec: PortSpec) -> Any:
+    """Return the JSON value of a module's ports."""
+    if isinstance(spec, Port):
+        return port_text(spec)
+    if isinstance(spec, Mapping):
+        # A module may call its arguments what a port calls its fields: an object then tells the two apart.
+        full = "layout" in spec
+        return {name: port_text(port, full=full) for name, port in spec.items()}
+    return [None if port is None else port_text(port) for port in spec]
+
+
+def _port(text: list[str] | PortDocument) -> Port:
+    if isinstance(text, list):
+        return Port(layout=parse_layout(text))
+
+    def layout(part: list[str] | None) -> Layout | None:
+        return None if part is None else parse_layout(part)
+
+    return Port(
+        layout=parse_layout(text.layout),
+        grad=layout(text.grad),
+        source=layout(text.source),
+        source_grad=layout(text.source_grad),
+        regather=text.regather,
+    )
+
+
+def parse_ports(text: Any) -> PortSpec:
+    """Return the ports in a validated ``PortsText``."""
+    if isinstance(text, dict):
+        return {name: _port(item) for name, item in text.items()}
+    if isinstance(text, PortDocument) or isinstance(text[0], str):
+        return _port(text)
+    return tuple(None if item is None else _port(item) for item in text)
+
+
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=2))

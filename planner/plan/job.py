@@ -1,0 +1,216 @@
+"""The job: what is run, and under which assumptions it is priced. Plain values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from cost_model.kernels.optimizer_memory import OPTIMIZERS
+from planner.errors import JobError
+
+CheckpointingMode = Literal["full", "selective"]
+"""How a block is recomputed in the backward pass; a block that is not recomputed has no mode."""
+
+CHECKPOINTING_CHOICES = ("none", "selective", "full")
+_AC_FORMS = "none, selective, full, or selective:K or full:K for the first K blocks of each list"
+
+
+class Checkpointing(NamedTuple):
+    """What a job's ``ac`` says: the mode, and of how many blocks at the front of each list; None: of all."""
+
+    mode: str
+    first: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Checkpointing:
+        """Return what ``text`` says: "none", "selective", "full", "selective:K" or "full:K".
+
+        Raises:
+            JobError: it is none of these.
+        """
+        mode, colon, count = text.partition(":")
+        if mode in CHECKPOINTING_CHOICES and not colon:
+            return cls(mode)
+        if mode in CHECKPOINTING_CHOICES[1:] and count.isascii() and count.isdigit() and int(count) > 0:
+            return cls(mode, int(count))
+        raise JobError(f"ac is {text!r}.", what_to_do=f"Choose {_AC_FORMS}.", field="ac")
+
+    def __str__(self) -> str:
+        return self.mode if self.first is None else f"{self.mode}:{self.first}"
+
+
+JobPhase = Literal["training", "prefill", "decode"]
+"""What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
+
+AttentionKernel = Literal["flash3"]
+"""Kernels of attention that are not torch's own."""
+
+ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
+
+PHASES: tuple[JobPhase, ...] = get_args(JobPhase)
+
+BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes of one element, by the dtype names that a job knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One step of a model, with the assumptions that its price depends on.
+
+    Attributes:
+        batch: samples in the global batch of one step; None takes the example inputs' first dim.
+        seq: tokens in a sequence (both lengths for an encoder-decoder); in decoding, tokens of each sequence that are
+            in the cache already; None where it has no meaning.
+        phase: what a step is; all but training are run at once (one micro-batch, nothing checkpointed), with
+            parameters in ``dtype`` and no master copy.
+        training: False prices the forward pass alone, without gradients and optimizer state; so it is in every phase
+            but training.
+        optimizer: a name in ``cost_model.kernels.optimizer_memory.OPTIMIZERS``.
+        dtype: of parameters and activations.
+        master_dtype: of the optimizer's own copy of the parameters; None keeps no copy.
+        state_dtype: of the optimizer's states.
+        reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are.
+        flash_attention: None: where the device has it.
+        attention_kernel: what fused attention runs in: flash3, FlashAttention-3, from a package of its own, on Hopper;
+            None: whatever torch chooses.
+        dropout: always as the model's config says; here so that a plan states it.
+        mip_gap: relative gap at which the solver may stop.
+        memory_bytes: cap on the peak per device; None takes the device's own memory.
+        micro_batches: per step; None lets the search choose.
+        ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
+            list alone; None lets the search choose.
+        pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
+        data_axes: mesh axes that split the batch alone.
+        tensor_overlap: whether communication of activations is taken to run in pieces beside the matrix products next
+            to it (`planner.pricing.async_tp`); such a plan cannot be run here.
+        regather: whether linear layers may have what was gathered for them gathered again for their backward, where
+            keeping it takes more memory than there is (`planner.pricing.regather_variants`).
+        fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
+            model's own code, where that does the same (`planner.model_rewrites.fuse`), and linear layers that read
+            the same tensor add up its gradient in their products.
+        even_order: whether the model has its sequences in the order in which ranks that hold a part of them do the same
+            work under a causal mask (`planner.plan.token_order`), where attention's are split and the model allows it.
+    """
+
+    batch: int | None = None
+    seq: int | None = None
+    phase: JobPhase = "training"
+    training: bool = True
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+    master_dtype: str | None = "fp32"
+    state_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+    flash_attention: bool | None = None
+    attention_kernel: AttentionKernel | None = None
+    dropout: Literal["as-configured"] = "as-configured"
+    mip_gap: float = 1e-3
+    memory_bytes: int | None = None
+    micro_batches: int | None = None
+    ac: str | None = None
+    pins: tuple[str, ...] = ()
+    data_axes: tuple[str, ...] = ()
+    tensor_overlap: bool = False
+    regather: bool = False
+    fused: bool = False
+    even_order: bool = False
+
+    def __post_init__(self) -> None:
+        if self.phase != "training":
+            object.__setattr__(self, "training", False)
+            object.__setattr__(self, "master_dtype", None)
+            self._check_inference()
+        for field in ("batch", "seq", "memory_bytes", "micro_batches"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise JobError(f"{field} is {value}.", what_to_do="Give a whole number from 1 up.", field=field)
+        for field in ("dtype", "master_dtype", "state_dtype", "reduce_dtype"):
+            self._check_choice(field, tuple(BYTES_PER_ELEMENT), none_is_fine=field == "master_dtype")
+        self._check_choice("attention_kernel", ATTENTION_KERNELS, none_is_fine=True)
+        if self.ac is not None:
+            Checkpointing.parse(self.ac)
+        if not 0 <= self.mip_gap < 1:
+            detail = f"mip_gap is {self.mip_gap}."
+            raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.001.", field="mip_gap")
+        self._check_micro_batches()
+        if self.optimizer not in OPTIMIZERS:
+            advice = f"Choose one of {', '.join(OPTIMIZERS)}."
+            raise JobError(f"optimizer is {self.optimizer!r}.", what_to_do=advice, field="optimizer")
+
+    @property
+    def counts_moments(self) -> bool:
+        """Whether memory is added up at moments: of the backward, or of a forward that was traced for inference."""
+        return self.training or self.phase != "training"
+
+    @property
+    def items(self) -> tuple[int, str]:
+        """How many tokens a step reads or makes, or samples where they have no length, and which of both."""
+        batch = self.batch or 0
+        if self.seq is None:
+            return batch, "samples"
+        return (batch if self.phase == "decode" else batch * self.seq), "tokens"
+
+    def _check_inference(self) -> None:
+        self._check_choice("phase", PHASES)
+        advice = "Leave it out: nothing is kept for a backward pass."
+        if self.micro_batches not in (None, 1):
+            detail = f"{self.phase} in {self.micro_batches} micro-batches: a batch is run at once."
+            raise JobError(detail, what_to_do=advice, field="micro_batches")
+        if self.ac not in (None, "none"):
+            detail = f"{self.phase} with activation checkpointing {self.ac!r}."
+            raise JobError(detail, what_to_do=advice, field="ac")
+
+    def _check_choice(self, field: str, choices: tuple[str, ...], *, none_is_fine: bool = False) -> None:
+        value = getattr(self, field)
+        if value not in choices and not (none_is_fine and value is None):
+            raise JobError(f"{field} is {value!r}.", what_to_do=f"Choose one of {', '.join(choices)}.", field=field)
+
+    def _check_micro_batches(self) -> None:
+        if self.batch is None or self.micro_batches is None or self.batch % self.micro_batches == 0:
+            return
+        raise JobError(
+            f"a batch of {self.batch} does not divide into {self.micro_batches} micro-batches.",
+            what_to_do=f"Choose a number of micro-batches that divides {self.batch}.",
+            field="micro_batches",
+        )
+
+
+def checked_time_limit_s(time_limit_s: float | None) -> float | None:
+    """Return a search's time limit.
+
+    Raises:
+        JobError: it is not above 0.
+    """
+    if time_limit_s is not None and not time_limit_s > 0:
+        raise JobError(
+            f"time_limit_s is {time_limit_s}.", what_to_do="Give seconds above 0, or none.", field="time_limit_s"
+        )
+    return time_limit_s
+
+
+def memory_bytes_of(memory_gb: float) -> int:
+    """Return bytes of GB of 1e9 bytes.
+
+    Raises:
+        JobError: it is not above 0.
+    """
+    if not memory_gb > 0:
+        raise JobError(
+            f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
+        )
+    return int(memory_gb * 1e9)
+
+
+def checked_tensor_overlap(tensor_overlap: bool, executable_only: bool) -> bool:
+    """Return whether communication is taken to run beside products.
+
+    Raises:
+        JobError: it is, and only plans that can be run are wanted.
+    """
+    if tensor_overlap and executable_only:
+        raise JobError(
+            "tensor_overlap is assumed, and only plans that can be run are wanted: communication in pieces cannot.",
+            what_to_do="Add --no-executable-only (executable_only=False), or leave --tensor-overlap out.",
+            field="tensor_overlap",
+        )
+    return tensor_overlap

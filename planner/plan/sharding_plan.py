@@ -1,0 +1,366 @@
+"""``ShardingPlan``: how a model is split over a mesh, as a value and as a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_model.layouts.layout import Layout, LayoutError, MeshSpec, parse_layout
+from planner.errors import MeshError, PlanError, PlannerError
+from planner.plan import document as plan_document
+from planner.plan import file as plan_file
+from planner.plan.checks import check_even_order, check_layout, check_names, check_ports, wrong_type
+from planner.plan.document import FORMAT_VERSION
+from planner.plan.estimate import (
+    CollectiveEstimate,
+    CollectiveKind,
+    Estimate,
+    Phase,
+    Pipeline,
+    PipelineStage,
+    SolverReport,
+)
+from planner.plan.job import CheckpointingMode, Job, JobPhase
+from planner.plan.patterns import check_pattern
+from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
+from planner.plan.token_order import EvenOrder
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CheckpointingMode",
+    "CollectiveEstimate",
+    "CollectiveKind",
+    "Estimate",
+    "Job",
+    "JobPhase",
+    "Phase",
+    "Pipeline",
+    "PipelineStage",
+    "PlanMesh",
+    "Port",
+    "PortSpec",
+    "ShardingPlan",
+    "SolverReport",
+]
+
+
+_MAPPINGS = (
+    "plan",
+    "compute_plan",
+    "gradient_plan",
+    "fully_shard",
+    "input_plan",
+    "output_plan",
+    "activation_checkpointing",
+)
+"""Fields whose keys are FQN patterns."""
+_LISTS = ("keep_gathered", "keep_gathered_for_step", "return_local_tensor")
+"""Fields that are lists of FQN patterns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanMesh(MeshSpec):
+    """A mesh of one device type, as torch names it: "cuda" (ROCm too) or "cpu"."""
+
+    device: str = "cuda"
+
+    @classmethod
+    def of(cls, mesh: MeshSpec, device: str = "cuda") -> PlanMesh:
+        """Return ``mesh`` made of ``device``s."""
+        return cls(axes=mesh.axes, device=device)
+
+    @property
+    def spec(self) -> MeshSpec:
+        """The axes alone (a ``PlanMesh`` never equals a ``MeshSpec``)."""
+        return MeshSpec(axes=self.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingPlan:
+    """How every parameter and every module boundary is laid out, and what a step costs.
+
+    All but ``mesh`` may be left out, so a plan is easily written by hand. Keys are patterns of FQNs
+    (``patterns``); ``""`` is the root module. In ``input_plan`` and ``output_plan`` a bare layout, or a list or
+    dict of them, may stand for ``Port``s.
+
+    Attributes:
+        mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices.
+        plan: parameters -> stored layout; or modules -> the name of a Sharder given to ``shard_module``.
+        compute_plan: parameters -> layout at use, where it differs from the stored one.
+        gradient_plan: parameters -> the layout that their gradient is brought to in every micro-batch's backward; the
+            others' accumulate as they come (partial, say) and are reduced once a step.
+        fully_shard: modules -> names, relative to the module, of parameters that are gathered together before its
+            forward and its backward, and whose gradients are reduced together, by torch's ``fully_shard``.
+        keep_gathered: those of these modules that keep what they gathered from forward to backward, and gather once.
+        keep_gathered_for_step: those that keep it from the first micro-batch's forward to the last one's backward: they
+            gather once a step, and reduce once what gradients have added up to.
+        input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
+        output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
+        return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
+        activation_checkpointing: modules -> "full" or "selective".
+        micro_batches: per step; their gradients accumulate.
+        even_order: the order that sequences have where attention's are split over ranks; None: their own.
+        pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
+            other axes. None: every device has a part of every module.
+        estimate: seconds and bytes of a step; None where nobody has priced the plan.
+        solver: how the plan was found.
+        job: what the estimate is for.
+        cluster: ``ClusterSpec.to_dict()`` of what the estimate is for.
+        fingerprint: structural hashes: "model", "cluster", "torch", "format"; a part that is missing is not checked.
+        timings: seconds by planning stage ("trace_s", "solve_s", ...).
+        notes: for a person.
+        format_version: of the file.
+    """
+
+    mesh: PlanMesh
+    plan: Mapping[str, Layout | str] = field(default_factory=dict)
+    compute_plan: Mapping[str, Layout] = field(default_factory=dict)
+    gradient_plan: Mapping[str, Layout] = field(default_factory=dict)
+    fully_shard: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keep_gathered: tuple[str, ...] = ()
+    keep_gathered_for_step: tuple[str, ...] = ()
+    input_plan: Mapping[str, PortSpec] = field(default_factory=dict)
+    output_plan: Mapping[str, PortSpec] = field(default_factory=dict)
+    return_local_tensor: tuple[str, ...] = ()
+    activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
+    micro_batches: int = 1
+    even_order: EvenOrder | None = None
+    pipeline: Pipeline | None = None
+    estimate: Estimate | None = None
+    solver: SolverReport | None = None
+    job: Job = field(default_factory=Job)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, MeshSpec) and not isinstance(self.mesh, PlanMesh):
+            object.__setattr__(self, "mesh", PlanMesh.of(self.mesh))
+        for name in ("plan", "compute_plan", "gradient_plan"):
+            entries = getattr(self, name)
+            if isinstance(entries, Mapping):
+                layouts = {key: tuple(value) if is_layout(value) else value for key, value in entries.items()}
+                object.__setattr__(self, name, layouts)
+        for name in ("input_plan", "output_plan"):
+            entries = getattr(self, name)
+            if isinstance(entries, Mapping):
+                object.__setattr__(self, name, {key: normalised(value) for key, value in entries.items()})
+        if isinstance(self.fully_shard, Mapping):
+            groups = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
+            }
+            object.__setattr__(self, "fully_shard", groups)
+        for name in (*_LISTS, "notes"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def validate(self) -> None:
+        """Check what can be checked without a module: types, keys, and layouts against the mesh.
+
+        Raises:
+            PlanTypeError: a value of a type that has no place there.
+            PlanLayoutError: a layout with a wrong number of placements, or a stored layout that is partial.
+            PlanKeyError: a key with an empty component, or an even order over no axis.
+        """
+        _check_containers(self)
+        for key, value in self.plan.items():
+            if not (is_layout(value) or (isinstance(value, str) and value)):
+                advice = (
+                    "Give a layout, one placement per mesh axis, or a Sharder's name (with sharders={name: sharder})."
+                )
+                raise wrong_type("plan", key, value, advice)
+        for name, layouts in (("compute_plan", self.compute_plan), ("gradient_plan", self.gradient_plan)):
+            for key, layout in layouts.items():
+                if not is_layout(layout):
+                    raise wrong_type(name, key, layout, "Give a layout, one placement per mesh axis.")
+        for key, names in self.fully_shard.items():
+            check_names("fully_shard", key, names)
+        for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
+            for key, spec in entries.items():
+                check_ports(name, key, spec)
+        if self.even_order is not None:
+            check_even_order(self.even_order, self.layout_mesh)
+        for name, key in self._keys():
+            check_pattern(key, field=name)
+        for name, key, layout in self.layouts():
+            check_layout(name, key, layout, self.layout_mesh)
+
+    @property
+    def layout_mesh(self) -> MeshSpec:
+        """The mesh that layouts are on: of one stage, where the model is cut into a pipeline."""
+        return self.mesh.spec if self.pipeline is None else MeshSpec(axes=self.mesh.axes[1:])
+
+    def check_runs(self) -> None:
+        """Refuse a plan that nothing here can run.
+
+        Raises:
+            PlanError: it has a pipeline, or its job takes communication to be hidden as the executor does not hide it.
+        """
+        self.check_priced()
+        if self.job.tensor_overlap:
+            raise PlanError(
+                "The plan assumes that tensor-parallel communication runs in pieces beside matrix products "
+                "(tensor_overlap), which is not run here.",
+                what_to_do="Plan without --tensor-overlap (tensor_overlap=False); the layouts may differ.",
+            )
+
+    def check_priced(self) -> None:
+        """Refuse a plan with parts that nothing here can price again.
+
+        Raises:
+            PlanError: it has a pipeline.
+        """
+        if self.pipeline is not None:
+            raise PlanError(
+                f"The plan has a pipeline of {len(self.pipeline.stages)} stages, which cannot be run, verified or "
+                "priced again yet.",
+                what_to_do="Plan with --executable-only (executable_only=True), which leaves pipelines out.",
+            )
+
+    def layouts(self) -> Iterator[tuple[str, str, Layout]]:
+        """Yield (field, key, layout) for every layout in the plan."""
+        for key, value in self.plan.items():
+            if not isinstance(value, str):
+                yield "plan", key, value
+        for name, layouts in (("compute_plan", self.compute_plan), ("gradient_plan", self.gradient_plan)):
+            for key, layout in layouts.items():
+                yield name, key, layout
+        for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
+            for key, spec in entries.items():
+                for _, port in ports_of(spec):
+                    for layout in port.layouts():
+                        yield name, key, layout
+
+    @property
+    def regathers(self) -> bool:
+        """Whether any module's backward has what the module is called with redistributed again."""
+        return any(port.regather for spec in self.input_plan.values() for _, port in ports_of(spec))
+
+    def _keys(self) -> Iterator[tuple[str, str]]:
+        for name in (*_MAPPINGS, *_LISTS):
+            for key in getattr(self, name):
+                yield name, key
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values; ``from_dict`` gives an equal plan back."""
+        return {
+            "format_version": self.format_version,
+            "mesh": {"names": list(self.mesh.names), "shape": list(self.mesh.shape), "device": self.mesh.device},
+            "plan": {key: plan_document.layout_text(value) for key, value in self.plan.items()},
+            "compute_plan": {key: plan_document.layout_text(layout) for key, layout in self.compute_plan.items()},
+            "gradient_plan": {key: plan_document.layout_text(layout) for key, layout in self.gradient_plan.items()},
+            "fully_shard": {key: list(names) for key, names in self.fully_shard.items()},
+            "input_plan": {key: plan_document.ports_text(spec) for key, spec in self.input_plan.items()},
+            "output_plan": {key: plan_document.ports_text(spec) for key, spec in self.output_plan.items()},
+            "keep_gathered": list(self.keep_gathered),
+            "keep_gathered_for_step": list(self.keep_gathered_for_step),
+            "return_local_tensor": list(self.return_local_tensor),
+            "activation_checkpointing": dict(self.activation_checkpointing),
+            "micro_batches": self.micro_batches,
+            "even_order": None if self.even_order is None else dataclasses.asdict(self.even_order),
+            "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
+            "estimate": None if self.estimate is None else _json_values(self.estimate),
+            "solver": None if self.solver is None else _json_values(self.solver),
+            "job": _json_values(self.job),
+            "cluster": dict(self.cluster),
+            "fingerprint": dict(self.fingerprint),
+            "timings": dict(self.timings),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: object, *, file: str | None = None) -> ShardingPlan:
+        """Return the plan in ``data``, the JSON values that ``to_dict`` gives; ``file`` is for messages.
+
+        Raises:
+            PlanFormatError: ``data`` is not a valid plan.
+        """
+        parsed = plan_document.parse_document(data, file=file)
+        fields = {name: getattr(parsed, name) for name in type(parsed).model_fields if name != "schema_"}
+        names, shape = parsed.mesh.names, parsed.mesh.shape
+        if len(names) != len(shape):
+            raise plan_document.invalid(f"{len(names)} names for {len(shape)} sizes", file=file, where="mesh")
+        try:
+            fields["mesh"] = PlanMesh(axes=tuple(zip(names, shape, strict=True)), device=parsed.mesh.device)
+            for name in ("plan", "compute_plan", "gradient_plan"):
+                entries = fields[name].items()
+                fields[name] = {key: value if isinstance(value, str) else parse_layout(value) for key, value in entries}
+            for name in ("input_plan", "output_plan"):
+                fields[name] = {key: plan_document.parse_ports(value) for key, value in fields[name].items()}
+            plan = cls(**fields)
+            plan.validate()
+        except (PlannerError, LayoutError) as error:
+            raise plan_document.invalid(str(error), file=file) from error
+        return plan
+
+    def to_json(self) -> str:
+        """Return the text of the plan's file."""
+        return plan_file.dumps(self.to_dict())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to ``path``: the whole file or, on any error, nothing.
+
+        Raises:
+            PlanError: the plan contradicts itself, so that it could not be read back.
+            OSError: the file cannot be written.
+        """
+        self.validate()
+        plan_file.write_atomically(self.to_json(), path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardingPlan:
+        """Return the plan in the file at ``path``.
+
+        Raises:
+            PlanFormatError: no file, no JSON, truncated, or not a plan; the message names the file and the place.
+        """
+        return cls.from_dict(plan_file.read_json(path), file=os.fspath(path))
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """Return the JSON Schema (draft 2020-12) of a plan's file, as published in ``json``."""
+        return plan_document.json_schema()
+
+
+def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
+    stages = [{**_json_values(stage)} for stage in pipeline.stages]
+    return {**_json_values(pipeline), "stages": stages}
+
+
+def _json_values(value: Estimate | Pipeline | PipelineStage | SolverReport | Job) -> dict[str, Any]:
+    values = dataclasses.asdict(value)
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
+
+
+def _check_containers(plan: ShardingPlan) -> None:
+    for name in _MAPPINGS:
+        entries = getattr(plan, name)
+        if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
+            raise wrong_type(name, "", entries, "Give a mapping from names to values.")
+    if not isinstance(plan.mesh, PlanMesh):
+        raise wrong_type("mesh", "", plan.mesh, 'Give PlanMesh.parse("dp=2,tp=8").')
+    for name in _LISTS:
+        names = getattr(plan, name)
+        # A lone string would be taken apart into its letters.
+        if not isinstance(names, tuple) or not all(isinstance(key, str) for key in names):
+            raise wrong_type(name, "", names, 'Give a list of module names; [""] is the root.')
+    for key, mode in plan.activation_checkpointing.items():
+        if mode not in ("full", "selective"):
+            raise wrong_type("activation_checkpointing", key, mode, 'Give "full" or "selective".')
+    if plan.pipeline is not None and (plan.mesh.names[0], plan.mesh.shape[0]) != ("pp", len(plan.pipeline.stages)):
+        raise MeshError(
+            f"A pipeline of {len(plan.pipeline.stages)} stages on the mesh {plan.mesh}.",
+            what_to_do="Give the mesh an outermost axis pp with one rank for each stage.",
+        )
+    if plan.pipeline is not None and (plan.pipeline.chunks > 1) != (plan.pipeline.schedule == "interleaved"):
+        raise MeshError(
+            f"Stages of {plan.pipeline.chunks} chunks in the schedule {plan.pipeline.schedule}.",
+            what_to_do="Give the schedule interleaved and chunks above 1, or neither.",
+        )
+    if plan.micro_batches < 1:
+        raise MeshError(f"A plan has {plan.micro_batches} micro-batches.", what_to_do="Give at least 1.")

@@ -1,0 +1,1 @@
+"""What is best on one mesh? Baselines and pins restrict it."""

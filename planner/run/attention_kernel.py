@@ -1,0 +1,50 @@
+"""Whether a model's attention can run in the kernel that a job asks for."""
+
+from __future__ import annotations
+
+from cost_model.hardware.devices import DeviceSpec
+from cost_model.kernels.attention import runs_kernel
+from planner.errors import JobError
+from planner.graph.op_graph import OpGraph
+from planner.plan.job import Job
+from planner.profile.profile import ATTENTION
+from planner.strategies.context_parallel import dropout_of
+
+_WIDEST, _WIDTHS = 256, 8
+"""The widest head that torch gives FlashAttention-3, in elements, and what widths are multiples of.
+
+After torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``check_head_dim_size_flash``).
+"""
+
+
+def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
+    """Refuse a kernel of attention that does not run on ``device``, or not all attention of a model.
+
+    Raises:
+        JobError: so it is.
+    """
+    kernel = job.attention_kernel
+    if kernel is None:
+        return
+    why = None
+    if not runs_kernel(kernel, device):
+        why = f"{device.name} does not run"
+    elif job.dtype == "fp32":
+        why = "does not run in fp32"
+    else:
+        for op in graph.ops:
+            if op.target is ATTENTION:
+                query, key, value, *masks = (graph.values[name] for name in op.inputs)
+                widths = {tensor.shape[-1] for tensor in (query, key, value)}
+                if dropout_of(op):
+                    why = f"has no dropout, as attention of this model has ({op.name})"
+                elif masks:
+                    why = f"takes no mask, as attention of this model has ({op.name})"
+                elif len(widths) > 1 or max(widths) > _WIDEST or max(widths) % _WIDTHS:
+                    why = f"does not run heads of these widths: {', '.join(map(str, sorted(widths)))} ({op.name})"
+    if why is not None:
+        raise JobError(
+            f"attention_kernel is {kernel!r}, which {why}.",
+            what_to_do="Leave attention_kernel out: torch chooses a kernel that runs.",
+            field="attention_kernel",
+        )

@@ -1,0 +1,221 @@
+"""Baselines: the plans that people write by hand, as restrictions of the space that the integer program searches.
+
+Within its restriction each baseline still gets the cheapest choice of everything that the expert's plan leaves open, so
+that "better than the baseline" is never better than a straw man.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cost_model.layouts.layout import Layout, MeshSpec, divides
+from planner.errors import BaselineError
+from planner.formulation.formulate import Accepts, AcceptsStored
+from planner.graph.op_graph import OpGraph, Value
+from planner.plan.patterns import match_keys
+from planner.regions.regions import Region
+from planner.strategies.enumerate import Strategy
+from planner.strategies.own_rules import PACKED
+
+R = Replicate()
+
+NAMES = ("data-parallel", "fully-sharded", "tensor-parallel")
+
+_COLWISE = (
+    "colwise",
+    "packed_colwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "local_colwise",
+    "local_packed_rowwise",
+)
+_PACKED = ("packed_colwise", "local_packed_rowwise")
+_ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "packed_rowwise")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restriction:
+    """What a baseline may choose: strategies of regions, stored layouts of parameters."""
+
+    accepts: Accepts
+    accepts_stored: AcceptsStored
+
+
+def batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
+    """Tell whether, on ``axes``, parameters are computed whole and activations split over the batch or not at all."""
+    for slot, layout in zip(region.slots, strategy.forward, strict=True):
+        if layout is None:
+            continue
+        for axis in axes:
+            placement = layout[axis]
+            if slot.origin == "parameter" and placement != R:
+                return False
+            if slot.origin == "entry" and placement not in (R, Shard(0)):
+                return False
+            if slot.value.kind == "input" and placement != Shard(0) and _batch_divides(slot.value, mesh, axes):
+                return False
+    return True
+
+
+def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
+    layout: Layout = tuple(Shard(0) if axis in axes else R for axis in range(len(mesh.shape)))
+    return divides(value.shape, layout, mesh.shape)
+
+
+def of_planner(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
+    """Return what the baseline called ``name`` may choose on a mesh."""
+    if name == "tensor-parallel":
+        return tensor_parallel(mesh, tp_plan, graph)
+    return data_parallel(mesh) if name == "data-parallel" else fully_sharded(mesh)
+
+
+def _axes(mesh: MeshSpec) -> list[int]:
+    """Return the axes with more than one rank."""
+    return [axis for axis, size in enumerate(mesh.shape) if size > 1]
+
+
+def data_parallel(mesh: MeshSpec) -> Restriction:
+    """Return data parallelism over all axes: every parameter whole everywhere, the batch split."""
+    axes = _axes(mesh)
+    return Restriction(
+        accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
+        accepts_stored=lambda value, names, layout: all(placement == R for placement in layout),
+    )
+
+
+def fully_sharded(mesh: MeshSpec) -> Restriction:
+    """Return fully sharded data parallelism over all axes: parameters rest split on their first dim that divides."""
+    axes = _axes(mesh)
+    return Restriction(
+        accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
+        accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, axes),
+    )
+
+
+def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
+    """Return the layout that splits the first dim which divides over all ``axes``, replicated where none does."""
+    for dim in range(len(value.shape)):
+        layout: Layout = tuple(Shard(dim) if axis in axes else R for axis in range(len(mesh.shape)))
+        if divides(value.shape, layout, mesh.shape):
+            return layout
+    return tuple(R for _ in mesh.shape)
+
+
+def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
+    """Return the expert plan that a Hugging Face config carries, on the innermost axis; data parallelism on the others.
+
+    Args:
+        styles: FQN pattern of modules -> style ("colwise", "rowwise", ...).
+
+    Raises:
+        BaselineError: the model carries no such plan, or its plan uses styles for which this baseline has no layouts.
+    """
+    if not styles:
+        raise BaselineError(
+            "this model carries no tensor-parallel plan (its Hugging Face config has no base_model_tp_plan).",
+            what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
+        )
+    wanted = _expert_layouts(styles, graph)
+    axis = len(mesh.shape) - 1
+    others = [a for a in _axes(mesh) if a != axis]
+
+    def accepts(region: Region, strategy: Strategy) -> bool:
+        if not _batch_only_on(region, strategy, others, mesh):
+            return False
+        planned = False
+        for slot, layout in zip(region.slots, strategy.forward, strict=True):
+            if layout is None:
+                continue
+            if slot.origin == "parameter" and slot.parameter is not None:
+                placement = wanted.get(slot.parameter, R)
+                planned = planned or slot.parameter in wanted
+                if mesh.shape[axis] > 1 and layout[axis] != (
+                    placement if _splits(slot.value, placement, mesh.shape[axis]) else R
+                ):
+                    return False
+            elif slot.value.kind == "input" and layout[axis] != R:
+                return False
+            elif slot.origin == "entry" and layout[axis] == Shard(1) and len(slot.value.shape) > 2:
+                return False  # splitting the sequence is no part of the expert's plan
+        return True
+
+    def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
+        placements = {wanted.get(name, R) for name in names}
+        allowed = {p if _splits(value, p, mesh.shape[axis]) else R for p in placements}
+        return all(layout[a] == R for a in others) and (layout[axis] in allowed or mesh.shape[axis] == 1)
+
+    return Restriction(accepts=accepts, accepts_stored=accepts_stored)
+
+
+def _batch_only_on(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
+    return not axes or batch_only(region, strategy, axes, mesh)
+
+
+def _splits(value: Value, placement: object, size: int) -> bool:
+    return isinstance(placement, (Shard, _StridedShard)) and divides(value.shape, (placement,), (size,))
+
+
+def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
+    names = sorted({name for aliases in graph.parameters.values() for name in aliases})
+    modules = sorted({name.rpartition(".")[0] for name in names})
+    wanted: dict[str, Placement] = _experts_layouts(styles, graph)
+    for pattern, matched in match_keys(styles, modules).items():
+        style = styles[pattern]
+        for module in matched:
+            for name in names:
+                if name.rpartition(".")[0] != module:
+                    continue
+                leaf = name.rpartition(".")[2]
+                if style in _COLWISE:
+                    wanted[name] = Shard(0)
+                elif style in _ROWWISE and leaf == "weight":
+                    wanted[name] = Shard(1)
+                elif style == "embedding_rowwise" and leaf == "weight":
+                    wanted[name] = Shard(0)
+    if not wanted:
+        known = sorted(set(styles.values()))
+        raise BaselineError(
+            "no module of this model matches its tensor-parallel plan in a style that is known here "
+            f"(it has {', '.join(known)}).",
+            what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
+        )
+    return wanted
+
+
+def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
+    """Return the layouts of parameters that hold the matrices of all experts: a plan names such by themselves."""
+    shapes = {name: graph.values[value].shape for value, names in graph.parameters.items() for name in names}
+    wanted: dict[str, Placement] = {}
+    for pattern, matched in match_keys(styles, shapes).items():
+        for name in matched:
+            if len(shapes[name]) == 3 and styles[pattern] in _PACKED:
+                wanted[name] = PACKED
+            elif len(shapes[name]) == 3 and styles[pattern] in _ROWWISE:
+                wanted[name] = Shard(2)
+    return wanted
+
+
+def parse_planner(name: str) -> tuple[str, int | None]:
+    """Return (planner, seed) for ``ilp``, a baseline's name or ``random:SEED``.
+
+    Raises:
+        BaselineError: there is no such planner.
+    """
+    match = re.fullmatch(r"random:(\d+)", name)
+    if match:
+        return "random", int(match[1])
+    if name == "ilp" or name in NAMES:
+        return name, None
+    raise BaselineError(
+        f"there is no planner {name!r}.", what_to_do=f"Choose one of ilp, {', '.join(NAMES)}, random:SEED."
+    )
+
+
+def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
+    """Return the number of micro-batches that ``planner`` plans for: a random one chooses none itself."""
+    return 1 if micro_batches is None and planner.startswith("random") else micro_batches

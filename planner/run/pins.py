@@ -1,0 +1,213 @@
+"""Pins: what a person has decided already, as restrictions of the search.
+
+``lm_head.weight=S(0)@tp``             rests split on dim 0 over ``tp``
+``model.layers.*.mlp.*.weight:used=R@dp``  is computed whole on ``dp``
+``model.embed_tokens.weight!=S(1)@tp`` rests in any other way over ``tp``
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cost_model.layouts.layout import Layout, LayoutError, MeshSpec, parse_placement
+from planner.errors import JobError
+from planner.graph.op_graph import Value
+from planner.liveness.parameter_classes import ParameterClass
+from planner.plan.patterns import match_keys, unmatched
+from planner.regions.regions import Region
+from planner.run.baselines import Restriction, batch_only
+from planner.strategies.enumerate import Strategy
+
+_PIN = re.compile(r"(?P<pattern>[^:=!@]+?)(?P<used>:used)?(?P<sign>!?=)(?P<placement>[^@]+)@(?P<axis>[\w-]+)")
+_ADVICE = (
+    "Write PATTERN=PLACEMENT@AXIS, such as lm_head.weight=S(0)@tp; != forbids, PATTERN:used= is the compute layout."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """One placement of some parameters on one mesh axis, wanted or forbidden.
+
+    Attributes:
+        pattern: of the parameters' FQNs.
+        used: whether the layout meant is that in computing; else that at rest.
+        forbidden: whether the placement is one that they must not have.
+    """
+
+    text: str
+    pattern: str
+    placement: Placement
+    axis: str
+    used: bool
+    forbidden: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Pin:
+        """Return the pin that ``text`` writes.
+
+        Raises:
+            JobError: it writes none.
+        """
+        match = _PIN.fullmatch(text.strip())
+        if match is None:
+            raise JobError(f"{text!r} is no pin.", what_to_do=_ADVICE, field="pins")
+        try:
+            placement = parse_placement(match["placement"].strip())
+        except LayoutError as error:
+            raise JobError(f"the pin {text!r}: {error}", what_to_do=_ADVICE, field="pins") from error
+        if type(placement) not in (Replicate, Shard, _StridedShard):
+            raise JobError(f"the pin {text!r} asks for partial sums.", what_to_do="Choose R or S(dim).", field="pins")
+        return cls(
+            text=text.strip(),
+            pattern=match["pattern"].strip(),
+            placement=placement,
+            axis=match["axis"],
+            used=match["used"] is not None,
+            forbidden=match["sign"] == "!=",
+        )
+
+    def allows(self, layout: Layout, mesh: MeshSpec) -> bool:
+        """Tell whether a layout keeps the pin; on an axis that the mesh does not have, every tensor is whole."""
+        names = mesh.names
+        found = layout[names.index(self.axis)] if self.axis in names else Replicate()
+        return (found == self.placement) != self.forbidden
+
+    def allows_whole(self) -> bool:
+        """Tell whether a tensor that is whole on the pin's axis keeps it."""
+        return (self.placement == Replicate()) != self.forbidden
+
+    def contradicts(self, other: Pin) -> bool:
+        """Tell whether no placement of one tensor, at rest or in computing alike, keeps both pins."""
+        if self.axis != other.axis or (self.forbidden and other.forbidden):
+            return False
+        return (self.placement == other.placement) == (self.forbidden or other.forbidden)
+
+
+def _contradiction(one: str, other: str, parameter: str) -> JobError:
+    return JobError(
+        f"the pins {one!r} and {other!r} contradict each other: {parameter} cannot keep both.",
+        what_to_do="Leave one of them out.",
+        field="pins",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """All pins of a job, and the parameters that each is for.
+
+    Attributes:
+        data_axes: axes that split the batch alone: parameters are computed whole on them.
+    """
+
+    pins: tuple[tuple[Pin, frozenset[str]], ...]
+    data_axes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        texts: Iterable[str],
+        data_axes: Iterable[str],
+        names: Sequence[str],
+        meshes: Sequence[MeshSpec],
+    ) -> Pins:
+        """Return the pins that ``texts`` write, for the parameters called ``names``.
+
+        Raises:
+            JobError: one is no pin, or names an axis that no mesh has.
+            UnmatchedKeyError: one matches no parameter.
+        """
+        pins = [Pin.parse(text) for text in texts]
+        known = {axis for mesh in meshes for axis in mesh.names}
+        for axis in [*(pin.axis for pin in pins), *data_axes]:
+            if axis not in known:
+                raise JobError(
+                    f"there is no mesh axis {axis!r}.",
+                    what_to_do=f"Choose among {', '.join(sorted(known))}.",
+                    field="pins",
+                )
+        matched = match_keys([pin.pattern for pin in pins], names)
+        for pin in pins:
+            if not matched[pin.pattern]:
+                raise unmatched(pin.pattern, names, field="pins", what="parameter")
+        return cls(
+            pins=tuple((pin, frozenset(matched[pin.pattern])) for pin in pins),
+            data_axes=tuple(dict.fromkeys(data_axes)),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.pins or self.data_axes)
+
+    def __str__(self) -> str:
+        return ", ".join([pin.text for pin, _ in self.pins] + [f"{axis} for data alone" for axis in self.data_axes])
+
+    def check(self, classes: Sequence[ParameterClass], names_of: dict[str, tuple[str, ...]]) -> None:
+        """Refuse pins that contradict each other, and one that is for some only of parameters that share their layouts.
+
+        Raises:
+            JobError: naming both pins, or one parameter of each kind.
+        """
+        self._check_contradictions([names_of[value] for parameter in classes for value in parameter.values])
+        for parameter in classes:
+            for pin, names in self.pins:
+                inside = [any(name in names for name in names_of[value]) for value in parameter.values]
+                if any(inside) and not all(inside):
+                    has, lacks = (names_of[parameter.values[inside.index(flag)]][0] for flag in (True, False))
+                    raise JobError(
+                        f"the pin {pin.text!r} is for {has} and not for {lacks}, but equal parameters of equal blocks "
+                        "share their layouts.",
+                        what_to_do="Pin all of them, with * for the block's number.",
+                        field="pins",
+                    )
+
+    def _check_contradictions(self, tensors: Iterable[tuple[str, ...]]) -> None:
+        """Refuse two pins, or a pin and an axis for data, that no layout of one of ``tensors`` (its FQNs) keeps."""
+        for pin, names in self.pins:
+            if pin.axis in self.data_axes and pin.used and not pin.allows_whole():
+                raise _contradiction(pin.text, f"{pin.axis} for data alone", min(names))
+        for tied in tensors:
+            # A tied parameter rests in one layout under all its names, and is computed in one by each.
+            for used, group in ((False, tied), *((True, (name,)) for name in tied)):
+                own = [pin for pin, names in self.pins if pin.used is used and not names.isdisjoint(group)]
+                for a, b in itertools.combinations(own, 2):
+                    if a.contradicts(b):
+                        raise _contradiction(a.text, b.text, " = ".join(group))
+
+    def on(self, mesh: MeshSpec) -> Restriction | None:
+        """Return what the pins alone leave to choose on a mesh."""
+        return self.restrict(mesh, None)
+
+    def restrict(self, mesh: MeshSpec, other: Restriction | None) -> Restriction | None:
+        """Return ``other`` restricted further to what keeps the pins on ``mesh``."""
+        if not self:
+            return other
+        axes = [mesh.names.index(axis) for axis in self.data_axes if axis in mesh.names]
+
+        def accepts(region: Region, strategy: Strategy) -> bool:
+            if other is not None and not other.accepts(region, strategy):
+                return False
+            if axes and not batch_only(region, strategy, axes, mesh):
+                return False
+            return all(
+                pin.allows(layout, mesh)
+                for slot, layout in zip(region.slots, strategy.forward, strict=True)
+                if slot.parameter is not None and layout is not None
+                for pin, names in self.pins
+                if pin.used and slot.parameter in names
+            )
+
+        def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
+            if other is not None and not other.accepts_stored(value, names, layout):
+                return False
+            return all(
+                pin.allows(layout, mesh)
+                for pin, pinned in self.pins
+                if not pin.used and any(name in pinned for name in names)
+            )
+
+        return Restriction(accepts=accepts, accepts_stored=accepts_stored)

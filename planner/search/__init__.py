@@ -1,0 +1,1 @@
+"""Which mesh, micro-batches and checkpointing are best? A branch and bound over all of them."""

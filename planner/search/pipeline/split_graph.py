@@ -1,0 +1,174 @@
+"""A graph cut into pipeline stages, between the blocks of its one list of blocks.
+
+A rank of an interleaved pipeline has several of the stages, and what it runs is one graph: each of them is handed what
+it reads, and hands on what it makes, as by itself. Only what depends on no parameter is there once for all of them,
+though each has to run it.
+
+What runs before the first block is the first stage's, what runs after the last block the last one's. Ops that depend on
+no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them; the model's
+inputs are given to every stage that reads them. What else a stage reads of the one before it is handed on: it is an
+input of the one, a result of the other, and its gradient is sent back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, build_digraph
+from planner.regions.blocks import Blocks
+from planner.regions.regions import block_of
+
+PATH = "pipeline"
+"""Path of the tensors that one stage hands to the next, before their number, which every stage counts from 0."""
+
+
+def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str | None:
+    """Return why a model cannot be cut into pipeline stages; None where it can.
+
+    Args:
+        ends_alone: whether stages may be what runs before the first block, or after the last, without any block.
+    """
+    if len(blocks.lists) != 1:
+        return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and one is cut"
+    (listed,) = blocks.lists.values()
+    stage_of = {block: number for number, block in enumerate(listed, start=int(ends_alone))}
+    homes = _Homes.of(graph, stage_of, len(listed) + 1 if ends_alone else len(listed) - 1)
+    if homes is None:
+        return "its blocks do not run one after the other"
+    users: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for value in op.inputs:
+            for stage in homes.stages[op.name]:
+                users.setdefault(value, set()).add(stage)
+    for value, names in graph.parameters.items():
+        if len(users.get(value, ())) > 1:
+            return f"{names[0]} is used at both ends of the model, or in several blocks"
+    for value, stages in users.items():
+        home = homes.made.get(value)
+        if home is not None and max(stages) > home + 1:
+            return "a block reads what another than the one before it has made"
+    if not any(output.is_loss for output in graph.outputs):
+        return "its forward returns no loss"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Homes:
+    """Where ops run.
+
+    Attributes:
+        stages: op -> stages that run it: several where it depends on no parameter.
+        made: value -> stage that makes it; those that every stage makes or is given for itself are not here.
+    """
+
+    stages: Mapping[str, frozenset[int]]
+    made: Mapping[str, int]
+
+    @classmethod
+    def of(cls, graph: OpGraph, stage_of: Mapping[str, int], last: int) -> _Homes | None:
+        """Return where ops run, given the stage of each block; None where the blocks do not run in that order.
+
+        Args:
+            last: the stage of what runs after all blocks.
+        """
+        running, own, made = 0, dict[str, int](), dict[str, int]()
+        blocks = [block_of(graph.calls[op.call].fqn) or "" for op in graph.ops]
+        after = 1 + max((position for position, block in enumerate(blocks) if block in stage_of), default=-1)
+        for position, (op, block) in enumerate(zip(graph.ops, blocks, strict=True)):
+            running_here = last if position >= after else stage_of.get(block, running)
+            if running_here < running:
+                return None
+            running = running_here
+            own[op.name] = running
+            if any(value in made or value in graph.parameters for value in op.inputs):
+                made.update(dict.fromkeys(op.outputs, running))
+        stages: dict[str, frozenset[int]] = {}
+        wanted: dict[str, set[int]] = {}
+        for op in reversed(graph.ops):
+            free = op.outputs[0] not in made
+            readers = {stage for value in op.outputs for stage in wanted.get(value, ())}
+            stages[op.name] = frozenset(readers if free and readers else {own[op.name]})
+            for value in op.inputs:
+                if value not in made:
+                    wanted.setdefault(value, set()).update(stages[op.name])
+        return cls(stages=stages, made=made)
+
+
+def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> OpGraph:
+    """Return one of the stages of a graph that has no `obstacle`, or several that one rank has.
+
+    Args:
+        counts: blocks of each stage; the first and the last may have none.
+        which: from 0, in order; no two that follow each other.
+    """
+    (listed,) = blocks.lists.values()
+    assert sum(counts) == len(listed)
+    assert all(after > stage + 1 for stage, after in itertools.pairwise(which))
+    numbers = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    homes = _Homes.of(graph, dict(zip(listed, numbers, strict=True)), len(counts) - 1)
+    assert homes is not None
+    return _rank(graph, homes, which, len(counts))
+
+
+def _rank(graph: OpGraph, homes: _Homes, which: Sequence[int], stages: int) -> OpGraph:
+    ops = [op for op in graph.ops if not homes.stages[op.name].isdisjoint(which)]
+    received = [_handed_over(graph, homes, stage - 1) for stage in which if stage]
+    sent = [_handed_over(graph, homes, stage) for stage in which if stage < stages - 1]
+    paths = {value: f"{PATH}.{number}" for values in received for number, value in enumerate(values)}
+    ops = [_receiving(graph, op, paths) for op in ops]
+    read = {value for op in ops for value in op.inputs}
+    made = {value for op in ops for value in op.outputs}
+    values = {name: value for name, value in graph.values.items() if name in read or name in made}
+    for name in paths:
+        values[name] = dataclasses.replace(values[name], kind="input")
+    inputs = [given for given in graph.inputs if given.value in read]
+    inputs += [ModelInput(value=value, path=path) for value, path in paths.items()]
+    outputs = [output for output in graph.outputs if output.value in made and homes.made.get(output.value) in which]
+    return OpGraph(
+        digraph=build_digraph(ops),
+        values=values,
+        calls=graph.calls,
+        inputs=tuple(inputs),
+        outputs=(*outputs, *(output for values in sent for output in _sent(values))),
+        parameters={value: names for value, names in graph.parameters.items() if value in read},
+    )
+
+
+def _handed_over(graph: OpGraph, homes: _Homes, stage: int) -> tuple[str, ...]:
+    """Return the values that a stage makes and the next one reads, in the order in which they are made."""
+    read: AbstractSet[str] = {value for op in graph.ops if stage + 1 in homes.stages[op.name] for value in op.inputs}
+    return tuple(value for op in graph.ops for value in op.outputs if value in read and homes.made.get(value) == stage)
+
+
+def _sent(values: Sequence[str]) -> Iterator[ModelOutput]:
+    for number, value in enumerate(values):
+        path = f"{PATH}.{number}"
+        crossing = Crossing(call=0, direction="output", path=path)
+        yield ModelOutput(value=value, path=path, crossings=(crossing,), is_loss=False, is_sent=True)
+
+
+def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
+    """Return ``op`` with what was handed over coming in as an argument of the root module."""
+    if not any(value in paths for value in op.inputs):
+        return op
+    crossings = tuple(
+        _from_root(graph, op, row, paths[value]) if value in paths else row
+        for value, row in zip(op.inputs, op.crossings, strict=True)
+    )
+    return dataclasses.replace(op, crossings=crossings)
+
+
+def _from_root(graph: OpGraph, op: Op, row: tuple[Crossing, ...], path: str) -> tuple[Crossing, ...]:
+    """Return the boundaries from the root's argument to ``op``, given those from where the value was made."""
+    inward = next((i for i, crossing in enumerate(row) if crossing.direction == "input"), len(row))
+    kept = row[inward:]
+    frame: int | None = graph.calls[kept[0].call].parent if kept else op.call
+    around = []
+    while frame is not None:
+        around.append(frame)
+        frame = graph.calls[frame].parent
+    return (*(Crossing(call=call, direction="input", path=path) for call in reversed(around)), *kept)

@@ -1,0 +1,289 @@
+"""A traced module from its document: every name is looked up, every number is in range, every op is on the list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from planner.errors import GraphFormatError
+from planner.graph.nested_graph import Body, Step, names_in
+from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Value, ValueKind, build_digraph
+from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
+from planner.plan.fingerprint import torch_fingerprint
+from planner.wire.allowed_ops import find_op
+from planner.wire.arguments import DTYPES, ArgumentReader
+from planner.wire.document import BodyDocument, GraphDocument, OpDocument, StepDocument, ValueDocument
+from planner.wire.module_calls import OUTSIDE, Routes, read_calls
+from planner.wire.schemas import check_arguments, count_of, returns_list
+
+MAX_NBYTES: Final = 2**58
+"""Of one tensor: far more than all that there is, and far less than what overflows."""
+MAX_STEPS: Final = 200_000
+"""Of all bodies together, each as often as an op runs it."""
+
+Shape = tuple[int, ...]
+
+
+def made_value(name: str, shape: Shape, dtype: torch.dtype, op: Op, sources: Sequence[Value]) -> Value:
+    """Return a tensor that ``op`` makes of ``sources``, with what follows from that."""
+    kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
+    differentiable = op.grad_enabled and any(source.requires_grad for source in sources)
+    needs_grad = differentiable and dtype.is_floating_point and "detach" not in str(op.target)
+    return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=needs_grad)
+
+
+def read_document(document: GraphDocument) -> TracedModule:
+    """Return the module that ``document`` writes down.
+
+    Raises:
+        GraphFormatError: something in it cannot be; names the place.
+    """
+    if document.torch != torch_fingerprint():
+        raise GraphFormatError.at(
+            "torch",
+            f"it was traced by torch {document.torch}, and here is {torch_fingerprint()}",
+            what_to_do="Use the same torch on both sides.",
+        )
+    model, at = document.model, document.trace
+    if at.any_batch and at.batch != TRACE_BATCH:
+        raise GraphFormatError.at("trace.batch", f"a graph for any batch is traced at {TRACE_BATCH}")
+    _distinct(model.parameters, "model.parameters")
+    _distinct(model.modules, "model.modules")
+    return TracedModule(
+        name=model.name,
+        names=ModuleNames(parameters=tuple(model.parameters), modules=tuple(model.modules)),
+        fingerprint=model.fingerprint,
+        tp_plan=model.tp_plan,
+        graph=_Reader(document).read(),
+        dtype=at.dtype,
+        samples=at.samples,
+        traced_batch=at.batch,
+        is_open=at.any_batch,
+        fused=at.fused,
+    )
+
+
+def _distinct(names: Sequence[str], where: str) -> None:
+    if len(set(names)) < len(names):
+        raise GraphFormatError.at(where, "a name is there twice")
+
+
+class _Reader:
+    def __init__(self, document: GraphDocument) -> None:
+        self._document = document
+        self._declared: dict[str, ValueDocument] = {}
+        self._values: dict[str, Value] = {}
+        self._home: dict[str, int] = {}
+        """Value -> the call that makes it."""
+        self._calls = read_calls(document)
+        self._routes = Routes(document, self._calls)
+        self._steps_left = MAX_STEPS
+        self._arguments = ArgumentReader(self._values.__contains__)
+
+    def read(self) -> OpGraph:
+        self._read_given()
+        inputs, parameters = self._read_inputs(), self._read_parameters()
+        bodies = [_read_body(body, f"bodies[{index}]") for index, body in enumerate(self._document.bodies)]
+        ops = self._read_ops(bodies)
+        if missing := self._declared.keys() - self._values.keys():
+            raise GraphFormatError.at("values", f"no op makes {sorted(missing)[0]!r}, and it has no kind")
+        return OpGraph(
+            digraph=build_digraph(ops),
+            values={name: self._values[name] for name in self._declared},
+            calls=self._calls,
+            inputs=inputs,
+            outputs=self._read_outputs(),
+            parameters=parameters,
+        )
+
+    def _read_given(self) -> None:
+        """Read the values that no op makes."""
+        for index, value in enumerate(self._document.values):
+            where = f"values[{index}]"
+            if value.name in self._declared:
+                raise GraphFormatError.at(where, f"{value.name!r} is there twice")
+            self._declared[value.name] = value
+            if (value.kind is None) != (value.requires_grad is None):
+                raise GraphFormatError.at(where, "kind and requires_grad go together")
+            dtype = _dtype_of(value, where)
+            if value.kind is None:
+                continue
+            if value.requires_grad and not (dtype.is_floating_point and value.kind == "parameter"):
+                raise GraphFormatError.at(where, "only floating-point parameters require a gradient")
+            self._values[value.name] = Value(
+                name=value.name,
+                shape=tuple(value.shape),
+                dtype=dtype,
+                kind=value.kind,
+                requires_grad=bool(value.requires_grad),
+            )
+
+    def _of_kind(self, name: str, kind: str, where: str) -> str:
+        if name not in self._values or self._values[name].kind != kind:
+            raise GraphFormatError.at(where, f"there is no {kind} {name[:100]!r}")
+        return name
+
+    def _read_inputs(self) -> tuple[ModelInput, ...]:
+        given = self._document.inputs
+        _distinct([item.value for item in given], "inputs")
+        self._home.update({item.value: OUTSIDE for item in given})
+        return tuple(
+            ModelInput(value=self._of_kind(item.value, "input", f"inputs[{index}]"), path=item.path)
+            for index, item in enumerate(given)
+        )
+
+    def _read_parameters(self) -> Mapping[str, tuple[str, ...]]:
+        known = set(self._document.model.parameters)
+        given: dict[str, tuple[str, ...]] = {}
+        for index, item in enumerate(self._document.parameters):
+            where = f"parameters[{index}]"
+            value = self._of_kind(item.value, "parameter", where)
+            if value in given:
+                raise GraphFormatError.at(where, f"{value[:100]!r} is there twice")
+            if unknown := [name for name in item.names if name not in known]:
+                raise GraphFormatError.at(where, f"the model has no {unknown[0][:100]!r}")
+            given[value] = tuple(item.names)
+        _distinct([name for names in given.values() for name in names], "parameters")
+        nameless = [
+            value.name for value in self._values.values() if value.kind == "parameter" and value.name not in given
+        ]
+        if nameless:
+            raise GraphFormatError.at("parameters", f"{nameless[0][:100]!r} has no name")
+        return given
+
+    def _read_outputs(self) -> tuple[ModelOutput, ...]:
+        found = []
+        for index, output in enumerate(self._document.outputs):
+            where = f"outputs[{index}]"
+            value = self._values.get(output.value)
+            if value is None:
+                raise GraphFormatError.at(where, f"there is no value {output.value[:100]!r}")
+            if output.is_loss and (value.shape != () or not value.requires_grad):
+                raise GraphFormatError.at(where, "a loss is one number that requires a gradient")
+            crossings = self._follow(output.value, output.crossings, OUTSIDE, where)
+            found.append(ModelOutput(value=output.value, path=output.path, crossings=crossings, is_loss=output.is_loss))
+        if sum(output.is_loss for output in found) > 1:
+            raise GraphFormatError.at("outputs", "there is more than one loss")
+        return tuple(found)
+
+    # --- ops ---
+
+    def _read_ops(self, bodies: Sequence[Body]) -> list[Op]:
+        _distinct([op.name for op in self._document.ops], "ops")
+        return [self._read_op(op, bodies, f"ops[{index}]") for index, op in enumerate(self._document.ops)]
+
+    def _read_op(self, document: OpDocument, bodies: Sequence[Body], where: str) -> Op:
+        if document.call >= len(self._calls):
+            raise GraphFormatError.at(f"{where}.call", "there is no such call")
+        args = tuple(self._arguments.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
+        kwargs = {name: self._arguments.read(item, f"{where}.kwargs.{name}") for name, item in document.kwargs.items()}
+        inputs = names_in((args, kwargs))
+        op = Op(
+            name=document.name,
+            target=_target(document, bodies, where),
+            args=args,
+            kwargs=kwargs,
+            call=document.call,
+            inputs=tuple(inputs),
+            crossings=self._crossings(document, inputs, where),
+            outputs=tuple(document.outputs),
+            grad_enabled=not document.no_grad,
+        )
+        self._check(op, where)
+        self._make(op, where)
+        return op
+
+    def _check(self, op: Op, where: str) -> None:
+        if isinstance(op.target, Body):
+            self._steps_left -= len(op.target.steps)
+            if self._steps_left < 0:
+                raise GraphFormatError.at(where, f"its bodies run more than {MAX_STEPS} ops")
+            if len(op.args) != len(op.target.inputs) or op.kwargs:
+                raise GraphFormatError.at(where, f"its body takes {len(op.target.inputs)} arguments")
+            return
+        check_arguments(op.target, op.args, op.kwargs, where)
+        try:
+            count = count_of(op.target, op.args, op.kwargs, self._values[op.inputs[0]].shape if op.inputs else ())
+        except ValueError as error:
+            raise GraphFormatError.at(where, f"{op.target}: {error}") from error
+        if count != len(op.outputs):
+            raise GraphFormatError.at(where, f"{op.target} makes {count} tensors here, and it has {len(op.outputs)}")
+
+    def _make(self, op: Op, where: str) -> None:
+        sources = [self._values[name] for name in op.inputs]
+        for name in op.outputs:
+            declared = self._declared.get(name)
+            if declared is None or name in self._values:
+                what = "is no value of the graph" if declared is None else "is there before the op"
+                raise GraphFormatError.at(f"{where}.outputs", f"{name[:100]!r} {what}")
+            dtype = DTYPES[declared.dtype]
+            self._values[name] = made_value(name, tuple(declared.shape), dtype, op, sources)
+            self._home[name] = op.call
+
+    def _crossings(self, document: OpDocument, inputs: Sequence[str], where: str) -> tuple[tuple[Crossing, ...], ...]:
+        rows = document.crossings if document.crossings is not None else [[]] * len(inputs)
+        if len(rows) != len(inputs):
+            raise GraphFormatError.at(f"{where}.crossings", f"there are {len(rows)} of {len(inputs)} values")
+        return tuple(
+            self._follow(value, row, document.call, f"{where}.crossings[{index}]")
+            for index, (value, row) in enumerate(zip(inputs, rows, strict=True))
+        )
+
+    def _follow(self, value: str, row: Sequence[int], end: int, where: str) -> tuple[Crossing, ...]:
+        return self._routes.follow(row, self._home.get(value, OUTSIDE), end, where)
+
+
+def _dtype_of(value: ValueDocument, where: str) -> torch.dtype:
+    if value.dtype not in DTYPES:
+        raise GraphFormatError.at(f"{where}.dtype", f"{value.dtype[:50]!r} is no dtype")
+    dtype = DTYPES[value.dtype]
+    if math.prod(value.shape) * dtype.itemsize > MAX_NBYTES:
+        raise GraphFormatError.at(f"{where}.shape", f"the tensor has more than {MAX_NBYTES} bytes")
+    return dtype
+
+
+def _target(document: OpDocument, bodies: Sequence[Body], where: str) -> Any:
+    if (document.op is None) == (document.body is None):
+        raise GraphFormatError.at(where, "it has one of op and body")
+    if document.body is not None:
+        if document.body >= len(bodies):
+            raise GraphFormatError.at(f"{where}.body", "there is no such body")
+        return bodies[document.body]
+    return _find(document.op, where)
+
+
+def _find(name: str | None, where: str) -> torch._ops.OpOverload:
+    op = None if name is None else find_op(name)
+    if op is None:
+        advice = "Only torch's usual ops are planned for; planner.build_plan takes any."
+        raise GraphFormatError.at(f"{where}.op", f"{str(name)[:100]!r} is no op that is known", what_to_do=advice)
+    return op
+
+
+def _read_body(document: BodyDocument, where: str) -> Body:
+    _distinct([*document.inputs, *(step.name for step in document.steps)], where)
+    known = set(document.inputs)
+    reader = ArgumentReader(known.__contains__)
+    steps = []
+    for index, step in enumerate(document.steps):
+        steps.append(_read_step(step, reader, f"{where}.steps[{index}]"))
+        known.add(step.name)
+    outputs = reader.read(document.outputs, f"{where}.outputs")
+    return Body(inputs=tuple(document.inputs), steps=tuple(steps), outputs=outputs)
+
+
+def _read_step(document: StepDocument, reader: ArgumentReader, where: str) -> Step:
+    args = tuple(reader.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
+    kwargs = {name: reader.read(item, f"{where}.kwargs.{name}") for name, item in document.kwargs.items()}
+    if document.op is None:
+        if len(args) != 2 or type(args[1]) is not int or not names_in(args[:1]) or kwargs:
+            raise GraphFormatError.at(where, "an item is taken of a value, by a whole number")
+        return Step(name=document.name, target=None, args=args, kwargs={})
+    op = _find(document.op, where)
+    check_arguments(op, args, kwargs, where)
+    if returns_list(op):
+        raise GraphFormatError.at(where, f"{op} returns a list of tensors, which is left out of bodies")
+    return Step(name=document.name, target=op, args=args, kwargs=kwargs)

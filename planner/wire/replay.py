@@ -1,0 +1,56 @@
+"""Whether a graph from outside is one: its ops, run on meta tensors, make the tensors that it says they do.
+
+Meta tensors hold no data, so that this takes neither memory nor a device. It is done where a solve is, in a process
+that may be ended, and before anything is planned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from planner.errors import GraphFormatError
+from planner.graph.op_graph import Op, OpGraph, at_batch
+from planner.graph.run_op import run_op
+from planner.graph.trace_module import BASE_BATCH, TracedModule
+
+
+def check_runs(module: TracedModule) -> None:
+    """Refuse a graph whose ops do not run, or make other tensors than it says.
+
+    Raises:
+        GraphFormatError: naming the first such op.
+    """
+    graph = at_batch(module.graph, module.traced_batch, BASE_BATCH) if module.is_open else module.graph
+    with torch.enable_grad():
+        _run(graph)
+
+
+def _run(graph: OpGraph) -> None:
+    made = {name for op in graph.ops for name in op.outputs}
+    tensors = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
+        for name, value in graph.values.items()
+        if name not in made
+    }
+    for op in graph.ops:
+        results = _results(op, [tensors[name] for name in op.inputs])
+        said = [graph.values[name] for name in op.outputs]
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
+        if found != [(value.shape, value.dtype) for value in said]:
+            what = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in found[:3])
+            raise GraphFormatError.at(
+                f"op {op.name[:100]}", f"it makes {what or 'no tensor'}, which is not what it says"
+            )
+        if any(tensor.device.type != "meta" for tensor in results):
+            raise GraphFormatError.at(f"op {op.name[:100]}", "it makes a tensor that is not on the meta device")
+        tensors.update(zip(op.outputs, results, strict=True))
+
+
+def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        result = run_op(op, inputs)
+    except Exception as error:  # whatever torch raises over arguments that do not go together
+        said = " ".join(str(error).split())[:200]
+        raise GraphFormatError.at(f"op {op.name[:100]}", f"it does not run: {type(error).__name__}: {said}") from error
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,154 @@
+"""What the schemas of ops say of their arguments and results, checked before an op is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from planner.errors import GraphFormatError
+from planner.graph.op_graph import Ref
+
+
+def _is_int(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, (int, float))
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, Ref) or _is_number(item)  # what is captured has numbers where torch makes tensors of them
+
+
+def _is_never(item: Any) -> bool:
+    return False
+
+
+def _all(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda item: isinstance(item, (list, tuple)) and all(map(kind, item))
+
+
+def _maybe(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda item: item is None or kind(item)
+
+
+_PLAIN: Final[Mapping[str, Callable[[Any], bool]]] = {
+    "Tensor": _is_tensor,
+    "int": _is_int,
+    "SymInt": _is_int,
+    "float": _is_number,
+    "number": _is_number,
+    "bool": lambda item: isinstance(item, bool),
+    "str": lambda item: isinstance(item, str),
+    "ScalarType": lambda item: isinstance(item, torch.dtype),
+    "Layout": lambda item: isinstance(item, torch.layout),
+    "MemoryFormat": lambda item: isinstance(item, torch.memory_format),
+    "Device": lambda item: isinstance(item, torch.device),
+    "Generator": _is_never,
+}
+_KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
+    **_PLAIN,
+    **{f"Optional[{name}]": _maybe(kind) for name, kind in _PLAIN.items()},
+    **{f"List[{name}]": _all(kind) for name, kind in _PLAIN.items()},
+    **{f"Optional[List[{name}]]": _maybe(_all(kind)) for name, kind in _PLAIN.items()},
+    "List[Optional[Tensor]]": _all(_maybe(_is_tensor)),
+}
+
+
+def computes_tensors(op: torch._ops.OpOverload) -> bool:
+    """Tell whether an op returns nothing but tensors and takes nothing that a document cannot hold."""
+    returned = {str(item.real_type) for item in op._schema.returns}
+    taken = [item for item in op._schema.arguments if str(item.real_type) not in _KINDS]
+    written = any(item.is_out for item in op._schema.arguments)
+    return returned <= {"Tensor", "List[Tensor]"} and bool(returned) and not taken and not written
+
+
+def check_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse arguments that the schema of ``op`` does not take, and a tensor made anywhere but on the meta device.
+
+    Raises:
+        GraphFormatError: naming the argument.
+    """
+    positional = [item for item in op._schema.arguments if not item.kwarg_only]
+    if len(args) > len(positional):
+        raise GraphFormatError.at(where, f"{op} takes {len(positional)} arguments and is given {len(args)}")
+    given = {item.name: value for item, value in zip(positional, args, strict=False)}
+    if unknown := (set(kwargs) & set(given)) | (set(kwargs) - {item.name for item in op._schema.arguments}):
+        raise GraphFormatError.at(where, f"{op} takes no second or further argument {sorted(unknown)[0][:50]!r}")
+    given |= kwargs
+    for item in op._schema.arguments:
+        if item.name in given:
+            _check_one(op, item, given[item.name], by_name=item.name in kwargs, where=where)
+        elif not item.has_default_value():
+            raise GraphFormatError.at(where, f"{op} needs an argument {item.name!r}")
+    if any("Device" in str(item.real_type) for item in op._schema.arguments) and not _has_place(op, given):
+        raise GraphFormatError.at(where, f"{op} makes a tensor and says no device")
+
+
+def _check_one(op: torch._ops.OpOverload, item: Any, value: Any, *, by_name: bool, where: str) -> None:
+    kind = str(item.real_type)
+    fixed = kind.startswith("List[") and item.N and _is_number(value)  # one number for all of a fixed length
+    if not _KINDS[kind](value) and not (fixed and _KINDS[kind]([value])):
+        raise GraphFormatError.at(where, f"the argument {item.name!r} of {op} is no {kind}")
+    if isinstance(value, torch.device) and not by_name and value.type != "meta":
+        raise GraphFormatError.at(where, f"{op} moves a tensor to {value.type}", what_to_do="Trace on the meta device.")
+
+
+def _has_place(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> bool:
+    """Tell whether an op's result has a place: a device that is named, or that of a tensor that is read."""
+    if isinstance(given.get("device"), torch.device):
+        return True
+    return any(
+        str(item.real_type) == "Tensor" and isinstance(given.get(item.name), Ref) for item in op._schema.arguments
+    )
+
+
+# --- how many tensors an op returns --------------------------------------------------------------------------------
+
+
+def returns_list(op: torch._ops.OpOverload) -> bool:
+    """Tell whether ``op`` returns a list of tensors, however many."""
+    return str(op._schema.returns[0].real_type) == "List[Tensor]"
+
+
+def count_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Return how many tensors ``op`` returns, from what it is given alone: it may be too many to make.
+
+    Args:
+        shape: of the first tensor among its arguments.
+
+    Raises:
+        ValueError: its arguments do not say.
+    """
+    if not returns_list(op):
+        return len(op._schema.returns)
+    given = {item.name: value for item, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    name = op._schema.name.partition("::")[2].removesuffix("_copy").removeprefix("unsafe_")
+    if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
+        return len(given.get("tensors", ()))
+    for sizes in (given.get("split_sizes"), given.get("split_size")):
+        if isinstance(sizes, (list, tuple)):
+            return len(sizes)
+    if isinstance(given.get("indices"), (list, tuple)):
+        return len(given["indices"]) + 1
+    return _pieces(name, given, shape)
+
+
+def _pieces(name: str, given: Mapping[str, Any], shape: Sequence[int]) -> int:
+    axis = {"hsplit": 0 if len(shape) == 1 else 1, "vsplit": 0}.get(name, given.get("dim", 0))
+    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        raise ValueError("there is no such dim")
+    length = shape[axis]
+    if name == "unbind":
+        return length
+    if name == "split" and _is_int(given.get("split_size")) and given["split_size"] > 0:
+        return max(1, int(-(-length // given["split_size"])))
+    if name == "chunk" and _is_int(given.get("chunks")) and given["chunks"] > 0:
+        piece = -(-length // given["chunks"])
+        return int(given["chunks"] if length == 0 else -(-length // piece))
+    if name in ("tensor_split", "hsplit", "vsplit") and _is_int(given.get("sections")) and given["sections"] > 0:
+        return int(given["sections"])
+    raise ValueError("its arguments do not say into how many pieces")

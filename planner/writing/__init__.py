@@ -1,0 +1,1 @@
+"""How does a decision become a plan, and a plan a price again?"""

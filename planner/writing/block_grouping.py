@@ -1,0 +1,81 @@
+"""How a plan that is written down groups the blocks of its model: as its entries tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from planner.errors import PlanMismatchError
+from planner.graph.trace_module import ModuleNames
+from planner.plan.patterns import resolve_keys
+from planner.plan.ports import resolve_input_ports, resolve_output_ports
+from planner.plan.reshard import kept_modules
+from planner.plan.sharding_plan import ShardingPlan
+from planner.regions.block_grouping import Grouping, parted
+from planner.regions.blocks import Blocks
+from planner.regions.regions import block_of
+
+_MOST_STARTS = 4
+"""In how many places a plan of ours tells blocks apart; more is somebody else's, and each takes its time to try."""
+
+
+def groupings_of_plan(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> list[Grouping]:
+    """Return how ``plan`` may group the blocks, the fewest parts first.
+
+    The last takes blocks in a row that its entries say the same of as a part, and never takes two for alike that are
+    not. It may part those that are alike, too: a first block has ports that the others do not need.
+
+    Raises:
+        PlanMismatchError: it checkpoints a module that is no block, which cannot be priced.
+        PlanKeyError: a key that matches nothing, or two that disagree.
+    """
+    modes = resolve_keys(plan.activation_checkpointing, names.modules, field="activation_checkpointing", what="module")
+    everyone = set(blocks.first(None))
+    for module in modes:
+        if module not in everyone:
+            raise PlanMismatchError(
+                f"the plan checkpoints module {module!r}, which is none of the repeated blocks: that has no price.",
+                subject="activation_checkpointing",
+                expected=", ".join(blocks.lists) or "no block: this model repeats none",
+                found=module,
+                what_to_do="Checkpoint whole blocks, or run the plan unpriced.",
+            )
+    said = _entries_by_block(plan, everyone, names)
+    parts: dict[str, int] = {}
+    starts: set[int] = set()
+    for listed in blocks.lists.values():
+        number = 0
+        for index, block in enumerate(listed):
+            before = listed[index - 1] if index else block
+            if (modes.get(block), said[block]) != (modes.get(before), said[before]):
+                starts.add(index)
+                number += 1
+            parts[block] = number
+    apart = sorted(starts) if len(starts) <= _MOST_STARTS else ()
+    coarser = [parted(blocks, modes, count) for count in (None, *apart)]
+    told_apart = tuple(parts.items()) if len(set(parts.values())) > 1 else ()
+    finest = Grouping(modes=tuple(modes.items()), parts=told_apart)
+    return [*(grouping for grouping in dict.fromkeys(coarser) if grouping != finest), finest]
+
+
+def _entries_by_block(
+    plan: ShardingPlan, blocks: AbstractSet[str], names: ModuleNames
+) -> dict[str, set[tuple[str, str, str]]]:
+    """Return what a plan says of each block: field, name below the block, and value."""
+    said: dict[str, set[tuple[str, str, str]]] = {block: set() for block in blocks}
+    stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
+    fields: tuple[tuple[str, Mapping[str, object]], ...] = (
+        ("plan", resolve_keys(stored, names.parameters, field="plan", what="parameter")),
+        ("compute_plan", resolve_keys(plan.compute_plan, names.parameters, field="compute_plan", what="parameter")),
+        ("gradient_plan", resolve_keys(plan.gradient_plan, names.parameters, field="gradient_plan", what="parameter")),
+        ("fully_shard", resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")),
+        ("keep_gathered", kept_modules(plan, names.modules)),
+        ("input_plan", resolve_input_ports(plan.input_plan, names.modules)),
+        ("output_plan", resolve_output_ports(plan.output_plan, names.modules)),
+    )
+    for field, entries in fields:
+        for name, value in entries.items():
+            block = block_of(name)
+            if block is not None and block in blocks:
+                said[block].add((field, name[len(block) :], repr(value)))
+    return said

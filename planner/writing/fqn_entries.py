@@ -1,0 +1,233 @@
+"""From a decision to the plan's own terms: patterns of FQNs, and layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cost_model.layouts.layout import Layout, replicated
+from planner.formulation.decision import Decision
+from planner.graph.trace_module import ModuleNames
+from planner.liveness.structure import Structure, hook_key
+from planner.plan.ports import PortSpec, input_key, output_key
+from planner.plan.reshard import Keeping
+from planner.plan.sharding_plan import Port
+from planner.pricing.parameter_costs import StoredChoice
+from planner.regions.regions import Link, Slot, block_of
+from planner.strategies.enumerate import Strategy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEntries:
+    """The layouts of a plan, by its fields."""
+
+    plan: Mapping[str, Layout]
+    compute_plan: Mapping[str, Layout]
+    gradient_plan: Mapping[str, Layout]
+    input_plan: Mapping[str, PortSpec]
+    output_plan: Mapping[str, PortSpec]
+    fully_shard: Mapping[str, tuple[str, ...]]
+    keep_gathered: tuple[str, ...]
+    keep_gathered_for_step: tuple[str, ...]
+
+    def by_field(self) -> dict[str, Any]:
+        """Return the fields of a `ShardingPlan` that these are."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    """Return ``entries`` with a pattern in place of keys that differ in block numbers only and agree.
+
+    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one; otherwise those
+    of blocks in a row that agree are one key, such as ``layers.{0-7}.mlp``.
+    """
+    matched: dict[str, list[str]] = defaultdict(list)
+    pattern_of = {name: _pattern(name) for name in entries}
+    for name in names:
+        matched[pattern_of.get(name) or _pattern(name)].append(name)
+    agreed = {
+        pattern
+        for pattern, found in matched.items()
+        if len(found) > 1 and all(name in entries and entries[name] == entries[found[0]] for name in found)
+    }
+    apart = {name: entry for name, entry in entries.items() if pattern_of[name] not in agreed}
+    rows = _rows(apart)
+    return {pattern_of[name] if pattern_of[name] in agreed else rows[name]: entry for name, entry in entries.items()}
+
+
+def _rows(entries: Mapping[str, T]) -> dict[str, str]:
+    """Return name -> key that also names those of the blocks before and after it that agree."""
+    lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in entries:
+        block = block_of(name)
+        if block is not None:
+            start = block[: -len(block.rpartition(".")[2])]
+            lists[start, name[len(block) :]][int(block[len(start) :])] = name
+    keys = {name: name for name in entries}
+    for (start, end), by_number in lists.items():
+        for row in _in_a_row({number: entries[name] for number, name in by_number.items()}):
+            if len(row) > 1:
+                keys.update({by_number[number]: f"{start}{{{row[0]}-{row[-1]}}}{end}" for number in row})
+    return keys
+
+
+def _in_a_row(entries: Mapping[int, T]) -> list[list[int]]:
+    """Return the numbers in order, in rows of those that follow each other and have the same entry."""
+    rows: list[list[int]] = []
+    for number in sorted(entries):
+        if rows and number == rows[-1][-1] + 1 and entries[number] == entries[rows[-1][-1]]:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return rows
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedEntries:
+    """The layouts of a decision by the names of parameters and modules, equal blocks each by their own.
+
+    Attributes:
+        stored, compute, gradients: parameter -> layout.
+        inputs, outputs: module -> path of an argument -> port.
+        together: block -> names, relative to it, of parameters that are gathered together.
+        kept: blocks that keep these, and how long.
+    """
+
+    stored: dict[str, Layout] = field(default_factory=dict)
+    compute: dict[str, Layout] = field(default_factory=dict)
+    gradients: dict[str, Layout] = field(default_factory=dict)
+    inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
+    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kept: dict[str, Keeping] = field(default_factory=dict)
+
+    def renamed(self, name: Callable[[str], str]) -> NamedEntries:
+        """Return the entries under other names."""
+
+        def under(entries: Mapping[str, T]) -> dict[str, T]:
+            return {name(key): value for key, value in entries.items()}
+
+        return NamedEntries(
+            stored=under(self.stored),
+            compute=under(self.compute),
+            gradients=under(self.gradients),
+            inputs=under(self.inputs),
+            outputs=under(self.outputs),
+            together=under(self.together),
+            kept=under(self.kept),
+        )
+
+    def update(self, other: NamedEntries) -> None:
+        """Add the entries of another part of the model; of the root module, by argument."""
+        self.stored.update(other.stored)
+        self.compute.update(other.compute)
+        self.gradients.update(other.gradients)
+        self.together.update(other.together)
+        self.kept.update(other.kept)
+        for own, others in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            for module, ports in others.items():
+                own.setdefault(module, {}).update(ports)
+
+    def folded(self, module: ModuleNames) -> PlanEntries:
+        """Return the plan's layouts: one key where equal blocks agree, and all parameters named."""
+        names, modules = module.parameters, module.modules
+        axes = len(next(iter(self.stored.values()))) if self.stored else 0
+        unused = {name: replicated(axes) for name in names if axes and name not in self.stored}
+        stored = {**self.stored, **unused}
+        # Of one parameter all fields speak by one key.
+        layouts = fold_names(
+            {name: (stored.get(name), self.compute.get(name), self.gradients.get(name)) for name in names}, names
+        )
+        return PlanEntries(
+            plan={key: layout for key, (layout, _, _) in layouts.items() if layout is not None},
+            compute_plan={key: layout for key, (_, layout, _) in layouts.items() if layout is not None},
+            gradient_plan={key: layout for key, (_, _, layout) in layouts.items() if layout is not None},
+            input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
+            output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
+            fully_shard=fold_names(self.together, modules),
+            keep_gathered=self._kept(Keeping.MICRO_BATCH, modules),
+            keep_gathered_for_step=self._kept(Keeping.STEP, modules),
+        )
+
+    def _kept(self, keeping: Keeping, modules: Iterable[str]) -> tuple[str, ...]:
+        return tuple(fold_names({block: True for block in sorted(self.kept) if self.kept[block] is keeping}, modules))
+
+
+def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
+    """Return the layouts of ``decision`` by name."""
+    regions = structure.regions
+    found = NamedEntries()
+    by_value: dict[str, StoredChoice] = {}
+    together: dict[str, list[str]] = defaultdict(list)
+    for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
+        for value in parameter.values:
+            by_value[value] = choice
+            if choice.gathered_over is not None:
+                (name,) = regions.graph.parameters[value]
+                block = block_of(name)
+                assert block is not None
+                together[block].append(name[len(block) + 1 :])
+            for name in regions.graph.parameters[value]:
+                found.stored[name] = choice.stored
+                if choice.accumulated is not None:
+                    found.gradients[name] = choice.accumulated
+    links = {(link.consumer, link.consumer_slot): link for link in regions.links}
+    for region in regions.regions:
+        strategy = decision.strategies[regions.class_of[region.index]]
+        for position, slot in enumerate(region.slots):
+            layout = strategy.forward[position]
+            if slot.origin == "parameter" and slot.parameter is not None and layout is not None:
+                if layout != by_value[slot.value.name].stored:
+                    found.compute[slot.parameter] = layout
+            elif slot.origin == "entry" and slot.boundary is not None:
+                port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
+                if port is not None:
+                    fqn, direction, path = hook_key(regions, slot.boundary)
+                    ports = (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})
+                    # Calls of one module agree, but where no gradient comes back it is another that says its layout.
+                    if port.grad is not None or path not in ports:
+                        ports[path] = port
+    found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
+    for gather in structure.gathers:
+        if gather.kind in decision.kept:
+            found.kept.update(dict.fromkeys(gather.blocks, decision.kept[gather.kind]))
+    return found
+
+
+def entries_of(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
+    """Return the plan's layouts for ``decision``."""
+    return named_entries(structure, decision).folded(module)
+
+
+def _spec(ports: Mapping[str, Port]) -> PortSpec:
+    """Return the shortest way to write ports by argument name."""
+    return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
+
+
+def _port(
+    structure: Structure, decision: Decision, slot: Slot, link: Link | None, position: int, strategy: Strategy
+) -> Port | None:
+    """Return the port of an entry at the end of ``link``, None where nothing changes there."""
+    layout, gradient = strategy.forward[position], strategy.gradient[position]
+    assert layout is not None
+    if link is None:
+        if slot.value.kind == "input":
+            return Port(layout=layout)
+        whole = replicated(len(layout))
+        return Port(layout=layout, source=whole) if layout != whole else None
+    producer = decision.strategies[structure.regions.class_of[link.producer]]
+    source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
+    if (source, source_gradient) == (layout, gradient):
+        return None
+    again = position in strategy.again
+    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient, regather=again)

@@ -1,0 +1,15 @@
+"""Whether a model's forward returns a loss, and the note of a plan whose model returns none."""
+
+from __future__ import annotations
+
+from planner.run.mesh_space import TracedModel
+
+WITHOUT_LOSS = (
+    "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
+    "that of the last ops is not priced. Let it return the loss."
+)
+
+
+def gives_no_loss(traced: TracedModel) -> bool:
+    """Tell whether the forward returns nothing that a backward could begin with."""
+    return not any(output.is_loss for output in traced.graph.outputs)

@@ -1,0 +1,124 @@
+"""A planned pipeline in the terms of a plan: layouts of all stages by name, the stages, and what a step costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.layouts.layout import MeshSpec, format_layout
+from planner.graph.trace_module import ModuleNames
+from planner.plan.estimate import Estimate, Pipeline, PipelineStage
+from planner.plan.job import CheckpointingMode
+from planner.regions.regions import block_of
+from planner.search.pipeline.interleaving import placed_in_model
+from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, is_handed_over, stage_counts
+from planner.search.pipeline.step_time import StageKind, pass_s
+from planner.writing.fqn_entries import NamedEntries, PlanEntries, fold_names, named_entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPipeline:
+    """What a plan says of a pipeline.
+
+    Attributes:
+        mesh: of all stages.
+        modes: FQN pattern of blocks -> how they are checkpointed.
+        estimate: of a device of the slowest stage, but for the peak, which is that of the fullest.
+    """
+
+    mesh: MeshSpec
+    entries: PlanEntries
+    modes: Mapping[str, CheckpointingMode]
+    pipeline: Pipeline
+    estimate: Estimate
+
+
+def written(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> WrittenPipeline:
+    """Return ``found`` in the terms of a plan.
+
+    Args:
+        blocks: of the whole model, in order.
+        module: the names of the whole model.
+    """
+    entries, modes = NamedEntries(), dict[str, CheckpointingMode]()
+    held: list[tuple[str, ...]] = [()] * len(found.pipeline.counts)
+    for kind, candidate in found.kinds:
+        named = named_entries(candidate.structure, candidate.decision)
+        for ports in (named.inputs, named.outputs):
+            ports[""] = {path: port for path, port in ports.get("", {}).items() if not is_handed_over(path)}
+            if not ports[""]:
+                del ports[""]
+        for index in kind.indices:
+            rename = _renaming(kind, index, found.pipeline, blocks)
+            own = named.renamed(rename)
+            entries.update(own)
+            modes |= {rename(block): mode for block, mode in candidate.run.grouping.modes}
+            held[index] = _modules(own.stored, module)
+    estimate, idle_s = _estimate(found)
+    passes, chunks = found.pipeline.passes, found.pipeline.chunks
+    stages = tuple(
+        PipelineStage(
+            modules=modules,
+            micro_batch_s=pass_s(stage.estimate, passes),
+            peak_memory_bytes=stage.estimate.peak_memory_bytes,
+        )
+        for modules, stage in zip(held, found.stages(), strict=True)
+    )
+    return WrittenPipeline(
+        mesh=found.pipeline.whole_mesh,
+        entries=entries.folded(module),
+        modes=fold_names(modes, module.modules),
+        pipeline=Pipeline(
+            schedule="1f1b" if chunks == 1 else "interleaved",
+            layout=format_layout(found.layout),
+            idle_s=idle_s,
+            stages=stages,
+            chunks=chunks,
+        ),
+        estimate=estimate,
+    )
+
+
+def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequence[str]) -> Callable[[str], str]:
+    """Return what turns names in the planned stage of a kind into those of the stage ``index``."""
+    counts, which = stage_counts(kind, len(blocks))
+    planned = (number for part in which for number in range(sum(counts[:part]), sum(counts[: part + 1])))
+    placed = placed_in_model(pipeline.counts, pipeline.chunks, index)
+    own = {blocks[number]: blocks[own_number] for number, own_number in zip(planned, placed, strict=True)}
+
+    def rename(name: str) -> str:
+        block = block_of(name)
+        return own[block] + name[len(block) :] if block in own else name
+
+    return rename
+
+
+def _modules(parameters: Mapping[str, object], module: ModuleNames) -> tuple[str, ...]:
+    """Return the patterns of the blocks that have these parameters, and the modules of those that are in none."""
+    owners = {name: block_of(name) or name.rpartition(".")[0] for name in module.parameters if name in parameters}
+    return tuple(dict.fromkeys(fold_names(dict.fromkeys(owners.values()), module.modules)))
+
+
+def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
+    """Return the estimate, and the seconds that a device of the slowest stage waits for the others."""
+    stages, micro_batches = found.stages(), found.pipeline.micro_batches
+    slowest = max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
+    share = micro_batches / slowest.run.passes
+    own = slowest.estimate
+    fullest = max((stage.estimate for stage in stages), key=lambda estimate: estimate.peak_memory_bytes)
+    optimizer_s = max(stage.estimate.optimizer_s for stage in stages)
+    busy_s = share * (own.step_time_s - own.optimizer_s) + optimizer_s
+    estimate = dataclasses.replace(
+        own,
+        step_time_s=found.step_time_s,
+        forward_s=share * own.forward_s,
+        backward_s=share * own.backward_s,
+        grad_reduce_s=share * own.grad_reduce_s,
+        optimizer_s=optimizer_s,
+        compute_s=share * own.compute_s,
+        exposed_communication_s=max(busy_s - share * own.compute_s - optimizer_s, 0.0),
+        peak_memory_bytes=fullest.peak_memory_bytes,
+        memory=fullest.memory,
+    )
+    return estimate, found.step_time_s - busy_s

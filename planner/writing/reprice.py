@@ -1,0 +1,179 @@
+"""A plan that exists, and its model: traced, and priced anew from the plan alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from torch import nn
+
+from cost_model import ClusterSpec
+from planner.errors import JobError, PlanMismatchError
+from planner.formulation.decision import Decision, decision_from_plan
+from planner.formulation.estimate import estimate
+from planner.formulation.formulate import Formulator
+from planner.graph.example_inputs import GivenInputs, batch_of
+from planner.graph.trace_module import ModuleNames, given_or_made, traced
+from planner.liveness.structure import Structure
+from planner.plan.fingerprint import model_fingerprint
+from planner.plan.sharding_plan import ShardingPlan
+from planner.pricing.run_spec import Run
+from planner.regions.block_grouping import Grouping
+from planner.run.attention_kernel import check_kernel
+from planner.run.mesh_space import TracedModel, check_mesh
+from planner.run.run_planner import Search
+from planner.run.stage_clock import Clock
+from planner.writing.block_grouping import groupings_of_plan
+from planner.writing.fqn_entries import entries_of
+from planner.writing.loss import WITHOUT_LOSS, gives_no_loss
+from planner.writing.notes import fused_note, other_notes, with_regather_note
+from planner.writing.token_order import check_order, order_of
+
+
+def estimate_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> ShardingPlan:
+    """Return ``plan`` priced anew from the plan alone, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+        MeshError: its mesh is not the whole cluster.
+    """
+    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    read = opened.read
+    with opened.clock.stage("costs_s"):
+        priced = estimate(read.formulator, read.structure, read.decision)
+    timings = dict(opened.clock.spent)
+    notes = dict.fromkeys(other_notes(plan.notes))
+    if plan.job.training and opened.without_loss:
+        notes[WITHOUT_LOSS] = None
+    if plan.job.fused:
+        notes[fused_note(opened.search.traced.graph)] = None
+    where = read.run.cluster.to_dict()
+    said = with_regather_note(notes, plan.input_plan, plan.job)
+    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPlan:
+    """The run that a plan is for, and the decision that it writes down."""
+
+    run: Run
+    formulator: Formulator
+    structure: Structure
+    decision: Decision
+
+
+def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPlan:
+    """Return what ``plan`` writes down, with as many blocks alike as it allows: as it was written, if we wrote it.
+
+    Args:
+        search: of the model, the plan's job and its cluster.
+        names: of the model.
+
+    Raises:
+        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
+        PlanKeyError: a key that matches nothing, or two that disagree.
+    """
+    said = json.loads(plan.to_json())
+    *coarser, finest = groupings_of_plan(plan, search.traced.blocks, names)
+    for grouping in coarser:
+        try:
+            read = _read(search, plan, names, grouping)
+        except PlanMismatchError:
+            continue
+        rewritten = dataclasses.replace(plan, **entries_of(read.structure, read.decision, names).by_field())
+        if json.loads(rewritten.to_json()) == said:
+            return read
+    return _read(search, plan, names, finest)
+
+
+def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:
+    batch_axes = search.batch_axes(plan.mesh.spec)
+    if batch_axes:
+        try:
+            return _read_on(search, plan, names, grouping, batch_axes)
+        except PlanMismatchError:
+            pass  # written by hand, perhaps: it may split more than the batch on these axes
+    return _read_on(search, plan, names, grouping, ())
+
+
+def _read_on(
+    search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping, batch_axes: tuple[int, ...]
+) -> ReadPlan:
+    run = Run(
+        job=plan.job,
+        cluster=search.cluster,
+        mesh=plan.mesh.spec,
+        micro_batches=plan.micro_batches,
+        ac=plan.job.ac or "none",
+        grouping=grouping,
+        batch_axes=batch_axes,
+    )
+    formulator, structure = search.formulator(run)
+    with search.clock.stage("costs_s"):
+        decision = decision_from_plan(structure, formulator, plan, names)
+    reordering = search.traced.reordering
+    check_order(plan, order_of(reordering, structure, decision, run, names), reordering)
+    return ReadPlan(run=run, formulator=formulator, structure=structure, decision=decision)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPlan:
+    """A plan's model, traced, and what the plan writes down: what prices it and its neighbours.
+
+    Attributes:
+        without_loss: whether the model's forward returns none.
+    """
+
+    search: Search
+    read: ReadPlan
+    clock: Clock
+    without_loss: bool
+
+
+def open_plan(
+    model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
+) -> OpenedPlan:
+    """Return ``plan`` with its model, on its own cluster or another of the same size.
+
+    Raises:
+        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+        MeshError: its mesh is not the whole cluster.
+        JobError: its attention runs in a kernel that the cluster or the model does not have.
+    """
+    plan.check_priced()
+    found = plan.fingerprint.get("model")
+    if found is not None and found != model_fingerprint(model):
+        raise PlanMismatchError(
+            "the plan was made for another model.",
+            subject="model",
+            expected=found,
+            found=model_fingerprint(model),
+            what_to_do="Plan this model, or name the one that the plan is for.",
+        )
+    if cluster is None and not plan.cluster:
+        raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
+    cluster = cluster or ClusterSpec.from_dict(plan.cluster)
+    check_mesh(plan.mesh.spec, cluster)
+    inputs = given_or_made(model, example_inputs, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
+    batch = plan.job.batch or batch_of(inputs)
+    clock = Clock()
+    flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
+    with clock.stage("trace_s"):
+        micro_batch = batch // plan.micro_batches
+        module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+    check_kernel(plan.job, cluster.device, module.graph)
+    # A plan written by hand may ask for it at a module's input alone.
+    job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
+    plan = dataclasses.replace(plan, job=job)
+    model_traced = TracedModel.of(
+        module,
+        flash_attention=flash,
+        seq=plan.job.seq,
+        compiles=cluster.device.compiles,
+        even_order=plan.even_order is not None or plan.job.even_order,
+    )
+    search = Search(model_traced, plan.job, cluster, batch, clock)
+    read = read_plan(search, plan, ModuleNames.of(model))
+    return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

@@ -1,0 +1,74 @@
+"""An even order of sequences, as a plan says it, and as it is read from one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+
+from planner.errors import PlanMismatchError
+from planner.formulation.decision import Decision
+from planner.graph.trace_module import ModuleNames
+from planner.liveness.structure import Structure
+from planner.plan.ports import input_key, output_key
+from planner.plan.sharding_plan import ShardingPlan
+from planner.plan.token_order import EvenOrder
+from planner.pricing.run_spec import Run
+from planner.strategies.context_parallel_order import axis_of
+from planner.strategies.token_reordering import Reordering
+from planner.writing.fqn_entries import fold_names
+
+
+def order_of(
+    reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
+) -> EvenOrder | None:
+    """Return the order that sequences have under ``decision``; None: their own."""
+    axis = axis_of(structure.regions, decision.strategies, run.mesh.shape)
+    if axis is None or not isinstance(reordering, Reordering):
+        return None
+    inputs, outputs = defaultdict[str, dict[str, int]](dict), defaultdict[str, dict[str, int]](dict)
+    for place, dim in reordering.places.items():
+        (inputs if place.direction == "input" else outputs)[place.fqn][place.path] = dim
+    return EvenOrder(
+        axis=run.mesh.names[axis],
+        length=reordering.length,
+        inputs={input_key(fqn): dims for fqn, dims in fold_names(inputs, names.modules).items()},
+        outputs={output_key(fqn): dims for fqn, dims in fold_names(outputs, names.modules).items()},
+    )
+
+
+def check_order(plan: ShardingPlan, found: EvenOrder | None, reordering: Reordering | str | None) -> None:
+    """Check that a plan says the order that its layouts ask for.
+
+    Raises:
+        PlanMismatchError: it does not.
+    """
+    if plan.even_order == found:
+        return
+    raise PlanMismatchError(
+        f"the plan's even_order is not what its layouts ask for: {_difference(plan.even_order, found, reordering)}.",
+        subject="even_order",
+        expected=str(plan.even_order),
+        found=str(found),
+        what_to_do="Split all attention along the sequence on even_order's axis, or leave it out; or plan again.",
+    )
+
+
+def _difference(said: EvenOrder | None, found: EvenOrder | None, reordering: Reordering | str | None) -> str:
+    if isinstance(reordering, str):
+        return f"sequences stay in their own order, as {reordering}"
+    if said is None or found is None:
+        return "it has none, and attention is split" if said is None else "it has one, and no attention is split"
+    names = [
+        field.name for field in dataclasses.fields(found) if getattr(said, field.name) != getattr(found, field.name)
+    ]
+    return f"{', '.join(names)} of it would be {', '.join(str(getattr(found, name)) for name in names)}"
+
+
+def order_notes(reordering: Reordering | str | None, order: EvenOrder | None) -> list[str]:
+    """Return what a person should know of the order of sequences."""
+    if isinstance(reordering, str):
+        return [f"sequences stay in their own order: {reordering}."]
+    if reordering is None or order is None:
+        return []
+    results = f": {', '.join(reordering.results)} too" if reordering.results else ""
+    return [f"sequences are in an even order over {order.axis}{results}; executor.natural_order undoes it."]

@@ -1,0 +1,100 @@
+"""What was found, as a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from planner.graph.trace_module import TracedModule
+from planner.plan.estimate import MeshReport, SolverReport
+from planner.plan.fingerprint import torch_fingerprint
+from planner.plan.sharding_plan import PlanMesh, ShardingPlan
+from planner.run.run_planner import Candidate, Search
+from planner.search.mesh_search import Found
+from planner.search.pipeline.search import Piped
+from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
+from planner.writing.fqn_entries import entries_of, fold_names
+from planner.writing.notes import with_regather_note
+from planner.writing.pipeline import written
+from planner.writing.token_order import order_notes, order_of
+
+NOT_RUN = "a pipeline cannot be run here yet: --executable-only (executable_only=True) plans without."
+
+
+def plan_of(
+    search: Search, module: TracedModule, candidate: Candidate, report: SolverReport, notes: Sequence[str]
+) -> ShardingPlan:
+    """Return the plan of a decision about the whole model."""
+    run = candidate.run
+    entries = entries_of(candidate.structure, candidate.decision, module.names)
+    device, reordering = search.cluster.device, search.traced.reordering
+    order = order_of(reordering, candidate.structure, candidate.decision, run, module.names)
+    return ShardingPlan(
+        mesh=PlanMesh.of(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
+        **entries.by_field(),
+        activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
+        micro_batches=run.micro_batches,
+        even_order=order,
+        estimate=candidate.estimate,
+        solver=report,
+        job=dataclasses.replace(
+            search.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=search.memory_bytes
+        ),
+        cluster=search.cluster.to_dict(),
+        fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
+        notes=with_regather_note([*notes, *order_notes(reordering, order)], entries.input_plan, search.job),
+    )
+
+
+def plan_of_pipeline(
+    search: Search, module: TracedModule, found: PlannedPipeline, report: SolverReport, notes: Sequence[str]
+) -> ShardingPlan:
+    """Return the plan of a pipeline."""
+    text = written(found, listed_blocks(search), module.names)
+    first = plan_of(search, module, found.stages()[0], report, [*notes, NOT_RUN])
+    return dataclasses.replace(
+        first,
+        mesh=PlanMesh.of(text.mesh, first.mesh.device),
+        **text.entries.by_field(),
+        activation_checkpointing=dict(text.modes),
+        pipeline=text.pipeline,
+        estimate=text.estimate,
+        notes=with_regather_note(first.notes, text.entries.input_plan, first.job),
+    )
+
+
+def report_of(found: Found | None, piped: Piped | None, planner: str) -> SolverReport:
+    """Return how the best of both searches was found: ``piped``'s where it has a plan, which then is faster."""
+    pipeline = None if piped is None else piped.plan
+    if pipeline is not None:
+        solutions = [candidate.solution for _, candidate in pipeline.kinds]
+        objective_s = pipeline.step_time_s
+        chosen = str(pipeline.pipeline.whole_mesh)
+    else:
+        assert found is not None
+        assert found.candidate is not None
+        solution = found.candidate.solution
+        solutions, chosen = [solution], str(found.candidate.run.mesh)
+        objective_s = 0.0 if solution is None else solution.objective_s
+    searches = [each for each in (found, piped) if each is not None]
+    bound_s = min(objective_s, *(each.bound_s for each in searches))
+    return SolverReport(
+        name=planner,
+        status="optimal" if all(each.complete for each in searches) else "time-limit",
+        objective_s=objective_s,
+        bound_s=bound_s,
+        gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
+        time_s=sum(solution.time_s for solution in solutions if solution is not None),
+        meshes=_with_outcome([mesh for each in searches for mesh in each.meshes], chosen, piped is not None),
+    )
+
+
+def _with_outcome(meshes: Sequence[MeshReport], chosen: str, again: bool) -> tuple[MeshReport, ...]:
+    """Return the meshes with the outcome of both searches, where there were two."""
+    if not again:
+        return tuple(meshes)
+    found = []
+    for mesh in meshes:
+        was_chosen = "slower" if mesh.outcome == "chosen" else mesh.outcome
+        found.append(dataclasses.replace(mesh, outcome="chosen" if mesh.mesh == chosen else was_chosen))
+    return tuple(found)

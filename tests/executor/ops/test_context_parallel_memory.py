@@ -1,0 +1,68 @@
+"""What is said to be kept and alive of attention with its sequence split is what is there on one rank, on meta."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.op_bytes import bytes_seen
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from executor.ops.context_parallel import context_parallel_attention
+from executor.redistribute import Redistributor, contiguous_stride
+from executor.torch_internals import fake_process_group, make_dtensor
+from planner.plan.sharding_plan import PlanMesh, ShardingPlan
+from planner.strategies.context_parallel import ContextWork
+
+ROWS, WIDTH = 256, 64
+LAYOUT = (Shard(2),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Attention over ``ranks``: its heads, those of keys, and its mask."""
+
+    ranks: int
+    heads: int
+    kv_heads: int
+    causal: bool
+    is_even: bool
+
+    def measure(self, rank: int) -> tuple[ContextWork, dict[str, int]]:
+        """Return the work that is expected of a rank, and the bytes that are seen there."""
+        pieces = [(2, count, ROWS, WIDTH) for count in (self.heads, self.kv_heads, self.kv_heads)]
+        with fake_process_group(self.ranks):
+            mesh = init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("x",))
+            plan = ShardingPlan(mesh=PlanMesh(axes=(("x", self.ranks),), device="cpu"))
+            redistributor = Redistributor.of_plan(mesh, plan)
+            redistributor.coordinate = lambda axis: rank  # type: ignore[method-assign]
+            given = []
+            for piece in pieces:
+                shape = (*piece[:2], ROWS * self.ranks, WIDTH)
+                local = torch.empty(piece, dtype=torch.bfloat16, device="meta")
+                given.append(make_dtensor(local, mesh, LAYOUT, shape, contiguous_stride(shape)).requires_grad_())
+            options = {"is_causal": self.causal, "is_even": self.is_even}
+            seen = bytes_seen(
+                lambda: context_parallel_attention(redistributor, 0, given, None, scale=None, **options), given
+            )
+        return ContextWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_even), seen
+
+
+@pytest.mark.parametrize(("causal", "is_even"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (12, 3), (15, 1), (1, 1)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, causal: bool, is_even: bool) -> None:
+    case = Case(ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal, is_even=is_even)
+    work, seen = case.measure(0)
+    for rank in range(1, ranks if is_even else 1):  # which ranks have most differs
+        other = case.measure(rank)[1]
+        assert other["kept"] == seen["kept"]
+        seen = {name: max(seen[name], other[name]) for name in seen}
+    # Beside its inputs: the result that the kernel made, of which this is the owner, and the queries that it got.
+    beside = work.result_nbytes + (work.query_nbytes if work.exchanged else 0)
+    assert seen["kept"] == work.saved_nbytes + beside
+    # Of sums that are freed before the last kernel it says more.
+    assert 0.9 * work.forward_peak_nbytes <= seen["forward"] <= 1.03 * work.forward_peak_nbytes
+    assert seen["backward"] == pytest.approx(work.backward_rise_nbytes, rel=0.001)

@@ -1,0 +1,114 @@
+"""Our own ops equal torch's, in every combination of layouts that their rules cover, on real processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from support.executor_cases import MESH
+from support.gloo import run_on_gloo
+from support.split_inputs import Inputs, close, layouts, leaf
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from cost_model.layouts.layout import format_layout
+from executor.ops.dispatch import OwnOps
+from executor.redistribute import Redistributor
+from planner.plan.sharding_plan import ShardingPlan
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+Call = Callable[..., torch.Tensor]
+
+
+def embeddings() -> Iterator[tuple[str, Call, Inputs]]:
+    table, ids = torch.randn(16, 8), torch.randint(0, 16, (8, 4))
+    ids[0, :2] = 5
+    for padding in (None, -11):
+        for of, at in layouts((R, R), (R, S0), (R, S1), (S0, R), (S1, R)):
+            yield (
+                f"embedding padding {padding}",
+                lambda table, ids, padding=padding: F.embedding(ids, table, padding_idx=padding),
+                ((table, of), (ids, at)),
+            )
+
+
+def convolutions() -> Iterator[tuple[str, Call, Inputs]]:
+    images, kernel, bias = torch.randn(8, 3, 8, 8), torch.randn(16, 3, 4, 4), torch.randn(16)
+    for x, w, b in layouts((R, R, R), (S0, R, R), (R, S0, S0)):
+        yield "conv2d", lambda x, w, b: F.conv2d(x, w, b, stride=4), ((images, x), (kernel, w), (bias, b))
+        yield "conv2d valid", lambda x, w: F.conv2d(x, w, padding="valid"), ((images, x), (kernel, w))
+
+
+def attentions() -> Iterator[tuple[str, Call, Inputs]]:
+    query, key = torch.randn(4, 8, 6, 4), torch.randn(4, 4, 6, 4)
+    masks = {"whole": torch.randn(4, 8, 6, 6), "per head": torch.randn(1, 8, 6, 6), "one": torch.randn(1, 1, 6, 6)}
+    for (layout,) in layouts((R,), (S0,), (S1,)):
+        inputs = ((query, layout), (key, layout), (key + 1, layout))
+        yield (
+            "causal",
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            inputs,
+        )
+        for name, mask in masks.items():
+            yield (
+                f"mask {name}",
+                lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m, enable_gqa=True),
+                (*inputs, (mask, (R, R))),
+            )
+
+
+def masks() -> Iterator[tuple[str, Call, Inputs]]:
+    bias, per_head = torch.randn(4, 8, 8, 6), torch.rand(1, 8, 8, 6) > 0.5
+    for (layout,) in layouts((R,), (S0,), (S1,), (Shard(2),)):
+        yield "where", lambda x: torch.where(per_head, x, -1.5), ((bias, layout),)
+
+
+def losses() -> Iterator[tuple[str, Call, Inputs]]:
+    logits, labels = 4 * torch.randn(16, 8), torch.randint(0, 8, (16,))
+    labels[:7] = -100
+    for of, at in layouts((R, R), (S0, S0), (S0, R), (S1, R)):
+        for reduction in ("mean", "sum"):
+            yield (
+                f"cross entropy {reduction}",
+                lambda x, y, how=reduction: F.cross_entropy(x, y, reduction=how),
+                ((logits, of), (labels, at)),
+            )
+        yield "ignoring 3", lambda x, y: F.cross_entropy(x, y.abs() % 8, ignore_index=3), ((logits, of), (labels, at))
+
+
+def check_all(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
+    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+    torch.manual_seed(0)
+    wrong = []
+    for name, call, inputs in itertools.chain(embeddings(), convolutions(), attentions(), masks(), losses()):
+        text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
+        plain = [leaf(tensor) for tensor, _ in inputs]
+        sharded = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]
+        expected = call(*plain)
+        with OwnOps(redistributor):
+            found = call(*sharded)
+        if not isinstance(found, DTensor) or not close(found, expected):
+            wrong.append(f"{text}: {found} for {expected}")
+            continue
+        gradient = torch.randn_like(expected)
+        expected.backward(gradient)
+        back = tuple(R if isinstance(placement, Partial) else placement for placement in found.placements)
+        found.backward(distribute_tensor(gradient, mesh, back))
+        for mine, wanted in zip(sharded, plain, strict=True):
+            if wanted.grad is not None and not close(mine.grad, wanted.grad):
+                wrong.append(f"{text}: gradient {mine.grad.placements}")
+    return wrong + check_nothing_counts(redistributor, mesh)
+
+
+def check_nothing_counts(redistributor: Redistributor, mesh) -> list[str]:
+    logits = distribute_tensor(torch.randn(8, 4), mesh, (S0, S1))
+    with OwnOps(redistributor):
+        loss = F.cross_entropy(logits, torch.full((8,), -100))
+    return [] if loss.to_local().isnan() else [f"a mean over nothing is {loss}"]
+
+
+def test_own_ops_equal_torchs() -> None:
+    assert run_on_gloo(check_all, 4) == [[]] * 4

@@ -1,0 +1,154 @@
+"""Activations that are gathered again for the backward: collectives as planned, memory freed, and values unchanged."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.executor_cases import FP32, MESH, S0, R
+from support.families import make
+from support.gloo import run_on_gloo
+from support.side_by_side import train_all
+from torch import nn
+from torch.distributed.tensor import Partial
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from executor.redistribute import Redistributor
+from executor.resolve.mesh import device_mesh_for
+from executor.shard import shard_module
+from executor.torch_internals import fake_process_group, local_of
+from executor.verify import verify
+from planner import PlanningSession
+from planner.errors import PlanTypeError
+from planner.plan.sharding_plan import Port, ShardingPlan
+
+BATCH = 8
+TOLERANCE = 1e-5
+P = Partial()
+
+
+@functools.lru_cache(maxsize=1)
+def session(family: str, **job: Any) -> PlanningSession:
+    module, inputs = make(family, BATCH * job.get("micro_batches", 1))
+    job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "regather": True, **job}
+    return PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, **job)
+
+
+@pytest.mark.parametrize(
+    ("family", "job", "seeds"),
+    [
+        ("llama", {"fused": True}, 6),
+        ("llama", {"micro_batches": 2}, 3),
+        ("gpt2", {}, 3),
+        pytest.param("llama", {}, 20, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, 10, marks=pytest.mark.slow),
+        pytest.param("t5", {}, 10, marks=pytest.mark.slow),
+    ],
+)
+def test_plans_run_as_planned(family: str, job: dict[str, Any], seeds: int) -> None:
+    regathering = 0
+    for mesh in ("dp=2,tp=2", "dp=1,tp=4"):
+        for planner in ("ilp", "tensor-parallel", *(f"random:{seed}" for seed in range(seeds))):
+            if planner == "tensor-parallel" and family != "llama":
+                continue
+            module, inputs = make(family, BATCH)
+            plan = session(family, **job).plan(planner=planner, mesh=mesh)
+            report = verify(module, plan, inputs)
+            assert report.equal, (mesh, planner, report.differences)
+            regathering += plan.regathers
+            assert ShardingPlan.from_dict(plan.to_dict()) == plan
+    assert regathering
+
+
+def regathering_plans(family: str, planners: list[str]) -> dict[str, dict[str, Any]]:
+    plans = {planner: session(family).plan(planner=planner, mesh="dp=2,tp=2") for planner in planners}
+    assert sum(plan.regathers for plan in plans.values()) >= 2
+    return {planner: plan.to_dict() for planner, plan in plans.items()}
+
+
+def test_losses_and_gradients_equal_the_unsharded_models() -> None:
+    plans = regathering_plans("llama", [f"random:{seed}" for seed in (0, 1, 3)])
+    for errors in run_on_gloo(train_all, 4, "llama", plans, "sgd"):
+        for planner, found in errors.items():
+            assert found.loss <= TOLERANCE, (planner, found)
+            assert found.gradient <= TOLERANCE, (planner, found)
+
+
+class Reader(nn.Module):
+    """Reads one tensor in two linear layers, and in a third that keeps what it gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(x)
+        return (self.q(x) * self.k(x)).sum() + self.v(x).sum()
+
+
+def reading(*again: str) -> ShardingPlan:
+    split = (S0, R)
+    ports = {
+        f"{name}.input": Port(layout=(R, R), grad=(P, R), source=split, source_grad=split, regather=name in again)
+        for name in ("q", "k", "v")
+    }
+    return ShardingPlan(mesh=MESH, job=FP32, input_plan={"input": {"x": Port(layout=split)}, **ports})
+
+
+def test_a_copy_dies_with_its_readers_and_is_made_again_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[StorageWeakRef] = []
+    original = Redistributor.to_layout
+
+    def recorded(self, tensor, target):
+        result = original(self, tensor, target)
+        if target == (R, R) and tuple(tensor.placements) == (S0, R):
+            made.append(StorageWeakRef(local_of(result).untyped_storage()))
+        return result
+
+    monkeypatch.setattr(Redistributor, "to_layout", recorded)
+    with fake_process_group(4):
+        plan = reading("q", "k")
+        model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
+        for _ in range(2):  # as for each micro-batch
+            made.clear()
+            loss = model(torch.randn(4, 8))
+            gc.collect()
+            # One for q and k, one for v, which keeps it.
+            assert [copy.expired() for copy in made] == [True, False]
+            loss.backward()
+            gc.collect()
+            assert [copy.expired() for copy in made] == [True, True, True]
+
+
+def test_hooks_of_the_user_see_what_is_kept_and_no_copy() -> None:
+    with fake_process_group(4):
+        plan = reading("q", "k", "v")
+        model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
+        seen: list[tuple[int, ...]] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(tuple(tensor.to_local().shape if hasattr(tensor, "to_local") else tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.randn(4, 8, requires_grad=True))
+        # A piece that relu keeps, three weights, two factors; no copy.
+        assert sorted(seen) == [(4, 8), *[(8, 8)] * 5]
+        loss.backward()
+
+
+def test_without_gradients_nothing_is_noted() -> None:
+    with fake_process_group(4), torch.no_grad():
+        plan = reading("q", "k", "v")
+        model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
+        assert model(torch.randn(4, 8)).shape == ()
+
+
+def test_only_what_a_module_is_called_with_can_be_gathered_again() -> None:
+    port = Port(layout=(R, R), source=(S0, R), regather=True)
+    with pytest.raises(PlanTypeError, match="regather"):
+        ShardingPlan(mesh=MESH, job=FP32, output_plan={"q": port}).validate()

@@ -1,0 +1,73 @@
+"""The structure of a model at one batch, taken from that at another, is what building it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.families import make
+from torch import nn
+
+from planner.liveness.structure import Structure, build_structure
+from planner.session import PlanningSession
+
+
+def contents(structure: Structure) -> dict[str, Any]:
+    """Every field but the regions and the profile, which are of the batch; arrays as lists."""
+    found: dict[str, Any] = {
+        field.name: getattr(structure, field.name)
+        for field in dataclasses.fields(structure)
+        if field.name not in ("regions", "profile", "timeline")
+    }
+    timeline = {field.name: getattr(structure.timeline, field.name) for field in dataclasses.fields(structure.timeline)}
+    classes = timeline.pop("classes")
+    arrays = [
+        {field.name: np.asarray(getattr(of_class, field.name)).tolist() for field in dataclasses.fields(of_class)}
+        for of_class in classes
+    ]
+    return found | timeline | {"classes": arrays}
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_at_another_batch(family: str) -> None:
+    module, inputs = make(family, 16)
+    session = PlanningSession(module, example_inputs=inputs, cluster="1x4xtoy", dtype="fp32")
+    traced = session._traced
+    taken = 0
+    for ac in ("none", "selective", "full"):
+        grouping = traced.grouping(ac)
+        first = traced.structure(16, grouping)
+        for batch in (8, 2, 1):
+            there = traced.structure(batch, grouping)
+            taken += there.timeline is first.timeline
+            regions, blocks = traced._at(batch)
+            afresh = build_structure(regions, traced.profile(batch), blocks, dict(grouping.modes))
+            assert contents(there) == contents(afresh)
+            assert there.regions is regions
+    assert taken >= 3  # not all: with a batch of 1, views keep other tensors
+
+
+class _Gated(nn.Module):
+    """Its first two layers are of one class: names that differ in digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.w1, self.w3 = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.w2 = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = self.norm(x)
+        return self.w2(self.w1(read) * self.w3(read)).sum()
+
+
+def test_of_a_class_those_members_are_counted_that_join() -> None:
+    session = PlanningSession(
+        _Gated(), example_inputs=(torch.zeros(16, 8),), cluster="1x2xtoy", dtype="fp32", fused=True
+    )
+    structure = session._traced.structure(16)
+    assert {len(members.members) for members in structure.regions.classes} == {1, 2}
+    assert sum(sum(op.values()) for ops in structure.joins for op in ops) == 1
+    assert sum(sum(op.values()) for ops in structure.sums for op in ops) == 0

@@ -1,0 +1,220 @@
+"""Communication of activations in pieces beside matrix products: what it hides, worked by hand, and what it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from support import families
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from cost_model import ClusterSpec
+from cost_model.layouts.layout import MeshSpec
+from planner.errors import JobError, PlanError
+from planner.ilp import problem as quantity
+from planner.plan.sharding_plan import Estimate, ShardingPlan
+from planner.pricing.overlap import Beside, Overlap, Products
+from planner.pricing.redistribution_costs import Communication, Exchange, Port, Price
+from planner.session import PlanningSession
+from planner.writing.notes import NOT_OVERLAPPED
+from planner.writing.reprice import estimate_plan
+
+R, P, S1 = Replicate(), Partial(), Shard(1)
+SPLIT, WHOLE, SUMS = (R, S1), (R, R), (R, P)
+CALLS = 3
+LINK = "inside-node"
+
+
+def exchanged(source: tuple, target: tuple, beside: Beside | None, mesh: str = "dp=2,tp=4") -> tuple[Price, float]:
+    """Return the price of a tensor that is redistributed so, and the seconds of one of its collectives."""
+    communication = Communication(MeshSpec.parse(mesh), ClusterSpec.parse("2x4xh100-sxm-80gb"))
+    kind = Exchange((8, 1024, 4096), 2, CALLS, True, beside)
+    numbers = [communication.ports.number(Port(*port)) for port in (source, target)]
+    price = communication.exchange(kind, *numbers)
+    assert price is not None
+    return price, price.collectives[0].time_s
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 2.0])
+def test_a_gather_hides_behind_what_reads_it_and_its_gradients_reduction_all_but_a_piece(part: float) -> None:
+    # Korthikanti et al.'s g: gathered forward, reduce-scattered backward. 64 MiB, of which there is one collective.
+    _, gather_s = exchanged((SPLIT, SPLIT), (WHOLE, SUMS), None)
+    price, _ = exchanged((SPLIT, SPLIT), (WHOLE, SUMS), Beside(Products(part * gather_s, 3.0), Products(5.0, 7.0)))
+    reduce_s = next(c.time_s for c in price.collectives if c.kind == "reduce_scatter")
+    taken = Overlap.of(ClusterSpec.parse("1xh100-sxm-80gb").device).taken_share
+    hidden_s = min(part, 1.0) * gather_s
+    assert price.charge == pytest.approx({
+        quantity.BLOCKING_FORWARD + LINK: CALLS * (gather_s - hidden_s),
+        quantity.PREFETCH_FORWARD + LINK: CALLS * hidden_s,
+        quantity.SLOWDOWN_FORWARD: CALLS * hidden_s * taken,
+        quantity.BLOCKING_BACKWARD + LINK: CALLS * reduce_s / 4,
+        quantity.PREFETCH_BACKWARD + LINK: CALLS * reduce_s * 3 / 4,
+        quantity.SLOWDOWN_BACKWARD: CALLS * reduce_s * 3 / 4 * taken,
+    })  # fmt: skip
+
+
+def test_what_is_gathered_again_hides_behind_the_product_of_the_inputs_gradient() -> None:
+    _, gather_s = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), None)
+    price, _ = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), Beside(Products(gather_s / 2, 3.0), Products(5.0, 7.0)))
+    reduce_s = next(c.time_s for c in price.collectives if c.kind == "reduce_scatter")
+    assert [(c.kind, c.phase) for c in price.collectives] == [
+        ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward")
+    ]  # fmt: skip
+    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * gather_s / 2)
+    assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s / 2 + reduce_s / 4))
+    communication = Communication(MeshSpec.parse("dp=2,tp=4"), ClusterSpec.parse("2x4xh100-sxm-80gb"))
+    number = communication.ports.number
+    for source in ((WHOLE, SUMS), (SUMS, WHOLE), ((S1, R), (S1, R))):
+        kept, again = number(Port(*source)), number(Port(SPLIT if source[0] == (S1, R) else WHOLE, SUMS, True))
+        assert communication.exchange(Exchange((8, 1024, 4096), 2, CALLS, True), kept, again) is None  # no gather
+
+
+def test_a_reduction_hides_behind_what_makes_it_and_its_gradients_gather_behind_the_same() -> None:
+    products = Beside(Products(5.0, 7.0), Products(1e-6, 2e-6))
+    price, reduce_s = exchanged((SUMS, WHOLE), (SPLIT, SPLIT), products)
+    gather_s = next(c.time_s for c in price.collectives if c.kind == "all_gather")
+    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * (reduce_s - 1e-6))
+    assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s - 2e-6))
+    price, reduce_s = exchanged((SUMS, WHOLE), (WHOLE, WHOLE), Beside(Products(0.0, 0.0), Products(1.0, 1.0)))
+    assert [c.kind for c in price.collectives] == ["all_reduce"]
+    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * reduce_s / 4)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "mesh"),
+    [
+        # Between nodes; on an axis that is not the innermost; in two collectives; from one split to another.
+        (SPLIT, WHOLE, "dp=1,tp=8"),
+        ((S1, R), WHOLE, "tp=4,dp=2"),
+        ((S1, Shard(0)), WHOLE, "dp=2,tp=4"),
+        (SPLIT, (R, Shard(0)), "dp=2,tp=4"),
+    ],
+)
+def test_nothing_else_is_hidden(source: tuple, target: tuple, mesh: str) -> None:
+    plenty = Beside(Products(1.0, 1.0), Products(1.0, 1.0))
+    ports = (source, source), (target, target)
+    assert exchanged(*ports, plenty, mesh)[0].charge == exchanged(*ports, None, mesh)[0].charge
+
+
+def session_of(family: str, tensor_overlap: bool, **options: Any) -> tuple[nn.Module, Any, PlanningSession]:
+    """Return a session on four devices with the matrix rate of a few thousand MFLOP/s, and links to match it."""
+    module, inputs = families.make(family, 8)
+    cluster = ClusterSpec.parse({
+        "nodes": 1, "devices_per_node": 4, "device": "toy", "intra_node": {"bandwidth_bytes_per_s": 1e8}
+    })  # fmt: skip
+    tp_plan = {"fc1": "colwise", "fc2": "rowwise"} if family == "mlp" else None
+    job: dict[str, Any] = {"dtype": "fp32", "micro_batches": 1, "ac": "none", "tp_plan": tp_plan, **options}
+    return (
+        module,
+        inputs,
+        PlanningSession(
+            module,
+            cluster=cluster,
+            example_inputs=inputs,
+            tensor_overlap=tensor_overlap,
+            executable_only=not tensor_overlap,
+            **job,
+        ),
+    )
+
+
+def estimate_of(plan: ShardingPlan) -> Estimate:
+    assert plan.estimate is not None
+    return plan.estimate
+
+
+def test_the_step_of_two_layers_by_hand() -> None:
+    """fc1 split by columns, fc2 by rows over 4: fc2's result is scattered behind fc2's product.
+
+    Its gradient is gathered behind the two of fc2's backward; the logits for the loss, which is no product.
+    """
+    plain, overlapped = (session_of("mlp", on)[2].plan(planner="tensor-parallel", mesh="tp=4") for on in (False, True))
+    assert overlapped.plan == plain.plan
+    seconds = {(row.kind, row.phase): row.time_s for row in estimate_of(plain).collectives}
+    product_s = 2 * 8 * 256 * 64 / 4 / 1e9
+    for phase, hidden_s in (
+        ("forward_s", min(seconds["reduce_scatter", "forward"] * 3 / 4, product_s)),
+        ("backward_s", min(seconds["all_gather", "backward"], 2 * product_s)),
+    ):
+        saved_s = getattr(estimate_of(plain), phase) - getattr(estimate_of(overlapped), phase)
+        assert saved_s == pytest.approx(hidden_s, rel=1e-9)
+    assert estimate_of(overlapped).collectives == estimate_of(plain).collectives
+
+
+@pytest.mark.parametrize(("micro_batches", "ac"), [(1, "none"), (2, "full"), (1, "selective")])
+def test_every_plan_is_priced_alike_from_its_file_and_is_no_slower_than_without(micro_batches: int, ac: str) -> None:
+    options = {"micro_batches": micro_batches, "ac": ac}
+    module, inputs, session = session_of("llama", True, **options)
+    without = session_of("llama", False, **options)[2]
+    hidden = 0
+    for mesh in ("tp=4", "dp=2,tp=2"):
+        for planner in ("ilp", "tensor-parallel", "random:0"):
+            plan = session.plan(planner=planner, mesh=mesh)
+            found = estimate_of(plan)
+            assert plan.solver is not None
+            if plan.solver.objective_s is not None:
+                assert plan.solver.objective_s == pytest.approx(found.step_time_s, rel=1e-9)
+            read = ShardingPlan.from_dict(json.loads(plan.to_json()) | {"estimate": None, "solver": None})
+            assert read.job.tensor_overlap
+            assert estimate_of(estimate_plan(module, read, example_inputs=inputs)) == found
+            plain = dataclasses.replace(read, job=dataclasses.replace(read.job, tensor_overlap=False))
+            alone = estimate_of(estimate_plan(module, plain, example_inputs=inputs))
+            assert found.step_time_s <= alone.step_time_s * (1 + 1e-12)
+            assert found.collectives == alone.collectives
+            assert found.memory == alone.memory
+            hidden += found.step_time_s < alone.step_time_s * 0.999
+            if planner == "ilp":
+                best = estimate_of(without.plan(planner=planner, mesh=mesh)).step_time_s
+                assert found.step_time_s <= best * (1 + session.job.mip_gap)
+    assert hidden > 1
+
+
+def test_the_search_keeps_its_bounds() -> None:
+    """Over meshes and micro-batches: nothing that is found by itself is better than the bound of all."""
+    best = session_of("mlp", True, micro_batches=None)[2].plan()
+    assert best.solver is not None
+    assert best.solver.bound_s is not None
+    for count in (1, 2):
+        for mesh in ("tp=4", "dp=2,tp=2"):
+            plan = session_of("mlp", True, micro_batches=count)[2].plan(mesh=mesh)
+            assert estimate_of(plan).step_time_s >= best.solver.bound_s * (1 - 1e-9)
+
+
+def test_it_is_an_assumption_that_the_plan_states_and_nothing_runs() -> None:
+    module, inputs, session = session_of("mlp", True)
+    plan = session.plan(planner="tensor-parallel", mesh="tp=4")
+    assert NOT_OVERLAPPED in plan.notes
+    with pytest.raises(PlanError, match="tensor_overlap"):
+        plan.check_runs()
+    with pytest.raises(JobError, match="--no-executable-only"):
+        PlanningSession(module, cluster="4xtoy", example_inputs=inputs, tensor_overlap=True)
+
+
+def test_a_gather_hides_behind_all_products_that_read_it() -> None:
+    """Queries, keys and values have a product each, small ones for keys: behind the least, little would be hidden."""
+    module, inputs = families.make("llama", 8)
+    options: dict[str, Any] = {"micro_batches": 1, "ac": "none", "dtype": "bf16", "executable_only": False}
+    session = PlanningSession(
+        module, cluster="1x4xh100-sxm-80gb", example_inputs=inputs, tensor_overlap=True, **options
+    )
+    run = session._search.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
+    formulator, structure = session._search.formulator(run)
+    read_by: dict[tuple[str, ...], float] = {}
+    for tally in structure.forward:
+        readers = [structure.edges[edge].consumer for edge in tally.edges]
+        names = sorted({structure.regions.classes[index].pattern.rpartition(".")[2] for index in readers})
+        beside = formulator.beside(tally)
+        assert beside is not None
+        read_by[tuple(names)] = beside.reading.forward
+    flops = {
+        graph.calls[op.call].fqn.rpartition(".")[2]: structure.profile.ops[op.name].flops
+        for graph in [structure.regions.graph]
+        for op in graph.ops
+        if op.target_name == "aten.linear.default"
+    }
+    wanted = sum(flops[name] for name in ("q_proj", "k_proj", "v_proj"))
+    assert flops["k_proj"] < flops["q_proj"]
+    assert read_by["k_proj", "q_proj", "v_proj"] / read_by["o_proj",] == pytest.approx(wanted / flops["o_proj"])

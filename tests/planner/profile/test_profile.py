@@ -1,0 +1,156 @@
+"""FLOPs of the traced ops against torch's own counter on the module itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support import families
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from planner.graph.capture import to_meta
+from planner.graph.example_inputs import as_inputs
+from planner.graph.from_fx import trace
+from planner.profile.profile import FLASH_BACKWARD_FLOPS, profile
+
+
+@pytest.mark.parametrize("family", [*families.FAMILIES, *families.WITH_EXPERTS])
+def test_flops_equal_torchs_own_count(family: str) -> None:
+    module, kwargs = families.make(family, 4, "cpu")
+    if family in families.WITH_EXPERTS:
+        module.set_experts_implementation("eager")  # of grouped products torch counts none
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            output = module(**kwargs)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    found = profile(trace(to_meta(module, None), as_inputs(kwargs)), flash_attention=False)
+    assert sum(op.flops for op in found.ops.values()) == forward.get_total_flops() > 0
+    assert sum(op.backward_flops for op in found.ops.values()) == backward.get_total_flops() > 0
+
+
+def test_attention_kept_whole_or_recomputed() -> None:
+    """Flash attention keeps inputs, output and one float per row; math attention keeps its scores."""
+    module, kwargs = families.make("llama", 4)
+    graph = trace(to_meta(module, None), as_inputs(kwargs))
+    math, flash = (profile(graph, flash_attention=flag) for flag in (False, True))
+    name = next(op.name for op in graph.ops if "scaled_dot_product" in op.target_name)
+    scores = 4 * 8 * 16 * 16 * 4
+    assert math.ops[name].saved_extra_nbytes >= scores
+    assert flash.ops[name].saved_extra_nbytes == 4 * 8 * 16 * 4
+    assert flash.ops[name].flops == math.ops[name].flops == 4 * 4 * 8 * 16 * 16 * 8
+    assert flash.ops[name].backward_flops == FLASH_BACKWARD_FLOPS * flash.ops[name].flops
+    assert math.ops[name].backward_flops == 2 * math.ops[name].flops
+
+
+def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Flatten(0))
+    graph = trace(to_meta(module, None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False)
+    linear, view = (found.ops[op.name] for op in graph.ops)
+    assert linear.flops == linear.backward_flops == 2 * 6 * 8 * 4  # the input needs no gradient: one product
+    assert linear.nbytes == 4 * (6 * 8 + 8 * 4 + 6 * 4)
+    assert linear.saved == (graph.ops[0].inputs[0],)
+    assert (view.flops, view.nbytes, view.backward_nbytes) == (0, 0, 0)
+    assert found.root[graph.ops[1].outputs[0]] == graph.ops[0].outputs[0]
+
+
+class Parts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.both(x).split([4, 8], -1)
+        return (one.sum(-1) * two.sum(-1)).sum()
+
+
+def test_gradients_of_parts_are_put_side_by_side() -> None:
+    graph = trace(to_meta(Parts(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False)
+    split = next(found.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
+    assert (split.nbytes, split.backward_nbytes) == (0, 2 * 4 * 6 * 12)
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_as_many_ops_are_counted_as_torch_dispatches() -> None:
+    module, kwargs = families.make("mlp", 4, "cpu")
+    with _Count() as count:
+        torch.autograd.grad(module(**kwargs), list(module.parameters()))
+    ops = profile(trace(to_meta(module, None), as_inputs(kwargs)), flash_attention=False).ops.values()
+    found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.summed) for op in ops)
+    assert found == count.ops - 1  # the gradient of the loss is made for all
+
+
+def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled = x * self.weight
+            return scaled[:, :4] + scaled[:, 4:]
+
+    graph = trace(to_meta(Twice(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False).ops
+    by_name = {op.target_name: found[op.name] for op in graph.ops}
+    product, piece = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
+    assert product.forward_dispatched == (1, 4 * (48 + 8 + 48))
+    assert piece.forward_dispatched == (1, 0)
+    assert piece.backward_dispatched.nbytes >= 4 * 48  # zeros of the whole
+    assert sorted(op.summed for op in found.values()) == [(), (), (), (0,)]
+
+
+def test_linear_layers_that_read_one_tensor_join_its_gradient() -> None:
+    """Of n readers n - 1 products add to what is there; any other use is summed with what they make as one."""
+    module, kwargs = families.make("llama", 4)
+    graph = trace(to_meta(module, None), as_inputs(kwargs))
+    plain, joined = (profile(graph, flash_attention=False, joins=joins).ops for joins in (False, True))
+    names = {op.name: graph.calls[op.call].fqn.rpartition(".")[2] for op in graph.ops}
+    assert {names[op] for op in joined if joined[op].joined} == {"q_proj", "k_proj", "gate_proj"}
+    assert sum(len(op.joined) for op in joined.values()) == 2 * 3  # layers
+    assert all(op.joined == op.in_place for op in joined.values())
+    assert not any(op.joined for op in plain.values())
+    less = Counter({names[op]: len(plain[op].summed) - len(joined[op].summed) for op in joined})
+    assert +less == Counter({"k_proj": 1, "v_proj": 1, "up_proj": 1})
+
+
+class _Mixed(torch.nn.Module):
+    """Reads a tensor by linear layers and otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = x * self.weight
+        return self.first(read) + read.exp() + self.second(read) + self.third(read.sin()) + self.third(x)
+
+
+def test_a_use_between_linear_layers_is_summed_with_them() -> None:
+    """Its gradient waits while they join theirs, and what the model is called with joins nothing."""
+    graph = trace(to_meta(_Mixed(), None), as_inputs((torch.zeros(6, 8),)))
+    found = profile(graph, flash_attention=False, joins=True).ops
+    names = {graph.calls[op.call].fqn or op.target_name: found[op.name] for op in graph.ops}
+    assert {name: (op.joined, op.summed) for name, op in names.items() if op.joined or 0 in op.summed} == {
+        "first": ((0,), ()),
+        "aten.exp.default": ((), (0,)),
+        "aten.sin.default": ((), (0,)),
+    }
+    assert not any(op.in_place for op in found.values())

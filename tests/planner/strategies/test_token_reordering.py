@@ -1,0 +1,230 @@
+"""Which models may have their tokens in another order, where they are brought into it, and why others may not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from support.pipeline_sessions import CONFIG, session_of
+from torch import nn
+
+from api.requests.model_registry import load_model, quiet_libraries
+from planner.errors import PlanMismatchError
+from planner.graph.capture import to_meta
+from planner.graph.example_inputs import as_inputs
+from planner.graph.from_fx import trace
+from planner.plan.sharding_plan import ShardingPlan
+from planner.plan.token_order import even_halves, even_indices
+from planner.session import PlanningSession
+from planner.strategies.token_reordering import Place, Reordering, find_reordering
+from planner.writing.reprice import estimate_plan
+
+ROWS, WIDTH, VOCABULARY = 16, 8, 32
+Mix = Callable[["Model", torch.Tensor], torch.Tensor]
+
+
+@given(ranks=st.integers(1, 9), rows=st.integers(1, 9))
+def test_the_even_order_has_every_token_once_and_each_rank_sees_as_much(ranks: int, rows: int) -> None:
+    order = even_indices(ranks * rows, ranks)
+    assert sorted(order) == list(range(ranks * rows))
+    seen = [sum(token + 1 for token in order[rank * rows : (rank + 1) * rows]) for rank in range(ranks)]
+    # Halves of an odd number of rows differ by one.
+    assert max(seen) - min(seen) <= (0 if rows % 2 == 0 else ranks * rows)
+
+
+def test_halves_that_a_rank_has_are_as_far_from_either_end() -> None:
+    assert [even_halves(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+class Table(nn.Module):
+    """Makes a table of positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.shape[1], device=x.device).float().unsqueeze(-1) / 10
+
+
+class Model(nn.Module):
+    """One block; ``mix`` is what else it does to its tokens."""
+
+    def __init__(self, mix: Mix, shifted: bool = False) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(ROWS, WIDTH)
+        self.added = nn.Parameter(torch.zeros(1, ROWS, WIDTH))
+        self.each = nn.Parameter(torch.zeros(ROWS, WIDTH, WIDTH))
+        self.table, self.attention, self.head = Table(), Attention(), nn.Linear(WIDTH, VOCABULARY)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.mix, self.shifted = mix, shifted
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.mix(self, self.embed(ids))
+        logits = self.head(x + self.attention(x))
+        labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous() if self.shifted else labels
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def found_for(model: nn.Module) -> Reordering | str:
+    ids = torch.zeros(2, ROWS, dtype=torch.int64)
+    return find_reordering(trace(to_meta(model, None), as_inputs({"ids": ids, "labels": ids})))
+
+
+ALLOWED: dict[str, tuple[Mix, dict[Place, int]]] = {
+    "no positions": (lambda model, x: x, {}),
+    "a table of a module": (lambda model, x: x * model.table(x), {Place("table", "output", ""): 0}),
+    "a part of a table": (lambda model, x: x * model.table(x)[..., :1].cos(), {Place("table", "output", ""): 0}),
+    "positions that are looked up": (
+        lambda model, x: x + model.positions(torch.arange(ROWS, device=x.device)),
+        {Place("positions", "input", "0"): 0},
+    ),
+    "dims that change places": (lambda model, x: x.transpose(0, 1).contiguous().transpose(0, 1).sigmoid(), {}),
+    "heads": (lambda model, x: F.layer_norm(x.unflatten(-1, (2, 4)), (4,)).flatten(2), {}),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("shifted", [True, False])
+def test_models_that_work_token_by_token_may_be_reordered(name: str, shifted: bool) -> None:
+    mix, places = ALLOWED[name]
+    found = found_for(Model(mix, shifted))
+    assert isinstance(found, Reordering), found
+    assert found.length == ROWS
+    assert found.places == {Place("", "input", "ids"): 1} | places
+
+
+REFUSED: dict[str, tuple[Mix, str]] = {
+    "a parameter of positions": (lambda model, x: x + model.added, "which is not made in a module of its own"),
+    "a table made beside its use": (
+        lambda model, x: x * torch.arange(ROWS, device=x.device).unsqueeze(-1),
+        "which is not made in a module of its own",
+    ),
+    "a product for each token": (
+        lambda model, x: torch.einsum("blh,lhk->blk", x, model.each),
+        "aten.einsum.default in the root",
+    ),
+    "a parameter beside each token": (
+        lambda model, x: torch.cat([x, model.added.expand(2, -1, -1)], -1)[..., :WIDTH],
+        "aten.cat.default in the root",
+    ),
+    "tokens twice": (lambda model, x: x.repeat_interleave(2, 1)[:, :ROWS], "aten.repeat_interleave"),
+    "sums along the sequence": (lambda model, x: x.cumsum(1), "aten.cumsum.default in the root"),
+    "means over the sequence": (lambda model, x: x - x.mean(1, keepdim=True), "aten.mean.dim in the root"),
+    "tokens before": (lambda model, x: x + torch.roll(x, 1, 1), "aten.roll.default in the root"),
+    "tokens shifted": (lambda model, x: x + F.pad(x, (0, 0, 1, 0))[:, :-1], "aten.pad.default in the root"),
+    "a convolution": (lambda model, x: model.conv(x.transpose(1, 2)).transpose(1, 2), "aten.conv1d"),
+    "a mask": (
+        lambda model, x: model.attention(
+            x, torch.ones(ROWS, ROWS, dtype=torch.bool, device=x.device).tril()[None, None]
+        ),
+        "has a mask",
+    ),
+    "another length": (lambda model, x: x + model.attention(x[:, : ROWS // 2]).repeat(1, 2, 1), "16 tokens"),
+    "tokens turned round": (lambda model, x: x.flip(1), "aten.flip.default"),
+    "a view across tokens": (lambda model, x: x.reshape(2, ROWS // 2, 2 * WIDTH).sigmoid().view_as(x), "reshape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_see_the_order_may_not_and_are_told_why(name: str) -> None:
+    mix, reason = REFUSED[name]
+    found = found_for(Model(mix))
+    assert isinstance(found, str), found
+    assert reason in found
+
+
+def test_a_loss_over_tokens_twice_may_not() -> None:
+    class Twice(Model):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.attention(self.embed(ids))).flatten(0, 1)
+            return F.cross_entropy(logits.repeat_interleave(2, 0), labels.flatten().repeat_interleave(2))
+
+    assert "aten.repeat_interleave" in str(found_for(Twice(lambda model, x: x)))
+
+
+def test_a_loss_with_weights_may_not() -> None:
+    class Weighted(Model):
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.attention(self.embed(ids)))
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+    found = found_for(Weighted(lambda model, x: x))
+    assert found == "aten.cross_entropy_loss.default in the root may depend on the order of tokens"
+
+
+def planned(even_order: bool, **options: object) -> tuple[PlanningSession, ShardingPlan]:
+    pins = [f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
+    session = session_of("1x4xtoy", pins=pins, micro_batches=8, even_order=even_order, **options)
+    return session, session.plan(mesh="dp=2,tp=2")
+
+
+def test_a_plan_is_read_and_priced_as_it_was_written() -> None:
+    _, plan = planned(True, ac="none", data_axes=["dp"])
+    assert plan.even_order is not None
+    module = session_module()
+    read = ShardingPlan.from_dict(plan.to_dict())
+    assert estimate_plan(module, read).estimate == plan.estimate
+    by_hand = dataclasses.replace(read, job=dataclasses.replace(read.job, even_order=False))
+    assert estimate_plan(module, by_hand).estimate == plan.estimate
+    natural = dataclasses.replace(by_hand, even_order=None)
+    exchanged = estimate_plan(module, natural).estimate
+    assert exchanged is not None
+    assert plan.estimate is not None
+    assert exchanged.communication_s > plan.estimate.communication_s
+    exchanges = [sum(c.count for c in e.collectives if c.kind == "all_to_all") for e in (exchanged, plan.estimate)]
+    assert exchanges[0] - exchanges[1] == 8 * 5 * 4  # micro-batches, blocks; queries and results, and their gradients
+
+
+def session_module() -> nn.Module:
+    with quiet_libraries():
+        return load_model(CONFIG, seq=32).module
+
+
+def test_a_plan_whose_attention_is_not_split_so_is_refused() -> None:
+    _, plan = planned(True, ac="none", data_axes=["dp"])
+    assert plan.even_order is not None
+    order = plan.even_order
+    for wrong, said in (
+        (dataclasses.replace(order, axis="dp"), "axis of it would be tp"),
+        (dataclasses.replace(order, outputs={}), "outputs of it would be"),
+        (dataclasses.replace(order, length=16), "length of it would be 32"),
+    ):
+        with pytest.raises(PlanMismatchError, match=said):
+            estimate_plan(session_module(), dataclasses.replace(plan, even_order=wrong))
+
+
+def test_blocks_that_differ_are_split_on_the_same_axis() -> None:
+    session, _ = planned(True, ac="full:2")
+    for seed in range(4):
+        plan = session.plan(planner=f"random:{seed}", mesh="dp=2,tp=2")
+        assert estimate_plan(session_module(), plan).estimate == plan.estimate
+
+
+@pytest.mark.parametrize("even_order", [False, True])
+def test_stages_of_a_pipeline_agree(even_order: bool) -> None:
+    pins = [f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
+    options = {"executable_only": False, "micro_batches": 8, "ac": "none", "pins": pins, "data_axes": ["dp"]}
+    plan = session_of("1x8xtoy", blocks=4, even_order=even_order, **options).plan(mesh="pp=2,dp=2,tp=2")
+    assert plan.pipeline is not None
+    assert plan.estimate is not None
+    gathers = [c for c in plan.estimate.collectives if (c.kind, c.axis) == ("reduce_scatter", "tp")]
+    assert gathers, "attention is not split along the sequence: the test shows nothing"
+    # Four blocks in two stages: two each, which exchange queries and results, and their gradients.
+    exchanges = sum(c.count for c in plan.estimate.collectives if (c.kind, c.axis) == ("all_to_all", "tp"))
+    assert exchanges >= 8 * 2 * 4 if not even_order else exchanges < 8 * 2 * 4
+    assert (plan.even_order is not None) is even_order
+    if even_order:
+        assert plan.even_order == dataclasses.replace(plan.even_order, axis="tp", length=32)

@@ -1,9 +1,0 @@
-"""Groups of ranks, and a size that is large for any of them, for the tests of collectives."""
-
-from cost_model.groups import AxisGroup
-
-GIB = 1 << 30
-
-
-def one_node(ranks: int) -> AxisGroup:
-    return AxisGroup(nodes=1, ranks_per_node=ranks, groups_per_node=1)

@@ -1,0 +1,96 @@
+"""Small random problems with every kind of quantity, for hypothesis."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from planner.ilp.problem import (
+    COMPUTE_BACKWARD,
+    COMPUTE_FORWARD,
+    PASSES,
+    SLOWDOWN_BACKWARD,
+    SLOWDOWN_FORWARD,
+    Edge,
+    Lifetime,
+    Node,
+    Problem,
+    Unit,
+)
+
+TIMES = (
+    COMPUTE_FORWARD,
+    COMPUTE_BACKWARD,
+    SLOWDOWN_FORWARD,
+    SLOWDOWN_BACKWARD,
+    "exposed",
+    *(
+        f"{kind}.{phase}.{link}"
+        for kind in ("blocking", "prefetch", "once")
+        for phase in ("forward", "backward")
+        for link in ("inside-node", "between-nodes")
+    ),
+)
+BYTES = (
+    "memory.parameters",
+    "memory.activations",
+    "transient.0",
+    "transient.1",
+    "moment.0.activations",
+    "moment.0.transient",
+    "moment.1.activations",
+    Lifetime.of({"moment.0.activations": 1, "moment.1.activations": 3}),
+    Lifetime.of({"moment.1.activations": 2, "moment.1.transient": 1, "moment.2.gradients": 0.5}),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one unit of time and one of memory are, so that problems come in sizes from toy devices to large ones."""
+
+    time_s: float
+    nbytes: float
+
+
+SCALES = (Scale(1e-7, 1e3), Scale(1e-5, 1e6), Scale(1e-2, 1e9))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A problem of up to 4 nodes of 4 choices, with parallel edges, self-edges, and units shared by several edges."""
+    scale = draw(st.sampled_from(SCALES))
+
+    def charge(most: int) -> Mapping[str, float]:
+        amounts = draw(st.dictionaries(st.sampled_from(TIMES + BYTES), st.integers(0, 20), max_size=most))
+        return {name: n * (scale.time_s if name in TIMES else scale.nbytes) for name, n in amounts.items()}
+
+    nodes = [
+        Node(name=f"n{i}", charges=tuple(charge(4) for _ in range(draw(st.integers(1, 4)))))
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    edges = []
+    for _ in range(draw(st.integers(0, 5))):
+        producer, consumer = (draw(st.integers(0, len(nodes) - 1)) for _ in range(2))
+        sides = [[draw(st.integers(0, 2)) for _ in nodes[end].charges] for end in (producer, consumer)]
+        possible = sorted(set(itertools.product(*sides)))
+        absent = draw(st.sets(st.sampled_from(possible), max_size=len(possible) // 2))
+        pairs = {pair: charge(2) for pair in possible if pair not in absent}
+        edges.append(
+            Edge(
+                producer=producer,
+                consumer=consumer,
+                producer_ports=tuple(sides[0]),
+                consumer_ports=tuple(sides[1]),
+                pairs=pairs,
+            )
+        )
+    members = [(e, p, q) for e, edge in enumerate(edges) for p, q in edge.pairs]
+    units = []
+    for _ in range(draw(st.integers(0, 4)) if members else 0):
+        chosen = draw(st.lists(st.sampled_from(members), min_size=1, max_size=4, unique=True))
+        units.append(Unit(charge=charge(3), members=tuple(chosen)))
+    constant = {**charge(2), PASSES: float(draw(st.sampled_from([1, 2, 8])))}
+    return Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=constant)
