@@ -117,7 +117,7 @@ def write(folder: Path, presets: Sequence[str], at_once: int) -> int:
 
 
 def as_written_today(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a golden document as today's code writes it: fields that were renamed since are read by their old names."""
+    """Return a golden document as today's code writes it: fields renamed since are read by their old names."""
     from planner import ShardingPlan
 
     if "refused" in document:
