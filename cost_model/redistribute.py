@@ -29,9 +29,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides, format_layout, sharded_dim, split_factor
 
-CollectiveKind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+RedistributionCollective = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
+"""The collectives of redistributions: those of ``CollectiveKind`` that change a layout."""
 StepKind = Literal["slice", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
-PriceStep = Callable[[CollectiveKind, int, int], float]
+PriceStep = Callable[[RedistributionCollective, int, int], float]
 """(kind, index of the mesh axis, bytes of the full buffer) -> seconds."""
 
 
@@ -40,7 +41,7 @@ class NoPathError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RedistributionStep:
     """One change of placement on one mesh axis.
 
     ``nbytes`` is the full buffer of the collective, as nccl-tests counts it: what an all-gather yields, what a
@@ -58,11 +59,11 @@ class Step:
 class Redistribution:
     """The cheapest path from one layout to another: its steps, in order, and its seconds."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributionStep, ...]
     time_s: float
 
     @property
-    def collectives(self) -> tuple[Step, ...]:
+    def collectives(self) -> tuple[RedistributionStep, ...]:
         """The steps that communicate."""
         return tuple(step for step in self.steps if step.kind != "slice")
 
@@ -220,13 +221,13 @@ class RedistributionPlanner:
         if end is None:
             return None
         whole = math.prod(shape) * itemsize
-        steps: list[Step] = []
+        steps: list[RedistributionStep] = []
         layout, last = target, end
         while (edge := last.edge) is not None:
             before = last.before
             assert before is not None
             nbytes = whole // edge.divisor if edge.divisor else 0
-            steps.append(Step(kind=edge.kind, axis=edge.axis, nbytes=nbytes, before=before, after=layout))
+            steps.append(RedistributionStep(kind=edge.kind, axis=edge.axis, nbytes=nbytes, before=before, after=layout))
             layout, last = before, reached[before]
         return Redistribution(steps=tuple(reversed(steps)), time_s=end.time_s)
 

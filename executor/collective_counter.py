@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from executor.torch_internals import collective_of, flattened_groups, is_communication
-from planner.plan.estimate import CollectiveKind, Phase
+from planner.plan.estimate import Phase
 
 UNKNOWN_AXIS = "?"
 """Stands for process groups that are no axis of the mesh."""

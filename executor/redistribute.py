@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from cost_model.collectives.price import axis_group, moving_time_s
 from cost_model.hardware.cluster import ClusterSpec
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec, sharded_dim
-from cost_model.redistribute import CollectiveKind, NoPathError, RedistributionPlanner, Step
+from cost_model.redistribute import NoPathError, RedistributionPlanner, RedistributionStep
 from executor import torch_internals
 from executor.resolve.token_order import SequenceOrder
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
@@ -157,7 +158,7 @@ class Redistributor:
         # On an axis of one rank all placements are the same.
         return tuple(Replicate() if n == 1 else place for place, n in zip(layout, self._mesh_shape, strict=True))
 
-    def _step(self, local: torch.Tensor, step: Step) -> torch.Tensor:
+    def _step(self, local: torch.Tensor, step: RedistributionStep) -> torch.Tensor:
         before, after = step.before[step.axis], step.after[step.axis]
         size, index = self._mesh_shape[step.axis], self._coordinate[step.axis]
         origin, target = sharded_dim(before), sharded_dim(after)

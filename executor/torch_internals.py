@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
-from planner.plan.estimate import CollectiveKind
 
 TensorSpec = DTensorSpec
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

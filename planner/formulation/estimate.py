@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from planner.formulation.decision import Decision
 from planner.formulation.formulate import Formulator, is_kept_as_made
 from planner.graph.op_graph import Value
@@ -16,7 +17,7 @@ from planner.ilp import problem as quantity
 from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
 from planner.liveness.multiplicity import Tally
 from planner.liveness.structure import EdgeKey, Structure
-from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, CollectiveKind, Estimate, Phase
+from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, Estimate, Phase
 from planner.pricing.redistribution_costs import Port, Price, add_prices, entering, leaving
 from planner.pricing.run_spec import Run
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cost_model.hardware.collective_kinds import CollectiveKind
+
 Phase = Literal["param_gather", "forward", "backward", "recompute", "grad_reduce"]
 """Once a step run those in "param_gather" (parameters that are kept for the step) and "grad_reduce"."""
 ONCE_A_STEP: tuple[Phase, ...] = ("param_gather", "grad_reduce")
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, LayoutError, MeshSpec, parse_layout
 from planner.errors import MeshError, PlanError, PlannerError
 from planner.plan import document as plan_document
@@ -16,7 +17,6 @@ from planner.plan.checks import check_even_order, check_layout, check_names, che
 from planner.plan.document import FORMAT_VERSION
 from planner.plan.estimate import (
     CollectiveEstimate,
-    CollectiveKind,
     Estimate,
     Phase,
     Pipeline,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import Lifetime
 from planner.liveness.parameter_classes import BlockGather
-from planner.plan.estimate import CollectiveKind, Phase
+from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.reshard import Keeping
 from planner.pricing.overlap import Overlap

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, moving_time_s
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
 from planner.ilp import problem as quantity
-from planner.plan.estimate import CollectiveKind, Phase
+from planner.plan.estimate import Phase
 from planner.pricing.overlap import Beside, Overlap, link_of
 from planner.strategies.enumerate import Strategy
 

@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 
 from torch.distributed.tensor import Shard
 
+from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
-from planner.plan.estimate import CollectiveKind
 from planner.plan.token_order import own_heads
 from planner.strategies.inner_collectives import InnerCollective, Kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from planner.plan.estimate import CollectiveKind
+from cost_model.hardware.collective_kinds import CollectiveKind
 
 
 class Kernel(NamedTuple):
