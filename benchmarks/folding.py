@@ -37,8 +37,8 @@ from planner.ilp.solve import least_memory, solve
 from planner.liveness.structure import Structure
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 from planner.pricing.run_spec import Run
-from planner.run.mesh_space import TracedModel
-from planner.run.run_planner import Search
+from planner.run.mesh_space import ModelAnalysis
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.session import PlanningSession
 from planner.writing.fqn_entries import entries_of
@@ -96,7 +96,7 @@ class Answer:
 def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
     """Return the session's only run on a mesh, stated both ways."""
     traced = session._traced
-    apart = TracedModel(
+    apart = ModelAnalysis(
         graph=traced.graph,
         traced_batch=traced.traced_batch,
         is_open=traced.is_open,
@@ -108,11 +108,11 @@ def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
     assert job.micro_batches is not None
     assert job.ac is not None
     run = session._search.run_of(MeshSpec.parse(run_on), job.micro_batches, job.ac)
-    search = Search(apart, job, session.cluster, job.batch, Clock())
+    search = RunPlanner(apart, job, session.cluster, job.batch, Clock())
     return Both(module=module, run=run, folded=_side(session._search, run), apart=_side(search, run))
 
 
-def _side(search: Search, run: Run) -> Side:
+def _side(search: RunPlanner, run: Run) -> Side:
     formulator, structure, formulation = search.formulate(run, None)
     assert formulation is not None, "the mesh divides nothing"
     return Side(formulator=formulator, structure=structure, formulation=formulation)

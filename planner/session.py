@@ -34,20 +34,20 @@ from planner.pricing.run_spec import Run
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import TracedModel, check_mesh, checked_axes, meshes_of, modes_of
+from planner.run.mesh_space import ModelAnalysis, check_mesh, checked_axes, meshes_of, modes_of
 from planner.run.pins import Pins
-from planner.run.run_planner import Candidate, Search
+from planner.run.run_planner import Candidate, RunPlanner
 from planner.run.stage_clock import Clock
-from planner.search.block_variants import vary_blocks
+from planner.search.block_variants import improve_with_heterogeneous_blocks
 from planner.search.co_search import walk_together
-from planner.search.infeasibility import least_of_all, refuse
-from planner.search.mesh_search import Found, OuterSearch, Progress
-from planner.search.pipeline.mesh_argument import given_stages, no_pipeline, refuse_stages
-from planner.search.pipeline.search import Piped, PipelineSearch
+from planner.search.infeasibility import infeasibility_report, least_memory_run
+from planner.search.mesh_search import MeshSearch, MeshSearchResult, Progress
+from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
+from planner.search.pipeline.search import PipelineSearch, PipelineSearchResult
 from planner.search.pipeline.split_graph import obstacle
 from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
-from planner.search.task_pool import Pool, begun, checked_jobs
-from planner.search.worker_context import Bench, Terms
+from planner.search.task_pool import Pool, checked_jobs, start_workers
+from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.writing.notes import notes_on
 from planner.writing.write import plan_of, plan_of_pipeline, report_of
 
@@ -93,7 +93,7 @@ class PlanningSession:
         progress: Progress | None = None,
     ) -> None:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
-        begun(checked_jobs(jobs))
+        start_workers(checked_jobs(jobs))
         self._progress = progress
         self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
         self._executable_only = executable_only
@@ -134,19 +134,19 @@ class PlanningSession:
             if progress is not None:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
-            with gc_pause.put_off(), self._clock.stage("trace_s"):
+            with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._traced = TracedModel.of(
+        self._traced = ModelAnalysis.of(
             self._module,
             flash_attention=flash,
             seq=seq,
             compiles=self.cluster.device.compiles,
             even_order=self.job.even_order,
         )
-        self._search = Search(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._pool = Pool(Bench(self._search), jobs)
+        self._search = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
+        self._pool = Pool(WorkerContext(self._search), jobs)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
@@ -172,7 +172,7 @@ class PlanningSession:
     ) -> ShardingPlan | None:
         """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
         name, seed = baselines.parse_planner(planner)
-        with gc_pause.put_off():
+        with gc_pause.paused():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
             modes = modes_of(self._traced, self.job.ac)
@@ -199,7 +199,7 @@ class PlanningSession:
         if spec is None:
             return self._space(planner, self.cluster)[0]
         check_mesh(spec, self.cluster)
-        refuse_stages(spec)
+        check_no_pipeline_axis(spec)
         return [spec]
 
     def _stages(self, mesh: str | MeshSpec | None, planner: str) -> tuple[int, MeshSpec] | None:
@@ -242,7 +242,7 @@ class PlanningSession:
         stages: tuple[int, MeshSpec] | None,
         *,
         only: bool,
-    ) -> tuple[Found | None, Piped | None]:
+    ) -> tuple[MeshSearchResult | None, PipelineSearchResult | None]:
         """Return what came of the meshes and of pipelines, of which at most the faster one has a plan.
 
         Args:
@@ -250,7 +250,7 @@ class PlanningSession:
             only: whether the job says its mesh.
         """
         pool = self._pooled(restrict) if name == "ilp" else None
-        outer = OuterSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
+        outer = MeshSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
         if stages is None and (name != "ilp" or only or self._uncut is not None):
             return self._varied(outer.best(meshes), name, modes, restrict, deadline), None
         assert pool is not None
@@ -272,18 +272,18 @@ class PlanningSession:
 
     def _varied(
         self,
-        found: Found | None,
+        found: MeshSearchResult | None,
         name: str,
         modes: Sequence[str],
         restrict: Callable[[MeshSpec], Restriction | None],
         deadline: float | None,
-    ) -> Found | None:
+    ) -> MeshSearchResult | None:
         """Return what was ``found``, or what is better of it where blocks differ, if they may."""
         if found is None or name != "ilp" or not self._vary_blocks:
             return found
-        return vary_blocks(self._search, found, modes, restrict, self._progress, deadline)
+        return improve_with_heterogeneous_blocks(self._search, found, modes, restrict, self._progress, deadline)
 
-    def _wanted_s(self, found: Found | None) -> float:
+    def _wanted_s(self, found: MeshSearchResult | None) -> float:
         """Return the step time from which on another plan is no better."""
         if found is None or found.candidate is None:
             return math.inf
@@ -303,7 +303,7 @@ class PlanningSession:
         return obstacle(self._traced.graph, self._traced.blocks)
 
     def _pooled(self, restrict: Callable[[MeshSpec], Restriction | None]) -> Pool:
-        return self._pool.under(Terms(memory_bytes=self._search.memory_bytes, restrict=restrict))
+        return self._pool.under(SearchConstraints(memory_bytes=self._search.memory_bytes, restrict=restrict))
 
     def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
@@ -314,7 +314,7 @@ class PlanningSession:
         """Return what a planner and the pins leave to choose on a mesh."""
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
-            return pins.restrict(mesh, baselines.of_planner(name, mesh, self._tp_plan, self._traced.graph))
+            return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._traced.graph))
 
         return restrict if name in baselines.NAMES else pins.on
 
@@ -323,8 +323,8 @@ class PlanningSession:
         pins = self._pins(meshes)
         modes = modes_of(self._traced, self.job.ac)
         restrict = self._restrict(name, pins)
-        with gc_pause.put_off():
-            refusal = refuse(
+        with gc_pause.paused():
+            refusal = infeasibility_report(
                 self._search, meshes, self._counts_for(name), modes, restrict, lambda other: self._space(name, other)
             )
         if refusal.least_bytes is None and pins:
@@ -338,9 +338,9 @@ class PlanningSession:
         """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""
         meshes = self._meshes(mesh, "ilp")
         modes = modes_of(self._traced, self.job.ac)
-        with gc_pause.put_off():
+        with gc_pause.paused():
             restrict = self._restrict("ilp", self._pins(meshes))
-            least = least_of_all(self._search, meshes, self._counts, modes, restrict)
+            least = least_memory_run(self._search, meshes, self._counts, modes, restrict)
         return None if least is None else math.ceil(least.nbytes)
 
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:

@@ -42,7 +42,7 @@ def is_kept_as_made(source: Port, target: Port) -> bool:
     return source.layout == target.layout or target.again
 
 
-class Promising(Protocol):
+class ChoiceFilter(Protocol):
     """Which choices could be part of a plan that is wanted."""
 
     def strategy(self, index: int, choice: Strategy) -> bool:
@@ -89,7 +89,7 @@ class Formulator:
         self,
         accepts: Accepts | None = None,
         accepts_stored: AcceptsStored | None = None,
-        promising: Promising | None = None,
+        promising: ChoiceFilter | None = None,
     ) -> Formulation | None:
         """Return the problem with the choices that are let through; None where a class has none left."""
         strategies = []

@@ -67,7 +67,7 @@ def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
     return divides(value.shape, layout, mesh.shape)
 
 
-def of_planner(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
+def restriction_of(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
     """Return what the baseline called ``name`` may choose on a mesh."""
     if name == "tensor-parallel":
         return tensor_parallel(mesh, tp_plan, graph)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def put_off() -> Iterator[None]:
+def paused() -> Iterator[None]:
     """Collect no cyclic garbage for as long as this lasts, unless nobody collects any as it is."""
     was_on = gc.isenabled()
     gc.disable()

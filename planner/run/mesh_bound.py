@@ -21,7 +21,7 @@ from planner.strategies.enumerate import Strategy
 
 
 @dataclass(slots=True, kw_only=True)
-class Floor:
+class MeshBound:
     """What no run on a mesh can beat, in all and with any one choice.
 
     Attributes:
@@ -37,9 +37,9 @@ class Floor:
     stored: tuple[Mapping[tuple[Layout, tuple[int, ...] | None], float], ...]
     _relaxing: Relaxing | None
 
-    def below(self, time_s: float) -> Promising:
+    def below(self, time_s: float) -> ChoicesBelow:
         """Return which choices could be part of a run that takes less than ``time_s``."""
-        return Promising(floor=self, time_s=time_s)
+        return ChoicesBelow(floor=self, time_s=time_s)
 
     def with_work(self, backward_s: float) -> float:
         """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
@@ -58,16 +58,16 @@ class Floor:
         relaxed = self._relaxing.within_cap(at_most_s)
         return at_most_s if relaxed is None else min(relaxed.bound_s, at_most_s)
 
-    def light(self) -> Floor:
+    def light(self) -> MeshBound:
         """Return what is left to say without the problem: all but `with_work` and `within_cap`."""
         return dataclasses.replace(self, _relaxing=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promising:
+class ChoicesBelow:
     """The choices of a mesh that could be part of a run that takes less than ``time_s``."""
 
-    floor: Floor
+    floor: MeshBound
     time_s: float
 
     def strategy(self, index: int, choice: Strategy) -> bool:
@@ -80,7 +80,9 @@ class Promising:
         return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
-def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float, backward_s: float = 0.0) -> Floor | None:
+def bound_mesh(
+    mesh: MeshSpec, formulation: Formulation, memory_bytes: float, backward_s: float = 0.0
+) -> MeshBound | None:
     """Return the floor of a mesh from the problem of its largest run; None where that has no solution.
 
     Args:
@@ -103,7 +105,7 @@ def floor_of(mesh: MeshSpec, formulation: Formulation, memory_bytes: float, back
             key = choice.stored, choice.gathered_over
             least[key] = min(least.get(key, math.inf), time_s)
         stored.append(least)
-    return Floor(
+    return MeshBound(
         mesh=mesh,
         backward_s=backward_s,
         bound_s=relaxed.bound_s,

@@ -24,7 +24,7 @@ from planner.strategies.token_reordering import Reordering, find_reordering, in_
 
 
 @dataclass(slots=True)
-class TracedModel:
+class ModelAnalysis:
     """A model's graph at any micro-batch, with what follows from it; every answer is remembered.
 
     Attributes:
@@ -63,7 +63,7 @@ class TracedModel:
         seq: int | None = None,
         compiles: bool = True,
         even_order: bool = False,
-    ) -> TracedModel:
+    ) -> ModelAnalysis:
         """Return the model of which ``module`` is the graph.
 
         Args:
@@ -83,9 +83,9 @@ class TracedModel:
             reordering=reordering,
         )
 
-    def bare(self) -> TracedModel:
+    def bare(self) -> ModelAnalysis:
         """Return the same model with nothing remembered."""
-        return TracedModel(
+        return ModelAnalysis(
             graph=self.graph,
             traced_batch=self.traced_batch,
             is_open=self.is_open,
@@ -202,7 +202,7 @@ def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
             yield size
 
 
-def modes_of(traced: TracedModel, ac: str | None) -> list[str]:
+def modes_of(traced: ModelAnalysis, ac: str | None) -> list[str]:
     """Return the modes of checkpointing that a job leaves to choose from.
 
     Raises:
@@ -228,19 +228,19 @@ def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
         )
 
 
-def least_compute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
+def least_compute_s(traced: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
     """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
     compute_s, again_s = _totals(traced, times, run, batch)
     return (compute_s + again_s) / run.mesh.size * run.passes
 
 
-def least_recompute_s(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> float:
+def least_recompute_s(traced: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
     """Return what no plan of ``run`` can beat in running blocks again, perfectly split."""
     _, again_s = _totals(traced, times, run, batch)
     return again_s / run.mesh.size * run.passes
 
 
-def _totals(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> tuple[float, float]:
+def _totals(traced: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch, unsplit, and those of running blocks again. They ask for no mesh."""
     key = times, run.job.training, batch, run.grouping
     if key not in traced.totals_s:
@@ -250,12 +250,12 @@ def _totals(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> tuple[
     return traced.totals_s[key]
 
 
-def op_seconds(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> dict[str, float]:
+def op_seconds(traced: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> dict[str, float]:
     """Return op -> seconds of one micro-batch, unsplit, forward and backward."""
     return {name: sum(seconds) for name, *seconds in _whole(traced, times, run, batch)}
 
 
-def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[str, float, float, float]]:
+def _whole(traced: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[str, float, float, float]]:
     """Yield each op and its seconds unsplit: its forward, that again where a block is run again, and its backward.
 
     One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
@@ -280,13 +280,13 @@ def _whole(traced: TracedModel, times: OpTimes, run: Run, batch: int) -> Iterato
         yield op.name, forward_s, forward_s if recomputed else 0.0, backward_s
 
 
-def _planned_ops(traced: TracedModel, batch: int) -> set[str]:
+def _planned_ops(traced: ModelAnalysis, batch: int) -> set[str]:
     """Return the ops that regions are made of: all but those on plain values, which every rank runs whole."""
     regions, _ = traced._at(batch)
     return {region_op.op.name for region in regions.regions for region_op in region.ops}
 
 
-def _modes_of_ops(traced: TracedModel, batch: int, grouping: Grouping) -> dict[str, CheckpointingMode]:
+def _modes_of_ops(traced: ModelAnalysis, batch: int, grouping: Grouping) -> dict[str, CheckpointingMode]:
     """Return op -> how its block is checkpointed, of those whose block is."""
     regions, blocks = traced._at(batch)
     modes = dict(grouping.modes)

@@ -29,8 +29,8 @@ from planner.regions.block_grouping import Grouping
 from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
-from planner.run.mesh_bound import Floor
-from planner.run.mesh_space import TracedModel
+from planner.run.mesh_bound import MeshBound
+from planner.run.mesh_space import ModelAnalysis
 from planner.run.pins import Pin
 from planner.run.stage_clock import Clock, left_s
 from planner.strategies.dtensor_rules import quiet
@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
+class SolvedRun:
     """A candidate without the structure of its run, which follows from the rest: small enough to be sent."""
 
     run: Run
@@ -58,7 +58,7 @@ class Priced:
     solution: Solution
 
     @classmethod
-    def of(cls, candidate: Candidate | None) -> Priced | None:
+    def of(cls, candidate: Candidate | None) -> SolvedRun | None:
         """Return what is to be sent of a candidate that was solved."""
         if candidate is None or candidate.solution is None:
             return None
@@ -71,7 +71,7 @@ class Priced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class RelaxedRun:
     """What relaxations say of a run.
 
     Attributes:
@@ -83,11 +83,11 @@ class Look:
     capped_s: float | None = None
 
 
-Formulated = tuple[Formulator, Structure, Formulation | None]
+FormulatedRun = tuple[Formulator, Structure, Formulation | None]
 """What builds a run's problem, what of it does not depend on the mesh, and the problem; None: nothing is to choose."""
 
 
-class Search:
+class RunPlanner:
     """One planning request: the model is traced once, and every run of it is formulated and solved from that.
 
     Attributes:
@@ -97,12 +97,12 @@ class Search:
 
     def __init__(
         self,
-        traced: TracedModel,
+        traced: ModelAnalysis,
         job: Job,
         cluster: ClusterSpec,
         batch: int,
         clock: Clock,
-        beside: Search | None = None,
+        beside: RunPlanner | None = None,
     ) -> None:
         """Take what is known of strategies and prices from ``beside``, where that is on the same kind of device."""
         self.traced = traced
@@ -126,7 +126,7 @@ class Search:
         bare = {"traced": self.traced.bare(), "clock": Clock(), "_communication": {}, "_alive": {}}
         return {**self.__dict__, **bare, "_last_random": None}
 
-    def candidate(self, priced: Priced) -> Candidate:
+    def candidate(self, priced: SolvedRun) -> Candidate:
         """Return a candidate as a whole."""
         run = priced.run
         return Candidate(
@@ -200,11 +200,11 @@ class Search:
         self,
         run: Run,
         restriction: Restriction | None,
-        floor: Floor | None = None,
+        floor: MeshBound | None = None,
         at_most_s: float | None = None,
         *,
         peak: bool = True,
-    ) -> Formulated:
+    ) -> FormulatedRun:
         """Return the problem of ``run``, or None in its place where nothing is left to choose.
 
         Args:
@@ -220,9 +220,9 @@ class Search:
             )
         return formulator, structure, built
 
-    def look_at(
-        self, run: Run, restriction: Restriction | None, floor: Floor, at_most_s: float | None = None
-    ) -> Look | None:
+    def relax_run(
+        self, run: Run, restriction: Restriction | None, floor: MeshBound, at_most_s: float | None = None
+    ) -> RelaxedRun | None:
         """Return what no plan of ``run`` can beat; None where none takes less than ``at_most_s`` seconds."""
         _, _, formulation = self.formulate(run, restriction, floor, at_most_s)
         wanted = math.inf if at_most_s is None else at_most_s
@@ -236,24 +236,24 @@ class Search:
             try:
                 capped = relaxing.within_cap(wanted)
             except SolverError:  # ended without an answer: what holds without the cap holds within it
-                return Look(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
+                return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         if capped is None:
-            return Look(uncapped_s=uncapped.bound_s)
-        return Look(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s)
+            return RelaxedRun(uncapped_s=uncapped.bound_s)
+        return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s)
 
     def solve(
         self,
         run: Run,
         restriction: Restriction | None,
         at_most_s: float | None = None,
-        floor: Floor | None = None,
+        floor: MeshBound | None = None,
         *,
         mip_gap: float | None = None,
         deadline: float | None = None,
         steps: int | None = None,
         capped: bool = True,
         solving_s: float = 0.0,
-        formulated: Formulated | None = None,
+        formulated: FormulatedRun | None = None,
     ) -> Candidate | None:
         """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
 

@@ -17,8 +17,8 @@ from planner.errors import SolverError
 from planner.plan.job import Checkpointing
 from planner.regions.block_grouping import Grouping
 from planner.run.baselines import Restriction
-from planner.run.run_planner import Candidate, Search
-from planner.search.mesh_search import Found, Progress
+from planner.run.run_planner import Candidate, RunPlanner
+from planner.search.mesh_search import MeshSearchResult, Progress
 
 _WORTH = 0.005
 """By how much faster a plan has to be to be worth blocks that differ: relative, of the best so far."""
@@ -33,14 +33,14 @@ _FINEST = 4
 """How many blocks are checkpointed is settled to within this part of a list."""
 
 
-def vary_blocks(
-    search: Search,
-    found: Found,
+def improve_with_heterogeneous_blocks(
+    search: RunPlanner,
+    found: MeshSearchResult,
     modes: Sequence[str],
     restrict: Callable[[MeshSpec], Restriction | None],
     progress: Progress | None = None,
     deadline: float | None = None,
-) -> Found:
+) -> MeshSearchResult:
     """Return the best plan of the run that was ``found``, with the first blocks of each list apart where that pays.
 
     Args:
@@ -54,8 +54,8 @@ def vary_blocks(
 class _Variation:
     def __init__(
         self,
-        search: Search,
-        found: Found,
+        search: RunPlanner,
+        found: MeshSearchResult,
         candidate: Candidate,
         restriction: Restriction | None,
         progress: Progress | None,
@@ -67,7 +67,7 @@ class _Variation:
         self._found, self._complete = found, found.complete
         self._length = max((len(blocks) for blocks in search.traced.blocks.lists.values()), default=0)
 
-    def best(self, may_checkpoint: bool) -> Found:
+    def best(self, may_checkpoint: bool) -> MeshSearchResult:
         """Try what could be faster; ``may_checkpoint``: how many blocks are checkpointed may differ as well."""
         if self._length < 2 or not self._complete:
             return self._found

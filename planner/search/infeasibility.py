@@ -18,7 +18,7 @@ from planner.ilp.solve import least_memory
 from planner.liveness.structure import Structure
 from planner.pricing.run_spec import Run
 from planner.run.baselines import Restriction
-from planner.run.run_planner import Search, without
+from planner.run.run_planner import RunPlanner, without
 
 _DOUBLINGS = 6
 """Up to 64 times the nodes are tried."""
@@ -37,7 +37,7 @@ Restrict = Callable[[MeshSpec], Restriction | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Least:
+class LeastMemory:
     """The decision of a run that needs the least memory."""
 
     nbytes: float
@@ -46,8 +46,8 @@ class Least:
     decision: Decision
 
 
-def refuse(
-    search: Search,
+def infeasibility_report(
+    search: RunPlanner,
     meshes: Sequence[MeshSpec],
     counts: Sequence[int],
     modes: Sequence[str],
@@ -60,7 +60,7 @@ def refuse(
         meshes, counts, modes, restrict: of the search that found nothing.
         larger: the meshes of another cluster, and the numbers of micro-batches that may be tried on it.
     """
-    least = least_of_all(search, meshes, counts, modes, restrict, gap=_NEAR)
+    least = least_memory_run(search, meshes, counts, modes, restrict, gap=_NEAR)
     if least is None:
         return InfeasibleError(
             "no layout of this model divides evenly over these meshes and this batch.",
@@ -76,28 +76,28 @@ def refuse(
     )
 
 
-def least_of_all(
-    search: Search,
+def least_memory_run(
+    search: RunPlanner,
     meshes: Sequence[MeshSpec],
     counts: Sequence[int],
     modes: Sequence[str],
     restrict: Restrict,
     *,
     gap: float = _EXACT,
-) -> Least | None:
+) -> LeastMemory | None:
     """Return what needs the least memory of all runs, to within a relative gap; None where there is no layout."""
     runs = [search.run_of(*each) for each in itertools.product(meshes, counts, modes)]
     return _least(search, runs, restrict, gap=gap)[0]
 
 
 def _least(
-    search: Search,
+    search: RunPlanner,
     runs: Sequence[Run],
     restrict: Restrict,
     enough_bytes: float | None = None,
     *,
     gap: float = _NEAR,
-) -> tuple[Least | None, float]:
+) -> tuple[LeastMemory | None, float]:
     """Return what needs the least memory of all ``runs``, and the bytes that none of them goes below.
 
     With ``enough_bytes`` it is the first that is found to need no more, and None where all need more.
@@ -105,7 +105,7 @@ def _least(
     What has the lowest bound goes next: at first that of the structure, then the relaxation's, then what was found.
     """
     numbers = itertools.count()
-    heap: list[tuple[float, int, Run, Least | None]] = [
+    heap: list[tuple[float, int, Run, LeastMemory | None]] = [
         (search.least_memory_bytes(run), next(numbers), run, None) for run in runs
     ]
     heapq.heapify(heap)
@@ -131,7 +131,7 @@ def _least(
     return None, math.inf
 
 
-def _least_of(search: Search, run: Run, restrict: Restrict, gap: float) -> Least | None:
+def _least_of(search: RunPlanner, run: Run, restrict: Restrict, gap: float) -> LeastMemory | None:
     """Return the decision that needs the least memory of those that DTensor runs; None where there is none."""
     formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
     while formulation is not None:
@@ -141,13 +141,13 @@ def _least_of(search: Search, run: Run, restrict: Restrict, gap: float) -> Least
         decision = decision_of(formulation, found[0])
         refused = search.refused(run, formulation, decision)
         if not refused:
-            return Least(nbytes=found[1], run=run, structure=structure, decision=decision)
+            return LeastMemory(nbytes=found[1], run=run, structure=structure, decision=decision)
         formulation = without(formulator, formulation, decision, refused)
     return None
 
 
 def _enough(
-    search: Search,
+    search: RunPlanner,
     mode: str,
     restrict: Restrict,
     larger: Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]],
@@ -167,7 +167,7 @@ def _enough(
         meshes, counts = larger(cluster)
         if not counts:
             return None  # the batch does not divide over so many devices, nor over more
-        there = Search(search.traced, search.job, cluster, search.batch, search.clock)
+        there = RunPlanner(search.traced, search.job, cluster, search.batch, search.clock)
         even = [count for count in counts if search.batch // count % cluster.size == 0]
         tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
         usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))
@@ -181,7 +181,7 @@ def _enough(
     return None
 
 
-def _largest(least: Least) -> tuple[tuple[str, int], ...]:
+def _largest(least: LeastMemory) -> tuple[tuple[str, int], ...]:
     structure, mesh_shape = least.structure, least.run.mesh.shape
     values, names = structure.regions.graph.values, structure.regions.graph.parameters
     rows: list[tuple[str, int]] = []

@@ -26,11 +26,11 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.graph.trace_module import chains
 from planner.plan.estimate import MeshOutcome, MeshReport
-from planner.run.mesh_bound import Floor
-from planner.run.run_planner import Candidate, Priced, Search
-from planner.search.mesh_tasks import Followed, FollowLane, Opened, OpenMesh, SolveRun, least_s
+from planner.run.mesh_bound import MeshBound
+from planner.run.run_planner import Candidate, RunPlanner, SolvedRun
+from planner.search.mesh_tasks import BoundedMesh, BoundMesh, RelaxedPair, RelaxRun, SolveRun, least_s
 from planner.search.task_pool import Pool
-from planner.search.worker_context import Bench, Restrict, Terms
+from planner.search.worker_context import Restrict, SearchConstraints, WorkerContext
 
 Progress = Callable[[str], None]
 
@@ -46,11 +46,11 @@ _FIRST_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class MeshSearchResult:
     """The best plan of a search.
 
     Attributes:
-        candidate: None where none was found that takes less than was wanted of it (`OuterSearch.want_less`).
+        candidate: None where none was found that takes less than was wanted of it (`MeshSearch.want_less`).
         bound_s: no plan of the search space is faster.
         complete: whether the search ended by itself; otherwise its time was up.
         meshes: what became of each, where there was more than one.
@@ -75,7 +75,7 @@ class _Closed:
 class _Lane:
     """Runs on one mesh with one mode of checkpointing that were not looked at yet, by numbers of micro-batches."""
 
-    floor: Floor
+    floor: MeshBound
     ac: str
     counts: tuple[int, ...]
     bound_s: float
@@ -104,7 +104,7 @@ class _Open:
 
 
 _Item = _Closed | _Lane | _Open
-_Task = OpenMesh | FollowLane | SolveRun
+_Task = BoundMesh | RelaxRun | SolveRun
 
 
 @dataclass(slots=True)
@@ -120,21 +120,21 @@ class _Mesh:
 
 
 @dataclass(slots=True)
-class OuterSearch:
+class MeshSearch:
     """One walk over the lanes of a job, a `planner.search.co_search.Walk`.
 
     Attributes:
         pool: does the tasks; None: this process does.
     """
 
-    search: Search
+    search: RunPlanner
     counts: Sequence[int]
     modes: Sequence[str]
     restrict: Restrict
     progress: Progress | None = None
     deadline: float | None = None
     pool: Pool | None = None
-    _best: Priced | None = None
+    _best: SolvedRun | None = None
     _limit_s: float = math.inf
     _all: Sequence[MeshSpec] = ()
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
@@ -147,10 +147,10 @@ class OuterSearch:
     _here: Pool = field(init=False)
 
     def __post_init__(self) -> None:
-        terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
-        self._here = Pool(Bench(self.search)).under(terms)
+        terms = SearchConstraints(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
+        self._here = Pool(WorkerContext(self.search)).under(terms)
 
-    def best(self, meshes: Sequence[MeshSpec]) -> Found | None:
+    def best(self, meshes: Sequence[MeshSpec]) -> MeshSearchResult | None:
         """Return the fastest plan over all runs, None where none fits.
 
         Raises:
@@ -198,10 +198,10 @@ class OuterSearch:
         )
         self._say_solving(task, ", for a first plan")
         found = here.do(task)
-        if isinstance(found, Priced):  # the walk does without, if there is time
+        if isinstance(found, SolvedRun):  # the walk does without, if there is time
             self._keep(found)
 
-    def _only(self, mesh: MeshSpec) -> Found | None:
+    def _only(self, mesh: MeshSpec) -> MeshSearchResult | None:
         """One run has nothing to be compared with."""
         run = self.search.run_of(mesh, self.counts[0], self.modes[0])
         self._say(f"solving mesh {mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
@@ -209,7 +209,7 @@ class OuterSearch:
         if candidate is None or candidate.solution is None:
             return None
         complete = candidate.solution.status == "optimal"
-        return Found(candidate=candidate, bound_s=candidate.solution.bound_s, complete=complete)
+        return MeshSearchResult(candidate=candidate, bound_s=candidate.solution.bound_s, complete=complete)
 
     # --- what comes next -----------------------------------------------------------------------------------------
 
@@ -267,9 +267,9 @@ class OuterSearch:
     def _task(self, item: _Item) -> _Task:
         if isinstance(item, _Closed):
             self._say(f"bounding mesh {item.mesh} ({item.place})")
-            return OpenMesh(mesh=item.mesh, counts=tuple(self.counts), modes=self.modes)
+            return BoundMesh(mesh=item.mesh, counts=tuple(self.counts), modes=self.modes)
         if isinstance(item, _Lane):
-            return FollowLane(
+            return RelaxRun(
                 floor=item.floor, ac=item.ac, counts=item.counts, bound_s=item.bound_s, at_most_s=self._at_most_s
             )
         task = SolveRun(
@@ -286,20 +286,20 @@ class OuterSearch:
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def done(self, item: _Item, task: _Task, found: Opened | Followed | Priced | SolverError | None) -> None:
+    def done(self, item: _Item, task: _Task, found: BoundedMesh | RelaxedPair | SolvedRun | SolverError | None) -> None:
         """Note what came of a task."""
         if isinstance(item, _Closed):
-            assert isinstance(found, Opened)
+            assert isinstance(found, BoundedMesh)
             self._opened(item.mesh, found)
         elif isinstance(item, _Lane):
-            assert isinstance(found, Followed)
+            assert isinstance(found, RelaxedPair)
             self._followed(item, found)
         else:
             assert isinstance(task, SolveRun)
-            assert not isinstance(found, Opened | Followed)
+            assert not isinstance(found, BoundedMesh | RelaxedPair)
             self._solved(item, task, found)
 
-    def _opened(self, mesh: MeshSpec, found: Opened) -> None:
+    def _opened(self, mesh: MeshSpec, found: BoundedMesh) -> None:
         """Open the lanes of a mesh."""
         self._of(mesh).has_layout = found.has_layout
         if found.floor is None:
@@ -308,7 +308,7 @@ class OuterSearch:
             for counts in chains(self.counts):
                 self._push(_Lane(floor=found.floor, ac=ac, counts=counts, bound_s=bound_s))
 
-    def _followed(self, lane: _Lane, found: Followed) -> None:
+    def _followed(self, lane: _Lane, found: RelaxedPair) -> None:
         """Put the run that was looked at on the heap, and the lane back."""
         known, look = self._of(lane.mesh), found.look
         if look is None or found.micro_batches is None:
@@ -323,7 +323,7 @@ class OuterSearch:
         if found.counts:
             self._push(dataclasses.replace(lane, counts=found.counts, bound_s=found.bound_s))
 
-    def _solved(self, item: _Open, task: SolveRun, found: Priced | SolverError | None) -> None:
+    def _solved(self, item: _Open, task: SolveRun, found: SolvedRun | SolverError | None) -> None:
         """Keep what was found of a run."""
         known = self._of(item.mesh)
         if isinstance(found, SolverError) and self._is_over:
@@ -347,7 +347,7 @@ class OuterSearch:
             known.bounded(found.solution.bound_s)
             self._keep(found)
 
-    def _keep(self, found: Priced) -> None:
+    def _keep(self, found: SolvedRun) -> None:
         """Note a plan, and take it where it is the best."""
         known, time_s = self._of(found.run.mesh), found.estimate.step_time_s
         known.best_s = min(known.best_s, time_s)
@@ -355,7 +355,7 @@ class OuterSearch:
             self._best = found
             self._say(f"best so far {time_s:.6g} s")
 
-    def found(self) -> Found | None:
+    def found(self) -> MeshSearchResult | None:
         """Return the fastest plan of what was walked over, None where none fits.
 
         Raises:
@@ -372,7 +372,9 @@ class OuterSearch:
         # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
         bound_s = min(left_s, self._given_up_s, self._proved_s, self.wanted_s)
         candidate = None if self._best is None else self.search.candidate(self._best)
-        return Found(candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(self._all))
+        return MeshSearchResult(
+            candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(self._all)
+        )
 
     def _of(self, mesh: MeshSpec) -> _Mesh:
         return self._meshes.setdefault(mesh, _Mesh())

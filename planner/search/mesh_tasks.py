@@ -11,19 +11,19 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.ilp.relaxation import relax
 from planner.pricing.run_spec import Run
-from planner.run.mesh_bound import Floor, floor_of
+from planner.run.mesh_bound import MeshBound, bound_mesh
 from planner.run.mesh_space import least_compute_s, least_recompute_s
-from planner.run.run_planner import Look, Priced, Search
-from planner.search.worker_context import Bench
+from planner.run.run_planner import RelaxedRun, RunPlanner, SolvedRun
+from planner.search.worker_context import WorkerContext
 
 
-def least_s(search: Search, run: Run) -> float:
+def least_s(search: RunPlanner, run: Run) -> float:
     """Return what no plan of ``run`` can beat: its compute, perfectly split."""
     return least_compute_s(search.traced, search.op_times, run, search.micro_batch(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class BoundedMesh:
     """What bounds a mesh.
 
     Attributes:
@@ -33,39 +33,39 @@ class Opened:
     """
 
     has_layout: bool
-    floor: Floor | None = None
+    floor: MeshBound | None = None
     bounds_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenMesh:
+class BoundMesh:
     """Find the floor of a mesh, by its run in the fewest micro-batches, the first of ``counts``."""
 
     mesh: MeshSpec
     counts: Sequence[int]
     modes: Sequence[str]
 
-    def __call__(self, bench: Bench) -> Opened:
+    def __call__(self, bench: WorkerContext) -> BoundedMesh:
         """Return what bounds the mesh."""
         search, restriction = bench.search, bench.restrict(self.mesh)
         formulation = search.formulate(search.run_of(self.mesh, self.counts[0], "none"), restriction, peak=False)[2]
         if formulation is None:
-            return Opened(has_layout=False)
+            return BoundedMesh(has_layout=False)
         more_s = {}
         for ac in self.modes:
             runs = [search.run_of(self.mesh, count, ac) for count in self.counts]
             if any(search.least_memory_bytes(run) <= search.memory_bytes for run in runs):
                 more_s[ac] = least_recompute_s(search.traced, search.op_times, runs[0], search.micro_batch(runs[0]))
         with search.clock.stage("solve_s"):
-            floor = floor_of(self.mesh, formulation, search.memory_bytes, min(more_s.values(), default=0.0))
+            floor = bound_mesh(self.mesh, formulation, search.memory_bytes, min(more_s.values(), default=0.0))
             if floor is None:
-                return Opened(has_layout=relax(formulation.problem) is not None)
+                return BoundedMesh(has_layout=relax(formulation.problem) is not None)
             bounds_s = {ac: floor.with_work(backward_s) for ac, backward_s in more_s.items()}
-        return Opened(has_layout=True, floor=floor.light(), bounds_s=bounds_s)
+        return BoundedMesh(has_layout=True, floor=floor.light(), bounds_s=bounds_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class RelaxedPair:
     """What came of following a lane.
 
     Attributes:
@@ -78,20 +78,20 @@ class Followed:
     bound_s: float
     counts: tuple[int, ...] = ()
     micro_batches: int | None = None
-    look: Look | None = None
+    look: RelaxedRun | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FollowLane:
-    """Look at the next run of a lane, mesh and mode, that could take less than ``at_most_s`` seconds (None: any)."""
+class RelaxRun:
+    """Relax the next run of a (mesh, checkpointing) pair that could take less than ``at_most_s`` (None: any)."""
 
-    floor: Floor
+    floor: MeshBound
     ac: str
     counts: tuple[int, ...]
     bound_s: float
     at_most_s: float | None
 
-    def __call__(self, bench: Bench) -> Followed:
+    def __call__(self, bench: WorkerContext) -> RelaxedPair:
         """Return what was seen; a bound of at least ``at_most_s`` where nothing of the lane is wanted."""
         search, mesh = bench.search, self.floor.mesh
         bound_s, wanted_s = self.bound_s, math.inf if self.at_most_s is None else self.at_most_s
@@ -101,13 +101,13 @@ class FollowLane:
                 continue
             bound_s = max(bound_s, least_s(search, run))
             if bound_s >= wanted_s:
-                return Followed(bound_s=bound_s)
-            look = search.look_at(run, bench.restrict(mesh), self.floor, self.at_most_s)
+                return RelaxedPair(bound_s=bound_s)
+            look = search.relax_run(run, bench.restrict(mesh), self.floor, self.at_most_s)
             if look is None:
-                return Followed(bound_s=wanted_s)
+                return RelaxedPair(bound_s=wanted_s)
             left = self.counts[index + 1 :]
-            return Followed(bound_s=max(bound_s, look.uncapped_s), counts=left, micro_batches=count, look=look)
-        return Followed(bound_s=math.inf)
+            return RelaxedPair(bound_s=max(bound_s, look.uncapped_s), counts=left, micro_batches=count, look=look)
+        return RelaxedPair(bound_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +126,14 @@ class SolveRun:
     mesh: MeshSpec
     micro_batches: int
     ac: str
-    floor: Floor | None = None
+    floor: MeshBound | None = None
     at_most_s: float | None = None
     mip_gap: float | None = None
     left_s: float | None = None
     solving_s: float = 0.0
     steps: int | None = None
 
-    def __call__(self, bench: Bench) -> Priced | SolverError | None:
+    def __call__(self, bench: WorkerContext) -> SolvedRun | SolverError | None:
         """Return the best plan, None where none is wanted and fits, or why there was no answer."""
         search = bench.search
         try:
@@ -149,4 +149,4 @@ class SolveRun:
             )
         except SolverError as error:
             return error
-        return Priced.of(found)
+        return SolvedRun.of(found)

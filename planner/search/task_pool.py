@@ -44,7 +44,7 @@ _MAPPED = "64K"
 """From how many bytes on local processes share an array in memory in place of a copy each."""
 
 
-class Bench(Protocol):
+class TaskContext(Protocol):
     """What tasks work on; it remembers what one of them found out for the next."""
 
     @property
@@ -62,10 +62,10 @@ class _Sent:
     digest: str
     data: npt.NDArray[np.uint8] | Path = field(compare=False)
 
-    def unpacked(self) -> Bench:
+    def unpacked(self) -> TaskContext:
         """Return a copy of the bench."""
         data = self.data.read_bytes() if isinstance(self.data, Path) else self.data.tobytes()
-        found: Bench = pickle.loads(data)  # noqa: S301  written by `_packed`, in the process that asks
+        found: TaskContext = pickle.loads(data)  # noqa: S301  written by `_packed`, in the process that asks
         return found
 
 
@@ -82,7 +82,7 @@ def _op(namespace: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _packed(bench: Bench) -> _Sent:
+def _packed(bench: TaskContext) -> _Sent:
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(bench)
     data = file.getvalue()
@@ -90,7 +90,7 @@ def _packed(bench: Bench) -> _Sent:
 
 
 @functools.lru_cache(maxsize=1)
-def _unpacked(sent: _Sent) -> Bench:
+def _unpacked(sent: _Sent) -> TaskContext:
     """Return the bench that was sent: made once in a worker, and kept until another one is sent."""
     found = sent.unpacked()
     _settle()
@@ -125,8 +125,8 @@ def _work_numbered(
     return number, *_work(sent, terms, task)
 
 
-def _done_on(bench: Bench, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
-    with gc_pause.put_off():
+def _done_on(bench: TaskContext, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
+    with gc_pause.paused():
         bench.take(terms)
         bench.clock.spent.clear()
         return task(bench), dict(bench.clock.spent)
@@ -138,7 +138,7 @@ def _ready() -> int:
     return os.getpid()
 
 
-def begun(jobs: int) -> LocalWorkers | None:
+def start_workers(jobs: int) -> LocalWorkers | None:
     """Have the processes begin that are to work beside this one, and return them, ready or not; None for no such."""
     others = joblib.effective_n_jobs(jobs) - 1
     return workers(others, _ready) if others > 0 and _is_here() else None
@@ -178,11 +178,11 @@ def checked_jobs(jobs: int) -> int:
 class Pool:
     """Does tasks on a bench, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: Bench, jobs: int = 1) -> None:
+    def __init__(self, bench: TaskContext, jobs: int = 1) -> None:
         self._bench, self._jobs = bench, jobs
         self._terms: Any = None
         self._sent: _Sent | None = None
-        self._here: tuple[_Sent, Bench] | None = None
+        self._here: tuple[_Sent, TaskContext] | None = None
 
     def under(self, terms: Any) -> Pool:
         """Return this pool, ready for tasks under ``terms``."""
@@ -231,7 +231,7 @@ class Pool:
 
         Here they work on a copy too: the bench itself is at hand for who picks, meanwhile and in another thread.
         """
-        others = begun(self._jobs)
+        others = start_workers(self._jobs)
         assert others is not None
         self._here = self._here or self._filed()
         (sent, copy), terms = self._here, self._terms
@@ -250,7 +250,7 @@ class Pool:
             [(functools.partial(others.ready, n), elsewhere) for n in range(others.count)],
         )
 
-    def _filed(self) -> tuple[_Sent, Bench]:
+    def _filed(self) -> tuple[_Sent, TaskContext]:
         """Return the bench as a file, there for as long as this pool, and a copy of it."""
         sent = _packed(self._bench)
         assert not isinstance(sent.data, Path)

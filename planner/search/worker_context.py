@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from cost_model.layouts.layout import MeshSpec
 from planner.run.baselines import Restriction
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
-from planner.search.pipeline.stage_planners import StageSearches, stage_clusters_of
+from planner.search.pipeline.stage_planners import StagePlanners, stage_clusters_of
 
 Restrict = Callable[[MeshSpec], Restriction | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SearchConstraints:
     """What differs between the plans that one session makes.
 
     Attributes:
@@ -28,12 +28,12 @@ class Terms:
 
 
 @dataclass(slots=True)
-class Bench:
+class WorkerContext:
     """A search under some terms, and what is remembered of it."""
 
-    search: Search
-    _terms: Terms | None = None
-    _stages: StageSearches | None = field(default=None)
+    search: RunPlanner
+    _terms: SearchConstraints | None = None
+    _stages: StagePlanners | None = field(default=None)
 
     @property
     def clock(self) -> Clock:
@@ -47,21 +47,21 @@ class Bench:
         return self._terms.restrict
 
     @property
-    def stages(self) -> StageSearches:
+    def stages(self) -> StagePlanners:
         """What plans the stages of pipelines."""
         if self._stages is None:
-            self._stages = StageSearches(self.search, self.restrict, stage_clusters_of(self.search))
+            self._stages = StagePlanners(self.search, self.restrict, stage_clusters_of(self.search))
         return self._stages
 
-    def take(self, terms: Terms) -> None:
+    def take(self, terms: SearchConstraints) -> None:
         """Get ready for tasks under ``terms``."""
         self.search.memory_bytes = terms.memory_bytes
         if self._stages is not None:
             self._stages.under(terms.memory_bytes, terms.restrict)
         self._terms = terms
 
-    def __getstate__(self) -> Search:
+    def __getstate__(self) -> RunPlanner:
         return self.search
 
-    def __setstate__(self, search: Search) -> None:
+    def __setstate__(self, search: RunPlanner) -> None:
         self.search, self._terms, self._stages = search, None, None

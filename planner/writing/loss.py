@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.run.mesh_space import TracedModel
+from planner.run.mesh_space import ModelAnalysis
 
 WITHOUT_LOSS = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
@@ -10,6 +10,6 @@ WITHOUT_LOSS = (
 )
 
 
-def gives_no_loss(traced: TracedModel) -> bool:
+def gives_no_loss(traced: ModelAnalysis) -> bool:
     """Tell whether the forward returns nothing that a backward could begin with."""
     return not any(output.is_loss for output in traced.graph.outputs)

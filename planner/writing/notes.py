@@ -12,7 +12,7 @@ from planner.plan.job import Job
 from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
 from planner.profile.shared_input_linears import shared_inputs
-from planner.run.mesh_space import TracedModel
+from planner.run.mesh_space import ModelAnalysis
 from planner.writing.loss import WITHOUT_LOSS, gives_no_loss
 
 NOT_OVERLAPPED = (
@@ -21,7 +21,7 @@ NOT_OVERLAPPED = (
 )
 
 
-def notes_on(run: Run, module: TracedModule, traced: TracedModel, batch: int) -> Iterator[str]:
+def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) -> Iterator[str]:
     """Yield what is worth knowing of a plan of ``run``; ``batch`` is the global one, in samples."""
     if run.job.training and gives_no_loss(traced):
         yield WITHOUT_LOSS

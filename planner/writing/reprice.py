@@ -20,8 +20,8 @@ from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.attention_kernel import check_kernel
-from planner.run.mesh_space import TracedModel, check_mesh
-from planner.run.run_planner import Search
+from planner.run.mesh_space import ModelAnalysis, check_mesh
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.writing.block_grouping import groupings_of_plan
 from planner.writing.fqn_entries import entries_of
@@ -64,7 +64,7 @@ class ReadPlan:
     decision: Decision
 
 
-def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPlan:
+def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> ReadPlan:
     """Return what ``plan`` writes down, with as many blocks alike as it allows: as it was written, if we wrote it.
 
     Args:
@@ -88,7 +88,7 @@ def read_plan(search: Search, plan: ShardingPlan, names: ModuleNames) -> ReadPla
     return _read(search, plan, names, finest)
 
 
-def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:
+def _read(search: RunPlanner, plan: ShardingPlan, names: ModuleNames, grouping: Grouping) -> ReadPlan:
     batch_axes = search.batch_axes(plan.mesh.spec)
     if batch_axes:
         try:
@@ -99,7 +99,7 @@ def _read(search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grou
 
 
 def _read_on(
-    search: Search, plan: ShardingPlan, names: ModuleNames, grouping: Grouping, batch_axes: tuple[int, ...]
+    search: RunPlanner, plan: ShardingPlan, names: ModuleNames, grouping: Grouping, batch_axes: tuple[int, ...]
 ) -> ReadPlan:
     run = Run(
         job=plan.job,
@@ -126,7 +126,7 @@ class OpenedPlan:
         without_loss: whether the model's forward returns none.
     """
 
-    search: Search
+    search: RunPlanner
     read: ReadPlan
     clock: Clock
     without_loss: bool
@@ -167,13 +167,13 @@ def open_plan(
     # A plan written by hand may ask for it at a module's input alone.
     job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
     plan = dataclasses.replace(plan, job=job)
-    model_traced = TracedModel.of(
+    model_traced = ModelAnalysis.of(
         module,
         flash_attention=flash,
         seq=plan.job.seq,
         compiles=cluster.device.compiles,
         even_order=plan.even_order is not None or plan.job.even_order,
     )
-    search = Search(model_traced, plan.job, cluster, batch, clock)
+    search = RunPlanner(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.of(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

@@ -9,9 +9,9 @@ from planner.graph.trace_module import TracedModule
 from planner.plan.estimate import MeshReport, SolverReport
 from planner.plan.fingerprint import torch_fingerprint
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.run.run_planner import Candidate, Search
-from planner.search.mesh_search import Found
-from planner.search.pipeline.search import Piped
+from planner.run.run_planner import Candidate, RunPlanner
+from planner.search.mesh_search import MeshSearchResult
+from planner.search.pipeline.search import PipelineSearchResult
 from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
 from planner.writing.fqn_entries import entries_of, fold_names
 from planner.writing.notes import with_regather_note
@@ -22,7 +22,7 @@ NOT_RUN = "a pipeline cannot be run here yet: --executable-only (executable_only
 
 
 def plan_of(
-    search: Search, module: TracedModule, candidate: Candidate, report: SolverReport, notes: Sequence[str]
+    search: RunPlanner, module: TracedModule, candidate: Candidate, report: SolverReport, notes: Sequence[str]
 ) -> ShardingPlan:
     """Return the plan of a decision about the whole model."""
     run = candidate.run
@@ -47,7 +47,7 @@ def plan_of(
 
 
 def plan_of_pipeline(
-    search: Search, module: TracedModule, found: PlannedPipeline, report: SolverReport, notes: Sequence[str]
+    search: RunPlanner, module: TracedModule, found: PlannedPipeline, report: SolverReport, notes: Sequence[str]
 ) -> ShardingPlan:
     """Return the plan of a pipeline."""
     text = written(found, listed_blocks(search), module.names)
@@ -63,7 +63,7 @@ def plan_of_pipeline(
     )
 
 
-def report_of(found: Found | None, piped: Piped | None, planner: str) -> SolverReport:
+def report_of(found: MeshSearchResult | None, piped: PipelineSearchResult | None, planner: str) -> SolverReport:
     """Return how the best of both searches was found: ``piped``'s where it has a plan, which then is faster."""
     pipeline = None if piped is None else piped.plan
     if pipeline is not None:

@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun
 from planner.search.pipeline.step_time import StageKind, stage_limit_s
-from planner.search.pipeline.tasks import Work
+from planner.search.pipeline.tasks import SingleDeviceTime
 
 ALIKE = 3
 """From how many blocks on a stage of one more has the same kinds of choices: it has another block between the first and
 the last."""
 
-Look = tuple[Hashable, ...]
+StageKey = tuple[Hashable, ...]
 """What names a look at a stage, in whichever pipelines it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class BoundingStep:
     """A look at a stage.
 
     Attributes:
@@ -48,23 +48,23 @@ class Step:
     is_shared: bool
 
     @property
-    def look(self) -> Look:
+    def look(self) -> StageKey:
         """What names the look: a floor is one for all modes of checkpointing."""
         run, kind = self.pipeline, self.kind
         where = kind.role, len(run.counts), run.mesh, run.micro_batches, run.chunks, run.bounds_chunks
         return where if self.is_floor else (*where, kind.blocks, kind.indices[0], run.ac)
 
 
-def steps_of(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Step]:
+def bounding_steps(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[BoundingStep]:
     """Yield the looks at a pipeline's stages, in order."""
     whole, kinds = in_one_piece(space, pipeline), pipeline.kinds
     shortest = shortest_alike(space, whole, whole.kinds[0])
     for is_floor in (True, False) if space.has_single_chunks(pipeline.mesh) else ():
-        yield Step(is_floor=is_floor, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
+        yield BoundingStep(is_floor=is_floor, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
     if pipeline.chunks > 1:
-        yield Step(is_floor=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)
+        yield BoundingStep(is_floor=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)
     for kind in kinds:
-        yield Step(is_floor=False, pipeline=pipeline, kind=kind, bounded=kind, is_shared=False)
+        yield BoundingStep(is_floor=False, pipeline=pipeline, kind=kind, bounded=kind, is_shared=False)
 
 
 def in_one_piece(space: PipelineSpace, pipeline: PipelineRun) -> PipelineRun:
@@ -80,7 +80,7 @@ def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) ->
     return min((kind, *alike), key=lambda k: k.blocks)
 
 
-def shared_limit_s(space: PipelineSpace, work: Work, step: Step, at_most_s: float) -> float:
+def shared_limit_s(space: PipelineSpace, work: SingleDeviceTime, step: BoundingStep, at_most_s: float) -> float:
     """Return from which seconds on no pipeline wants what a shared step looks at, however its blocks are spread."""
     run, limits = step.pipeline, [0.0]
     for counts, chunks in space.spreads(len(run.counts)):

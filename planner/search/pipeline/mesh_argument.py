@@ -62,7 +62,7 @@ def no_pipeline(mesh: str, memory_bytes: int) -> InfeasibleError:
     )
 
 
-def refuse_stages(mesh: MeshSpec) -> None:
+def check_no_pipeline_axis(mesh: MeshSpec) -> None:
     """Refuse a mesh that asks for a pipeline where none is meant.
 
     Raises:

@@ -1,6 +1,6 @@
 """Over the pipelines of a job (`space`): stages, their meshes, micro-batches, checkpointing, splits.
 
-Stages are planned one by one (`step_time`), each as `Search` plans a model. Of pipelines those with the lowest
+Stages are planned one by one (`step_time`), each as `RunPlanner` plans a model. Of pipelines those with the lowest
 bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not.
 Then come looks at its stages (`bound_order`): what is found of a stage holds in every pipeline that has it.
 Then its stages are solved.
@@ -19,23 +19,30 @@ from dataclasses import dataclass, field
 from cost_model import reserve_bytes
 from cost_model.layouts.layout import MeshSpec
 from planner.plan.estimate import MeshOutcome, MeshReport
-from planner.run.run_planner import Search
-from planner.search.pipeline.bound_order import ALIKE, Look, Step, in_one_piece, shared_limit_s, steps_of
+from planner.run.run_planner import RunPlanner
+from planner.search.pipeline.bound_order import (
+    ALIKE,
+    BoundingStep,
+    StageKey,
+    bounding_steps,
+    in_one_piece,
+    shared_limit_s,
+)
 from planner.search.pipeline.space import PipelineSpace
-from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StageSearches
+from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners
 from planner.search.pipeline.step_time import StageKind, least_step_s, stage_limit_s
 from planner.search.pipeline.tasks import (
     BlockMemory,
     BoundStage,
+    PipelineResult,
     RelaxStage,
-    SentPipeline,
+    SingleDeviceTime,
     SolvedPipeline,
     SolvePipeline,
-    StageFloor,
-    Work,
+    StageBound,
 )
 from planner.search.task_pool import Pool
-from planner.search.worker_context import Bench, Restrict, Terms
+from planner.search.worker_context import Restrict, SearchConstraints, WorkerContext
 
 _FIRST_GAP = 0.1
 """How far from the best of its pipeline the first plan may be: it is only there to tell what is not worth a look."""
@@ -45,7 +52,7 @@ _WIDE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piped:
+class PipelineSearchResult:
     """What came of a search of pipelines.
 
     Attributes:
@@ -103,7 +110,7 @@ class PipelineSearch:
         axes: that the mesh of a stage has at most.
     """
 
-    search: Search
+    search: RunPlanner
     counts: Sequence[int]
     modes: Sequence[str]
     restrict: Restrict
@@ -112,25 +119,25 @@ class PipelineSearch:
     pool: Pool | None = None
     only: tuple[int, MeshSpec] | None = None
     axes: int = 2
-    _best: SentPipeline | None = None
+    _best: SolvedPipeline | None = None
     _at_most_s: float = math.inf
     _proved_s: float = math.inf
     _unsolved: bool = False
-    _work: Work = field(init=False)
-    _bench: Bench = field(init=False)
+    _work: SingleDeviceTime = field(init=False)
+    _bench: WorkerContext = field(init=False)
     _here: Pool = field(init=False)
     _space: PipelineSpace = field(init=False)
     _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _known: dict[Look, StageFloor | float] = field(default_factory=dict)
-    _waiting: dict[Look, list[tuple[_Item, Step | None]]] = field(default_factory=dict)
+    _known: dict[StageKey, StageBound | float] = field(default_factory=dict)
+    _waiting: dict[StageKey, list[tuple[_Item, BoundingStep | None]]] = field(default_factory=dict)
     _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
     _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._work = Work.of_model(self.search, self.counts[0], self.modes)
-        self._bench = Bench(self.search)
-        terms = Terms(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
+        self._work = SingleDeviceTime.of_model(self.search, self.counts[0], self.modes)
+        self._bench = WorkerContext(self.search)
+        terms = SearchConstraints(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
         self._here = Pool(self._bench).under(terms)
         stages = self._stages
         self._space = PipelineSpace(
@@ -138,10 +145,10 @@ class PipelineSearch:
         )
 
     @property
-    def _stages(self) -> StageSearches:
+    def _stages(self) -> StagePlanners:
         return self._bench.stages
 
-    def best(self, at_most_s: float = math.inf) -> Piped:
+    def best(self, at_most_s: float = math.inf) -> PipelineSearchResult:
         """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
         self.start(at_most_s)
         self._pool.run(self.pick, self.done)
@@ -161,12 +168,12 @@ class PipelineSearch:
     def _pool(self) -> Pool:
         return self.pool or self._here
 
-    def found(self) -> Piped:
+    def found(self) -> PipelineSearchResult:
         """Return the fastest pipeline of what was walked over."""
         for bound_s, _, item in self._heap:
             self._note(item.pipeline, bound_s)
         left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
-        return Piped(
+        return PipelineSearchResult(
             plan=None if self._best is None else self._best.whole(self._stages),
             bound_s=min(left_s, self._proved_s, self._at_most_s),
             complete=left_s >= self._at_most_s and not (self._unsolved and self._is_over),
@@ -223,7 +230,7 @@ class PipelineSearch:
         """From now on want no plan that takes ``time_s`` or more."""
         self._at_most_s = min(self._at_most_s, time_s)
 
-    def pick(self) -> tuple[Look | _Item, _Task] | None:
+    def pick(self) -> tuple[StageKey | _Item, _Task] | None:
         """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
         while self.next_s < math.inf:
             item = heapq.heappop(self._heap)[2]
@@ -236,7 +243,7 @@ class PipelineSearch:
             if step.look in self._known:
                 self._raise(item, step, self._known[step.look])
                 continue
-            fewer: Step | None = None
+            fewer: BoundingStep | None = None
             if step.is_floor and step.is_shared:
                 item, fewer = self._after_fewer(item, step)
                 if item.bound_s >= self._at_most_s:
@@ -249,7 +256,7 @@ class PipelineSearch:
                 return look, self._task(fewer or step, item)
         return None
 
-    def _after_fewer(self, item: _Item, step: Step) -> tuple[_Item, Step | None]:
+    def _after_fewer(self, item: _Item, step: BoundingStep) -> tuple[_Item, BoundingStep | None]:
         """Return a pipeline after what is known of its stage in fewer micro-batches, and that look at one in fewer
         which comes first: it is wanted itself. None where there is none.
 
@@ -266,7 +273,7 @@ class PipelineSearch:
                 pipeline, micro_batches=count, chunks=pipeline.chunks if count % stages == 0 else 1
             )
             found = self._known.get(other.look)
-            if isinstance(found, StageFloor):
+            if isinstance(found, StageBound):
                 bound_s = found.bounds_s.get(pipeline.ac, 0.0) if kind.blocks >= found.blocks else 0.0
                 more = (pipeline.passes / pipeline.micro_batches) / (other.pipeline.passes / count)
                 item = dataclasses.replace(item.raised(kind, bound_s * more), looks=item.looks)
@@ -284,11 +291,11 @@ class PipelineSearch:
             and self._may_fit(fewer)
         )
 
-    def _step(self, item: _Item) -> Step | None:
+    def _step(self, item: _Item) -> BoundingStep | None:
         """Return the next look at a pipeline's stages; None where there is none but to solve it."""
-        return next(itertools.islice(steps_of(self._space, item.pipeline), item.looks, None), None)
+        return next(itertools.islice(bounding_steps(self._space, item.pipeline), item.looks, None), None)
 
-    def _task(self, step: Step, item: _Item) -> _Task:
+    def _task(self, step: BoundingStep, item: _Item) -> _Task:
         pipeline = step.pipeline
         if step.is_floor:
             self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
@@ -311,18 +318,18 @@ class PipelineSearch:
             limit_s=self._limit_s(step, item.bounds),
         )
 
-    def _limit_s(self, step: Step, bounds: Sequence[float]) -> float:
+    def _limit_s(self, step: BoundingStep, bounds: Sequence[float]) -> float:
         """Return from which seconds on a stage is not wanted, given what bounds each of its pipeline's."""
         if step.is_shared:
             return shared_limit_s(self._space, self._work, step, self._at_most_s)
         return stage_limit_s(bounds, step.kind, step.pipeline.micro_batches, self._at_most_s)
 
-    def _floor(self, step: Step) -> StageFloor | None:
+    def _floor(self, step: BoundingStep) -> StageBound | None:
         """Return a floor that holds for the stage that is looked at, choice by choice."""
         kind, pipeline = step.kind, step.pipeline
         looked_at = pipeline if pipeline.chunks > 1 else in_one_piece(self._space, pipeline)
         found = self._known.get(dataclasses.replace(step, is_floor=True, pipeline=looked_at).look)
-        if not isinstance(found, StageFloor) or step.pipeline.ac not in found.bounds_s:
+        if not isinstance(found, StageBound) or step.pipeline.ac not in found.bounds_s:
             return None
         # With fewer blocks the first and the last of a stage are not like those between them: other choices.
         is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and ALIKE <= found.blocks <= kind.blocks)
@@ -346,7 +353,7 @@ class PipelineSearch:
         self._say(
             f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, checkpointing {pipeline.ac}"
         )
-        steps = [step for step in steps_of(self._space, pipeline) if not step.is_floor and not step.is_shared]
+        steps = [step for step in bounding_steps(self._space, pipeline) if not step.is_floor and not step.is_shared]
         return SolvePipeline(
             pipeline=pipeline,
             bounds=item.bounds,
@@ -358,14 +365,14 @@ class PipelineSearch:
 
     # --- what came of it -----------------------------------------------------------------------------------------
 
-    def done(self, look: Look | _Item, task: _Task, found: StageFloor | float | SolvedPipeline) -> None:
+    def done(self, look: StageKey | _Item, task: _Task, found: StageBound | float | PipelineResult) -> None:
         """Note what came of a task."""
         if isinstance(look, _Item):
             assert isinstance(task, SolvePipeline)
-            assert isinstance(found, SolvedPipeline)
+            assert isinstance(found, PipelineResult)
             self._solved(look, task, found)
             return
-        assert not isinstance(found, SolvedPipeline)
+        assert not isinstance(found, PipelineResult)
         self._known[look] = found
         for item, step in self._waiting.pop(look):
             if step is None:  # it was looked at for what it says of others
@@ -373,10 +380,10 @@ class PipelineSearch:
             else:
                 self._raise(item, step, found)
 
-    def _raise(self, item: _Item, step: Step, found: StageFloor | float) -> None:
+    def _raise(self, item: _Item, step: BoundingStep, found: StageBound | float) -> None:
         """Raise a pipeline's bound by what was found of a stage."""
         pipeline, kind = item.pipeline, step.bounded
-        bound_s = found.bound_s(kind, pipeline.ac) if isinstance(found, StageFloor) else found
+        bound_s = found.bound_s(kind, pipeline.ac) if isinstance(found, StageBound) else found
         bound_s *= pipeline.passes / step.pipeline.passes  # a stage that is not cut waits longer
         raised = item.raised(kind, bound_s)
         if raised.bound_s < self._at_most_s:
@@ -384,7 +391,7 @@ class PipelineSearch:
         else:
             self._note(pipeline, raised.bound_s)
 
-    def _solved(self, item: _Item, task: SolvePipeline, found: SolvedPipeline) -> None:
+    def _solved(self, item: _Item, task: SolvePipeline, found: PipelineResult) -> None:
         """Note what came of solving a pipeline, and keep it where it is the best."""
         step_s = None if found.best is None else found.best.step_time_s
         self._note(task.pipeline, min(found.bound_s, task.at_most_s), step_s)
@@ -396,7 +403,7 @@ class PipelineSearch:
             self._unsolved |= found.broke_off
             self._proved_s = min(self._proved_s, found.bound_s)
 
-    def _keep(self, found: SentPipeline) -> None:
+    def _keep(self, found: SolvedPipeline) -> None:
         """Take a pipeline as the best so far."""
         self._best = found
         self.want_less(found.step_time_s * (1.0 - self.search.job.mip_gap))

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.run.mesh_space import meshes_of, node_pairs
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.search.pipeline.interleaving import interleaved
 from planner.search.pipeline.partition import balanced
 from planner.search.pipeline.stage_planners import PipelineRun, listed_blocks
-from planner.search.pipeline.tasks import Work
+from planner.search.pipeline.tasks import SingleDeviceTime
 
 _BUSY = 2
 """Micro-batches for each stage: with fewer, a third of a step and more is spent waiting."""
@@ -47,8 +47,8 @@ class PipelineSpace:
         ends_alone: whether a chunk of an interleaved stage may be what runs before all blocks, or after, alone.
     """
 
-    search: Search
-    work: Work
+    search: RunPlanner
+    work: SingleDeviceTime
     clusters: Mapping[int, ClusterSpec]
     only: tuple[int, MeshSpec] | None
     axes: int

@@ -19,8 +19,8 @@ from cost_model.layouts.layout import Layout, MeshSpec, divides
 from planner.pricing.run_spec import PIPELINE_AXIS, Run, StagePlace
 from planner.regions.regions import Region, Slot, is_sent
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import TracedModel
-from planner.run.run_planner import Candidate, Search
+from planner.run.mesh_space import ModelAnalysis
+from planner.run.run_planner import Candidate, RunPlanner
 from planner.search.pipeline import split_graph as cutting
 from planner.search.pipeline.interleaving import Role, chunk_sizes
 from planner.search.pipeline.step_time import StageKind, kinds_of
@@ -101,13 +101,13 @@ def stage_clusters(cluster: ClusterSpec, most: int) -> Iterator[tuple[int, Clust
             )
 
 
-def stage_clusters_of(search: Search) -> dict[int, ClusterSpec]:
+def stage_clusters_of(search: RunPlanner) -> dict[int, ClusterSpec]:
     """Return the numbers of stages that a model and its cluster can be cut into, with the cluster of one of them."""
     return dict(stage_clusters(search.cluster, min(len(listed_blocks(search)), MOST_STAGES)))
 
 
 @dataclass(slots=True)
-class StageSearches:
+class StagePlanners:
     """What plans each kind of stage on its share of the cluster; every answer is remembered.
 
     Attributes:
@@ -116,21 +116,21 @@ class StageSearches:
         clusters: number of stages -> what one of them has.
     """
 
-    whole: Search
+    whole: RunPlanner
     restrict: Callable[[MeshSpec], Restriction | None]
     clusters: dict[int, ClusterSpec]
-    _models: dict[tuple[Role, int, int], TracedModel] = field(default_factory=dict)
-    _searches: dict[tuple[Role, int, int, int], Search] = field(default_factory=dict)
+    _models: dict[tuple[Role, int, int], ModelAnalysis] = field(default_factory=dict)
+    _searches: dict[tuple[Role, int, int, int], RunPlanner] = field(default_factory=dict)
     _ends_alone: bool | None = None
 
-    def of(self, kind: StageKind, stages: int) -> Search:
+    def of(self, kind: StageKind, stages: int) -> RunPlanner:
         """Return what plans a kind of stage on its share of the cluster."""
         key = kind.role, kind.blocks, kind.chunks, stages
         if key not in self._searches:
             cluster, whole = self.clusters[stages], self.whole
             beside = next((s for (_, _, _, n), s in self._searches.items() if n == stages), whole)
             model = self.model(kind)
-            found = Search(model, whole.job, cluster, whole.batch, whole.clock, beside)
+            found = RunPlanner(model, whole.job, cluster, whole.batch, whole.clock, beside)
             found.memory_bytes = whole.memory_bytes
             self._searches[key] = found
         return self._searches[key]
@@ -148,14 +148,14 @@ class StageSearches:
         for search in self._searches.values():
             search.memory_bytes = memory_bytes
 
-    def model(self, kind: StageKind) -> TracedModel:
+    def model(self, kind: StageKind) -> ModelAnalysis:
         """Return the graph of a kind of stage, as a model of its own."""
         key = kind.role, kind.blocks, kind.chunks
         if key not in self._models:
             traced, total = self.whole.traced, len(listed_blocks(self.whole))
             counts, which = stage_counts(kind, total)
             graph = cutting.cut(traced.graph, traced.blocks, counts, *which)
-            self._models[key] = TracedModel(
+            self._models[key] = ModelAnalysis(
                 graph=graph,
                 traced_batch=traced.traced_batch,
                 is_open=traced.is_open,
@@ -168,7 +168,7 @@ class StageSearches:
             )
         return self._models[key]
 
-    def run(self, search: Search, kind: StageKind, pipeline: PipelineRun) -> Run:
+    def run(self, search: RunPlanner, kind: StageKind, pipeline: PipelineRun) -> Run:
         """Return the run of the first stage of a kind."""
         place = StagePlace(
             index=kind.indices[0],
@@ -182,7 +182,7 @@ class StageSearches:
         return dataclasses.replace(run, place=place)
 
     @staticmethod
-    def layouts(search: Search, mesh: MeshSpec, batch: int) -> list[Layout]:
+    def layouts(search: RunPlanner, mesh: MeshSpec, batch: int) -> list[Layout]:
         """Return the layouts in which a stage can be handed a micro-batch, and hand it on."""
         graph = search.traced.graph_at(batch)
         shapes = [graph.values[output.value].shape for output in graph.outputs if output.is_sent]
@@ -192,7 +192,9 @@ class StageSearches:
         found: list[Layout] = [(outer, *rest) for rest in inner]
         return [layout for layout in found if all(divides(shape, layout, mesh.shape) for shape in shapes)]
 
-    def restriction(self, search: Search, run: Run, layout: Layout | None, even_axis: int | None = None) -> Restriction:
+    def restriction(
+        self, search: RunPlanner, run: Run, layout: Layout | None, even_axis: int | None = None
+    ) -> Restriction:
         """Return what a stage may choose: tensors handed over in ``layout``, or in any; its inputs split alike.
 
         Args:
@@ -260,7 +262,7 @@ def _by_samples(slot: Slot, layouts: Collection[Layout], mesh: MeshSpec) -> list
     return fitting or [tuple(R for _ in mesh.shape)]
 
 
-def listed_blocks(search: Search) -> tuple[str, ...]:
+def listed_blocks(search: RunPlanner) -> tuple[str, ...]:
     """Return the blocks of a model that can be cut, in order."""
     (listed,) = search.traced.blocks.lists.values()
     return listed

@@ -16,18 +16,18 @@ from planner.plan.job import Job
 from planner.pricing.run_spec import Run
 from planner.regions.regions import block_of
 from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
-from planner.run.mesh_bound import Floor, floor_of
+from planner.run.mesh_bound import MeshBound, bound_mesh
 from planner.run.mesh_space import least_recompute_s, op_seconds
-from planner.run.run_planner import Formulated, Priced, Search
+from planner.run.run_planner import FormulatedRun, RunPlanner, SolvedRun
 from planner.search.pipeline.interleaving import Role
-from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StageSearches, listed_blocks
+from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners, listed_blocks
 from planner.search.pipeline.step_time import StageKind, least_step_s, pipeline_step_s, stage_limit_s
-from planner.search.worker_context import Bench
+from planner.search.worker_context import WorkerContext
 from planner.strategies.context_parallel_order import even_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class SingleDeviceTime:
     """Seconds of the whole batch on one device: of a block, of what comes before and after all blocks, and of running
     a block again, by mode of checkpointing."""
 
@@ -37,7 +37,7 @@ class Work:
     again_s: Mapping[str, float]
 
     @classmethod
-    def of_model(cls, search: Search, fewest: int, modes: Sequence[str]) -> Work:
+    def of_model(cls, search: RunPlanner, fewest: int, modes: Sequence[str]) -> SingleDeviceTime:
         """Return the work of the largest micro-batch, one of ``fewest``, unsplit: smaller ones fill a device no better.
 
         Args:
@@ -99,7 +99,7 @@ class BlockMemory:
     alive_bytes: Mapping[str, float]
 
     @classmethod
-    def of(cls, stages: StageSearches, batch: int, modes: Sequence[str], job: Job) -> BlockMemory:
+    def of(cls, stages: StagePlanners, batch: int, modes: Sequence[str], job: Job) -> BlockMemory:
         """Return what a block of a model takes, counted in a stage that has one."""
         role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
         kind = StageKind(role=role, blocks=1, indices=(0,))
@@ -124,7 +124,7 @@ class BlockMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFloor:
+class StageBound:
     """What no stage of its role with ``blocks`` or more can beat, as one of equals.
 
     Attributes:
@@ -136,7 +136,7 @@ class StageFloor:
 
     blocks: int
     index: int
-    floor: Floor | None = None
+    floor: MeshBound | None = None
     bounds_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     capped_s: float = 0.0
 
@@ -168,23 +168,23 @@ class BoundStage:
     again_s: Mapping[str, float]
     limit_s: float
 
-    def __call__(self, bench: Bench) -> StageFloor:
+    def __call__(self, bench: WorkerContext) -> StageBound:
         """Return what bounds it."""
         stages, kind = bench.stages, self.kind
         search = stages.of(kind, len(self.pipeline.counts))
         run = stages.run(search, kind, dataclasses.replace(self.pipeline, ac="none"))
         formulation = search.formulate(run, stages.restriction(search, run, None), peak="none" in self.again_s)[2]
         if formulation is None:
-            return StageFloor(blocks=kind.blocks, index=kind.indices[0])
+            return StageBound(blocks=kind.blocks, index=kind.indices[0])
         with search.clock.stage("solve_s"):
             least_s = min(self.again_s.values(), default=0.0)
-            floor = floor_of(run.mesh, formulation, search.memory_bytes, kind.blocks * least_s)
+            floor = bound_mesh(run.mesh, formulation, search.memory_bytes, kind.blocks * least_s)
             if floor is None:
-                return StageFloor(blocks=kind.blocks, index=kind.indices[0])
+                return StageBound(blocks=kind.blocks, index=kind.indices[0])
             bounds_s = {ac: floor.with_work(kind.blocks * again_s) for ac, again_s in self.again_s.items()}
             is_wanted = bounds_s.get("none", math.inf) < self.limit_s < math.inf
             capped_s = floor.within_cap(self.limit_s) if is_wanted else 0.0
-        return StageFloor(
+        return StageBound(
             blocks=kind.blocks, index=kind.indices[0], floor=floor.light(), bounds_s=bounds_s, capped_s=capped_s
         )
 
@@ -200,17 +200,17 @@ class RelaxStage:
 
     kind: StageKind
     pipeline: PipelineRun
-    floor: Floor | None
+    floor: MeshBound | None
     limit_s: float
 
-    def __call__(self, bench: Bench) -> float:
+    def __call__(self, bench: WorkerContext) -> float:
         """Return what the stage cannot beat, as one of equals; infinite where it does not fit."""
         return self.within(bench.stages, None)[0]
 
     def within(
-        self, stages: StageSearches, layout: Layout | None, even_axis: int | None = None
-    ) -> tuple[float, Formulated]:
-        """Return the same, restricted as `StageSearches.restriction` says, and the stage's problem."""
+        self, stages: StagePlanners, layout: Layout | None, even_axis: int | None = None
+    ) -> tuple[float, FormulatedRun]:
+        """Return the same, restricted as `StagePlanners.restriction` says, and the stage's problem."""
         kind = self.kind
         search = stages.of(kind, len(self.pipeline.counts))
         run = stages.run(search, kind, self.pipeline)
@@ -231,15 +231,15 @@ class RelaxStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentPipeline:
+class SolvedPipeline:
     """A `PlannedPipeline` without the structures of its stages, and what none in the same layout can beat."""
 
     pipeline: PipelineRun
     layout: Layout
-    kinds: tuple[tuple[StageKind, Priced], ...]
+    kinds: tuple[tuple[StageKind, SolvedRun], ...]
     step_time_s: float
 
-    def whole(self, stages: StageSearches) -> PlannedPipeline:
+    def whole(self, stages: StagePlanners) -> PlannedPipeline:
         """Return it with them."""
         count = len(self.pipeline.counts)
         kinds = tuple((kind, stages.of(kind, count).candidate(priced)) for kind, priced in self.kinds)
@@ -252,7 +252,7 @@ class SentPipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SolvedPipeline:
+class PipelineResult:
     """What came of solving a pipeline in every layout that its stages can hand tensors on in.
 
     Attributes:
@@ -261,7 +261,7 @@ class SolvedPipeline:
         broke_off: whether any did.
     """
 
-    best: SentPipeline | None = None
+    best: SolvedPipeline | None = None
     bound_s: float = math.inf
     broke_off: bool = False
 
@@ -271,7 +271,7 @@ class _LayoutLook:
     """A layout that stages may hand tensors on in, and the most frequent kind of stage with it.
 
     Attributes:
-        even_axis: on which all stages have sequences in an even order, as in `StageSearches.restriction`.
+        even_axis: on which all stages have sequences in an even order, as in `StagePlanners.restriction`.
         bound_s: what such a stage cannot beat, as one of equals.
         formulated: its problem.
     """
@@ -279,7 +279,7 @@ class _LayoutLook:
     layout: Layout
     even_axis: int | None
     bound_s: float
-    formulated: Formulated
+    formulated: FormulatedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,16 +296,16 @@ class SolvePipeline:
 
     pipeline: PipelineRun
     bounds: tuple[float, ...]
-    floors: Mapping[StageKind, Floor]
+    floors: Mapping[StageKind, MeshBound]
     at_most_s: float
     mip_gap: float
     left_s: float | None
 
-    def __call__(self, bench: Bench) -> SolvedPipeline:
+    def __call__(self, bench: WorkerContext) -> PipelineResult:
         """Return what came of it."""
         pipeline, stages = self.pipeline, bench.stages
         deadline = None if self.left_s is None else time.perf_counter() + self.left_s
-        found, at_most_s = SolvedPipeline(), self.at_most_s
+        found, at_most_s = PipelineResult(), self.at_most_s
         for look in sorted(self._looks(stages), key=lambda look: look.bound_s):
             bounds, broke_off, planned = list(self.bounds), False, None
             try:
@@ -319,10 +319,10 @@ class SolvePipeline:
             if planned is not None and planned.step_time_s < at_most_s:
                 best, at_most_s = planned, planned.step_time_s * (1.0 - self.mip_gap)
             bound_s = min(found.bound_s, least_step_s(bounds, pipeline.micro_batches, pipeline.chunks))
-            found = SolvedPipeline(best=best, bound_s=bound_s, broke_off=found.broke_off or broke_off)
+            found = PipelineResult(best=best, bound_s=bound_s, broke_off=found.broke_off or broke_off)
         return found
 
-    def _looks(self, stages: StageSearches) -> Iterator[_LayoutLook]:
+    def _looks(self, stages: StagePlanners) -> Iterator[_LayoutLook]:
         """Yield the layouts in which a stage of the most frequent kind is wanted, and fits."""
         pipeline = self.pipeline
         kind = pipeline.kinds[0]
@@ -337,15 +337,15 @@ class SolvePipeline:
 
     def _planned(
         self,
-        stages: StageSearches,
+        stages: StagePlanners,
         look: _LayoutLook,
         bounds: list[float],
         at_most_s: float,
         deadline: float | None,
-    ) -> SentPipeline | None:
+    ) -> SolvedPipeline | None:
         """Return the stages' plans; None where one does not fit or is too slow. Raises ``bounds`` to what is proved."""
         pipeline = self.pipeline
-        found: list[tuple[StageKind, Priced]] = []
+        found: list[tuple[StageKind, SolvedRun]] = []
         kinds = pipeline.kinds
         tight = self.mip_gap / 2 if len(kinds) > 1 else self.mip_gap
         for kind in kinds:
@@ -368,19 +368,19 @@ class SolvePipeline:
         estimates = {index: priced.estimate for kind, priced in found for index in kind.indices}
         in_order = [estimates[index] for index in sorted(estimates)]
         step_s = pipeline_step_s(in_order, pipeline.micro_batches, pipeline.chunks)
-        return SentPipeline(pipeline=pipeline, layout=look.layout, kinds=tuple(found), step_time_s=step_s)
+        return SolvedPipeline(pipeline=pipeline, layout=look.layout, kinds=tuple(found), step_time_s=step_s)
 
     def _stage(
         self,
-        stages: StageSearches,
+        stages: StagePlanners,
         kind: StageKind,
         look: _LayoutLook,
         limit_s: float,
         deadline: float | None,
         gaps: Sequence[float],
-        formulated: Formulated | None = None,
+        formulated: FormulatedRun | None = None,
         slowest_s: float = 0.0,
-    ) -> Priced | None:
+    ) -> SolvedRun | None:
         """Return the plan of a stage; None where none fits or takes less than ``limit_s``.
 
         Args:
@@ -391,13 +391,13 @@ class SolvePipeline:
         run, at_most_s = stages.run(search, kind, self.pipeline), None if math.isinf(limit_s) else limit_s
         restriction = stages.restriction(search, run, look.layout, look.even_axis)
         formulated = formulated or search.formulate(run, restriction, self.floors.get(kind), at_most_s)
-        priced: Priced | None = None
+        priced: SolvedRun | None = None
         for gap in gaps:
             if priced is not None:
                 solution = priced.solution
                 if solution.objective_s <= max(slowest_s, solution.bound_s * (1.0 + gap)):
                     break
-            priced = Priced.of(
+            priced = SolvedRun.of(
                 search.solve(run, restriction, at_most_s, mip_gap=gap, deadline=deadline, formulated=formulated)
             )
             if priced is None:

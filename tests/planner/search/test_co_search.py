@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.pipeline_sessions import SLOW, session_of
 
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.search.co_search import walk_together
-from planner.search.mesh_search import OuterSearch
+from planner.search.mesh_search import MeshSearch
 from planner.search.pipeline.search import PipelineSearch
 from planner.search.task_pool import Pool
 
@@ -75,12 +75,12 @@ def test_both_find_what_each_finds_alone(cluster: Any) -> None:
     plan = session.plan()
     assert plan.estimate is not None
     assert plan.solver is not None
-    search: Search = session._search
+    search: RunPlanner = session._search
 
     def restrict(mesh: Any) -> None:
         return None
 
-    outer = OuterSearch(search, [4], ["none"], restrict)
+    outer = MeshSearch(search, [4], ["none"], restrict)
     meshes = session._meshes(None, "ilp")
     found = outer.best(meshes)
     piped = PipelineSearch(search, [4], ["none"], restrict).best()

@@ -22,8 +22,8 @@ from support import families
 from planner.errors import JobError, SolverError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run.stage_clock import Clock
-from planner.search.mesh_search import OuterSearch
-from planner.search.task_pool import Pool, begun, checked_jobs
+from planner.search.mesh_search import MeshSearch
+from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.session import PlanningSession
 
 
@@ -117,7 +117,7 @@ class Walk:
 
 def two_at_once() -> Pool:
     """Return a pool of this process and another one, which is ready."""
-    others = begun(2)
+    others = start_workers(2)
     assert others is not None
     assert others.ready(0) != os.getpid()
     return Pool(Adder(), jobs=2).under(0)
@@ -160,7 +160,7 @@ def test_processes_that_remember_much_are_kept() -> None:
 
 
 def test_those_that_began_early_are_those_that_work() -> None:
-    others = begun(3)
+    others = start_workers(3)
     assert others is not None
     assert others.ready(1)
     there = {process.pid for process in workers()}
@@ -169,13 +169,13 @@ def test_those_that_began_early_are_those_that_work() -> None:
     others.stop()
     # Others that were begun anew would be different ones.
     assert {process for _, (_, process, _) in walk.found} <= there | {os.getpid()}
-    assert begun(1) is None
+    assert start_workers(1) is None
 
 
 def test_the_caller_says_where_tasks_run() -> None:
     walk = Walk([functools.partial(add, number) for number in range(4)])
     with joblib.parallel_config(backend="threading"):
-        assert begun(2) is None
+        assert start_workers(2) is None
         Pool(Adder(), jobs=2).under(1).run(walk.pick, walk.done)
     assert {process for _, (_, process, _) in walk.found} == {os.getpid()}
     assert max(n for _, (_, _, n) in walk.found) == 4
@@ -269,7 +269,7 @@ def times_peak(planned: PlanningSession) -> int:
 
 def test_two_jobs_keep_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up once there is a plan: what was begun ends, nothing else begins, and the gap says what is left."""
-    monkeypatch.setattr(OuterSearch, "_is_over", property(lambda self: self._best is not None))
+    monkeypatch.setattr(MeshSearch, "_is_over", property(lambda self: self._best is not None))
     plan = session(2).plan()
     step_s, bound_s = times(plan)
     assert plan.solver is not None

@@ -18,10 +18,10 @@ from planner.formulation.estimate import itemise
 from planner.ilp.problem import totals
 from planner.ilp.random_assignment import random_assignment
 from planner.run.mesh_space import meshes_of
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.search.pipeline.search import PipelineSearch
-from planner.search.pipeline.stage_planners import PipelineRun, StageSearches
+from planner.search.pipeline.stage_planners import PipelineRun, StagePlanners
 from planner.search.pipeline.step_time import kinds_of
 from planner.session import PlanningSession
 
@@ -88,8 +88,8 @@ def llama_on(cluster: str, **options: Any) -> PlanningSession:
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) -> None:
     session = llama_on("1x8xtoy")
-    whole = Search(session._search.traced, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
-    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x8xtoy")})
+    whole = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
+    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x8xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), counts=(1, 1, 1), micro_batches=2, ac="none")
     kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
     search = stages.of(kind, 3)

@@ -11,10 +11,10 @@ from support import families
 from planner.errors import JobError, SolverError
 from planner.plan.estimate import Estimate, SolverReport
 from planner.plan.sharding_plan import ShardingPlan
-from planner.run.run_planner import Search
-from planner.search.mesh_search import OuterSearch
-from planner.search.mesh_tasks import Followed, FollowLane
-from planner.search.worker_context import Bench
+from planner.run.run_planner import RunPlanner
+from planner.search.mesh_search import MeshSearch
+from planner.search.mesh_tasks import RelaxedPair, RelaxRun
+from planner.search.worker_context import WorkerContext
 from planner.session import PlanningSession
 
 
@@ -45,17 +45,17 @@ def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, looks: int)
     assert 0 <= report.gap <= 2 * planned.job.mip_gap
 
     seen: list[Any] = []
-    follow = FollowLane.__call__
+    follow = RelaxRun.__call__
 
-    def counted(self: FollowLane, bench: Bench) -> Followed:
+    def counted(self: RelaxRun, bench: WorkerContext) -> RelaxedPair:
         seen.append(self)
         return follow(self, bench)
 
-    def is_over(self: OuterSearch) -> bool:
+    def is_over(self: MeshSearch) -> bool:
         return self._best is not None and len(seen) >= looks
 
-    monkeypatch.setattr(FollowLane, "__call__", counted)
-    monkeypatch.setattr(OuterSearch, "_is_over", property(is_over))
+    monkeypatch.setattr(RelaxRun, "__call__", counted)
+    monkeypatch.setattr(MeshSearch, "_is_over", property(is_over))
     early, cut, early_bound_s = parts(planned.plan(mesh="dp=2,tp=2"))
     assert cut.status == "time-limit"
     assert early.step_time_s >= best.step_time_s * (1 - planned.job.mip_gap)
@@ -72,7 +72,7 @@ def test_what_the_solver_says_of_a_lack_of_time(monkeypatch: pytest.MonkeyPatch)
     def out_of_time(*_: Any, **__: Any) -> None:
         raise SolverError("no assignment was found in 0.1 s.", what_to_do="Try again with a larger time limit.")
 
-    monkeypatch.setattr(Search, "solve", out_of_time)
+    monkeypatch.setattr(RunPlanner, "solve", out_of_time)
     with pytest.raises(SolverError, match="larger time limit"):
         session().plan(mesh="dp=2,tp=2")
 
@@ -81,7 +81,7 @@ def test_what_the_solver_says_of_a_lack_of_time(monkeypatch: pytest.MonkeyPatch)
 def test_no_time_at_all(monkeypatch: pytest.MonkeyPatch, mesh: str | None) -> None:
     """Without a first plan nothing goes on after the limit: no mesh is opened, no run looked at."""
     planned, looked = session(time_limit_s=1e-6), []
-    monkeypatch.setattr(Search, "look_at", lambda *_: looked.append(1))
+    monkeypatch.setattr(RunPlanner, "relax_run", lambda *_: looked.append(1))
     with pytest.raises(SolverError):
         planned.plan(mesh=mesh)
     assert not looked

@@ -19,10 +19,10 @@ from planner.ilp.random_assignment import random_assignment
 from planner.liveness.op_order import OpOrder
 from planner.plan.estimate import ONCE_A_STEP
 from planner.pricing.run_spec import StagePlace
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.search.pipeline.interleaving import interleaved as spread
-from planner.search.pipeline.stage_planners import PipelineRun, StageSearches, stage_clusters
+from planner.search.pipeline.stage_planners import PipelineRun, StagePlanners, stage_clusters
 from planner.search.pipeline.step_time import kinds_of
 from planner.session import PlanningSession
 
@@ -39,8 +39,8 @@ def six_blocks() -> PlanningSession:
 
 @pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
 def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, index: int, ac: str) -> None:
-    whole = Search(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
-    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
+    whole = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=(1, 3, 1), micro_batches=4, ac=ac)
     kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
     search = stages.of(kind, 3)
@@ -66,8 +66,8 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
     six_blocks: PlanningSession, index: int, ac: str
 ) -> None:
     """Every chunk sends and is sent to, and what is sent counts the micro-batches, not the passes."""
-    whole = Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
-    stages = StageSearches(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
+    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
     kind = next(kind for kind in pipeline.kinds if index in kind.indices)
@@ -105,8 +105,8 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 ) -> None:
     """Micro-batches' messages run beside computing where a device can do both; 1F1B without chunks waits for each."""
     cluster = ClusterSpec.parse(f"3x2x{device}")
-    whole = Search(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
-    stages = StageSearches(whole, lambda mesh: None, {3: dataclasses.replace(cluster, nodes=1)})
+    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    stages = StagePlanners(whole, lambda mesh: None, {3: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
     plain = dataclasses.replace(pipeline, chunks=1)
@@ -144,7 +144,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 
 
 def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
-    stages = StageSearches(six_blocks._search, lambda mesh: None, {2: ClusterSpec.parse("1x2xtoy")})
+    stages = StagePlanners(six_blocks._search, lambda mesh: None, {2: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 2) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
     assert chunks == 3
@@ -163,8 +163,8 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
 
 def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: PlanningSession) -> None:
     cluster = ClusterSpec.parse("4x2xtoy")
-    whole = Search(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
-    stages = StageSearches(whole, lambda mesh: None, {4: dataclasses.replace(cluster, nodes=1)})
+    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    stages = StagePlanners(whole, lambda mesh: None, {4: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 4) or ((), 1)
     assert (counts, chunks) == ((1, 2, 2, 1), 2)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
@@ -187,7 +187,7 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
 
 def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSession) -> None:
     """A rank earlier holds as many chunks more as the schedule says, of as many blocks."""
-    stages = StageSearches(six_blocks._search, lambda mesh: None, {3: ClusterSpec.parse("1x1xtoy")})
+    stages = StagePlanners(six_blocks._search, lambda mesh: None, {3: ClusterSpec.parse("1x1xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
     kind = next(kind for kind in pipeline.kinds if kind.role == "middle")
@@ -207,7 +207,7 @@ def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSes
 
 def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: PlanningSession) -> None:
     """On one device: what autograd saves, counted from the ops, is there once more for each."""
-    stages = StageSearches(session._search, lambda mesh: None, {4: ClusterSpec.parse("1x1xtoy")})
+    stages = StagePlanners(session._search, lambda mesh: None, {4: ClusterSpec.parse("1x1xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=(1, 2, 1, 1), micro_batches=4, ac="none")
     kind = next(kind for kind in kinds_of(pipeline.counts) if kind.indices == (1,))
     search = stages.of(kind, 4)

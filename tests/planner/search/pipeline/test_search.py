@@ -14,7 +14,7 @@ from api.requests.model_registry import load_model, quiet_libraries
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec
 from planner.ilp.relaxation import least_memory_bound
-from planner.run.run_planner import Search
+from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.search.pipeline.bound_order import in_one_piece
 from planner.search.pipeline.interleaving import interleaved as spread
@@ -22,8 +22,8 @@ from planner.search.pipeline.search import PipelineSearch
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun
 from planner.search.pipeline.step_time import kinds_of, least_step_s
-from planner.search.pipeline.tasks import BlockMemory, BoundStage, RelaxStage, SolvePipeline, Work
-from planner.search.worker_context import Bench, Terms
+from planner.search.pipeline.tasks import BlockMemory, BoundStage, RelaxStage, SingleDeviceTime, SolvePipeline
+from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.session import PlanningSession
 
 
@@ -31,8 +31,8 @@ def walk_of(session: PlanningSession, counts: list[int], modes: list[str]) -> Pi
     return PipelineSearch(session._search, counts, modes, lambda mesh: None)
 
 
-def space_of(bench: Bench) -> PipelineSpace:
-    work = Work.of_model(bench.search, 1, ["none"])
+def space_of(bench: WorkerContext) -> PipelineSpace:
+    work = SingleDeviceTime.of_model(bench.search, 1, ["none"])
     return PipelineSpace(bench.search, work, bench.stages.clusters, None, 2, bench.stages.may_have_ends_alone())
 
 
@@ -83,7 +83,7 @@ def test_the_search_finds_the_split_that_brute_force_finds() -> None:
 def test_the_search_finds_what_solving_every_pipeline_finds(session: PlanningSession, cap: int) -> None:
     """Over numbers of micro-batches and modes of checkpointing: looks in fewer leave out nothing that is better."""
     counts, modes = [1, 2, 4, 8], ["none", "selective", "full"]
-    search = Search(session._search.traced, session.job, ClusterSpec.parse("1x4xtoy"), BATCH, Clock())
+    search = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("1x4xtoy"), BATCH, Clock())
     search.memory_bytes = cap
     walk = PipelineSearch(search, counts, modes, lambda mesh: None, only=(2, MeshSpec.parse("dp=2")))
     found = walk.best().plan
@@ -161,9 +161,12 @@ class PairsAlone(PipelineSpace):
 def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, cap: int) -> None:
     """A floor is no more than the relaxation of any run that it is for; what is counted is no more than what fits."""
     modes = ["none", "selective", "full"]
-    bench = Bench(Search(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
-    bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
-    work, memory = Work.of_model(bench.search, 1, modes), BlockMemory.of(bench.stages, BATCH, modes, session.job)
+    bench = WorkerContext(RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench.take(SearchConstraints(memory_bytes=cap, restrict=lambda mesh: None))
+    work, memory = (
+        SingleDeviceTime.of_model(bench.search, 1, modes),
+        BlockMemory.of(bench.stages, BATCH, modes, session.job),
+    )
     looked = 0
     in_fewer: dict[str, float] = {}
     for count, ac, split in itertools.product((2, 4), modes, ((1, 3, 1), (2, 2, 1))):
@@ -238,9 +241,11 @@ def test_a_stage_in_one_piece_bounds_one_in_chunks(
 
     Of these tiny blocks an H100 makes more seconds of messages than of anything else.
     """
-    bench = Bench(Search(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse(cluster), BATCH, Clock()))
-    bench.take(Terms(memory_bytes=cap, restrict=lambda mesh: None))
-    work = Work.of_model(bench.search, 1, [ac])
+    bench = WorkerContext(
+        RunPlanner(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse(cluster), BATCH, Clock())
+    )
+    bench.take(SearchConstraints(memory_bytes=cap, restrict=lambda mesh: None))
+    work = SingleDeviceTime.of_model(bench.search, 1, [ac])
     counts, chunks = spread(6, 2) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac=ac, chunks=chunks)
     whole = in_one_piece(space_of(bench), pipeline)

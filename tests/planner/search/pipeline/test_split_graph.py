@@ -14,12 +14,12 @@ from torch import nn
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.graph.op_graph import OpGraph
 from planner.profile.profile import profile
-from planner.run.mesh_space import TracedModel
+from planner.run.mesh_space import ModelAnalysis
 from planner.search.pipeline.split_graph import cut, obstacle
 from planner.session import PlanningSession
 
 
-def llama(layers: int = 4, **changes: Any) -> TracedModel:
+def llama(layers: int = 4, **changes: Any) -> ModelAnalysis:
     with quiet_libraries():
         source = load_model({"hf_config": {**TINY_LLAMA, "num_hidden_layers": layers, **changes}}, seq=32)
     session = PlanningSession(source.module, cluster="1x4xtoy", batch=8, seq=32, dtype="fp32", micro_batches=1)
@@ -32,12 +32,12 @@ def flops(graph: OpGraph) -> float:
 
 
 @pytest.fixture(scope="module")
-def traced() -> TracedModel:
+def traced() -> ModelAnalysis:
     return llama()
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (1, 2, 1), (0, 2, 2, 0), (1, 3, 0)])
-def test_stages_are_the_whole_model(traced: TracedModel, counts: tuple[int, ...]) -> None:
+def test_stages_are_the_whole_model(traced: ModelAnalysis, counts: tuple[int, ...]) -> None:
     whole = traced.graph
     stages = [cut(whole, traced.blocks, counts, stage) for stage in range(len(counts))]
     # Every op runs, those of parameters once.
@@ -79,7 +79,7 @@ def test_a_rank_has_the_stages_that_it_is_given(counts: tuple[int, ...]) -> None
     assert sum(flops(rank) for rank in ranks) == pytest.approx(flops(whole))
 
 
-def test_a_stage_reads_the_inputs_that_it_needs(traced: TracedModel) -> None:
+def test_a_stage_reads_the_inputs_that_it_needs(traced: ModelAnalysis) -> None:
     first, last = (cut(traced.graph, traced.blocks, (2, 2), stage) for stage in (0, 1))
     assert [given.path for given in first.inputs] == ["input_ids"]
     assert [given.path for given in last.inputs] == ["labels", "pipeline.0"]
