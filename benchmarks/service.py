@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 CLIENTS = 20
 CONNECTIONS = 8
@@ -100,7 +100,7 @@ def running_server(folder: Path, database_url: str | None, workers: int) -> Iter
 def until_ended(url: str, job: str) -> dict[str, Any]:
     """Return a job once it has ended."""
     while True:
-        answer: dict[str, Any] = httpx.get(f"{url}/v1/plans/{job}").raise_for_status().json()
+        answer: dict[str, Any] = httpx2.get(f"{url}/v1/plans/{job}").raise_for_status().json()
         if answer["status"] not in {"queued", "running"}:
             return answer
         time.sleep(0.2)
@@ -127,7 +127,7 @@ async def ask_raw(url: str, seconds: float, body: bytes, times: Seconds) -> None
 def cached(url: str, seconds: float) -> dict[str, float]:
     """Return how fast plans come that were made before."""
     body = json.dumps(request_of(0)).encode()
-    job = httpx.post(f"{url}/v1/plans", json=request_of(0)).json()["id"]
+    job = httpx2.post(f"{url}/v1/plans", json=request_of(0)).json()["id"]
     assert until_ended(url, job)["status"] == "succeeded"
     times = Seconds()
 
@@ -143,7 +143,7 @@ def cached(url: str, seconds: float) -> dict[str, float]:
     }
 
 
-async def submit(client: httpx.AsyncClient, requests: list[dict[str, Any]], counts: dict[str, int]) -> list[str]:
+async def submit(client: httpx2.AsyncClient, requests: list[dict[str, Any]], counts: dict[str, int]) -> list[str]:
     """Return the jobs that one client made of its requests, each sent again where it was told to come back."""
     jobs = []
     for request in requests:
@@ -157,7 +157,7 @@ async def submit(client: httpx.AsyncClient, requests: list[dict[str, Any]], coun
     return jobs
 
 
-async def watch_health(client: httpx.AsyncClient, done: asyncio.Event, times: Seconds) -> None:
+async def watch_health(client: httpx2.AsyncClient, done: asyncio.Event, times: Seconds) -> None:
     """Ask whether the server lives, until it is done."""
     while not done.is_set():
         started = time.perf_counter()
@@ -172,7 +172,7 @@ async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
     health, done = Seconds(), asyncio.Event()
     requests = [request_of(number, batch=8 if number <= solves else 6) for number in range(1, jobs + 1)]
     started = time.perf_counter()
-    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+    async with httpx2.AsyncClient(base_url=url, timeout=60.0) as client:
         watching = asyncio.create_task(watch_health(client, done, health))
         shares = [requests[number::CLIENTS] for number in range(CLIENTS)]
         made = [

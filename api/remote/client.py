@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
+import httpx2
 from torch import nn
 
 from api.remote.retrying_http import Connection, RemotePlanningError, refusal
@@ -55,7 +55,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         timeout_s: float | None = None,
         retries: int = 6,
         progress: Callable[[str], None] | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx2.BaseTransport | None = None,
         **options: Any,
     ) -> None:
         self._url = url.rstrip("/")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-import httpx
+import httpx2
 
 from planner.errors import InfeasibleError, PlannerError
 
@@ -61,7 +61,7 @@ class Connection:
         token: str | None,
         timeout_s: float | None,
         retries: int,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx2.BaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -73,7 +73,7 @@ class Connection:
         self._wait = wait
         self._deadline_s = None if timeout_s is None else clock() + timeout_s
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._client = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, headers=headers, transport=transport)
+        self._client = httpx2.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, headers=headers, transport=transport)
 
     def __enter__(self) -> Connection:
         return self
@@ -95,7 +95,7 @@ class Connection:
                 response = self._client.request(
                     method, path, headers=headers, timeout=self._left_s(REQUEST_TIMEOUT_S), **content
                 )
-            except httpx.TransportError as error:
+            except httpx2.TransportError as error:
                 if last:
                     raise self._unreachable(error) from error
                 self.pause(_own_wait_s(attempt), str(error) or type(error).__name__)
@@ -107,7 +107,7 @@ class Connection:
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield a job's events for as long as the server sends some; nothing where it sends none."""
-        timeout = httpx.Timeout(self._left_s(REQUEST_TIMEOUT_S))
+        timeout = httpx2.Timeout(self._left_s(REQUEST_TIMEOUT_S))
         try:
             with self._client.stream("GET", path, timeout=timeout) as response:
                 if response.status_code != 200:
@@ -117,7 +117,7 @@ class Connection:
                     if event is not None:
                         yield event
                     self._left_s(REQUEST_TIMEOUT_S)
-        except httpx.TransportError:
+        except httpx2.TransportError:
             return  # whoever listens looks at the job itself next, and hears there what is wrong
 
     def pause(self, seconds: float, why: str) -> None:
@@ -147,13 +147,13 @@ class Connection:
             job_id=self.job_id,
         )
 
-    def _unreachable(self, error: httpx.TransportError) -> RemotePlanningError:
+    def _unreachable(self, error: httpx2.TransportError) -> RemotePlanningError:
         advice = "Check the address, and that `shardplan serve` runs there."
         about = "" if self.job_id is None else f" (job {self.job_id})"
         detail = f"cannot reach {self.url}{about}: {str(error) or type(error).__name__}."
         return RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
 
-    def _job(self, response: httpx.Response) -> dict[str, Any]:
+    def _job(self, response: httpx2.Response) -> dict[str, Any]:
         advice = "Check that a shardplan server is there."
         try:
             answer = response.json()
@@ -192,7 +192,7 @@ def _own_wait_s(attempt: int) -> float:
     return random.uniform(longest_s / 2, longest_s)
 
 
-def _wait_s(response: httpx.Response, attempt: int) -> float:
+def _wait_s(response: httpx2.Response, attempt: int) -> float:
     """Return the seconds that a busy server asks to wait, as a number or a date; our own where it asks for none."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Server(Running):
         """Return the job once it has ended."""
         pause = threading.Event()
         for _ in range(int(timeout_s / 0.1)):
-            job: dict[str, Any] = httpx.get(f"{self.url}/v1/plans/{job_id}").raise_for_status().json()
+            job: dict[str, Any] = httpx2.get(f"{self.url}/v1/plans/{job_id}").raise_for_status().json()
             if job["status"] not in {"queued", "running"}:
                 return job
             pause.wait(0.1)

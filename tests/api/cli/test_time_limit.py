@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from support.serving import Server
 
@@ -18,9 +18,9 @@ LONG = {"model": "llama-3.1-70b", "cluster": "8x8xh100-sxm-80gb", "batch": 64, "
 
 def ended(server: Server, request: dict[str, Any]) -> dict[str, Any]:
     """Return the job of a request once it has ended; nothing else is left to be done then."""
-    job = httpx.post(f"{server.url}/v1/plans", json=request, timeout=30).raise_for_status().json()["id"]
+    job = httpx2.post(f"{server.url}/v1/plans", json=request, timeout=30).raise_for_status().json()["id"]
     found = server.until_ended(job)
-    assert httpx.get(f"{server.url}/v1/plans/{job}/events").text.count('{"stage": "running"}') == 1, "it ran once"
+    assert httpx2.get(f"{server.url}/v1/plans/{job}/events").text.count('{"stage": "running"}') == 1, "it ran once"
     return found
 
 
@@ -45,7 +45,7 @@ def test_search_over_its_time_gives_the_best_plan_so_far_with_its_gap(
     assert 0.0 < plan.solver.gap < 1.0
     assert plan.solver.gap == pytest.approx(1.0 - plan.solver.bound_s / plan.solver.objective_s)
     assert plan.estimate.peak_memory_bytes <= 80e9
-    assert 'shardplan_solver_status_total{status="time-limit"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    assert 'shardplan_solver_status_total{status="time-limit"} 1.0' in httpx2.get(f"{server.url}/metrics").text
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_search_whose_time_is_up_before_any_plan_fails_and_says_so(
     assert (job["error"]["type"], job["error"]["status"]) == ("urn:shardplan:solver-error", 500)
     assert "time was up before any plan was found" in job["error"]["detail"]
     assert "longer search" in job["error"]["what_to_do"]
-    again = httpx.post(f"{server.url}/v1/plans", json=LONG, timeout=30)
+    again = httpx2.post(f"{server.url}/v1/plans", json=LONG, timeout=30)
     assert (again.status_code, again.json()["id"]) == (202, job["id"]), "it may be tried again"
 
 

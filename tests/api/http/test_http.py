@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from support.serving import Server
 from support.small_models import TINY_REQUEST
@@ -39,16 +39,16 @@ def python_plan() -> ShardingPlan:
     return build_plan(load_model(TINY_REQUEST["model"]).module, **options)
 
 
-def submit(server: Server, request: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/plans", json=request, timeout=30)
+def submit(server: Server, request: dict[str, Any]) -> httpx2.Response:
+    return httpx2.post(f"{server.url}/v1/plans", json=request, timeout=30)
 
 
 def test_health_and_description(server: Server) -> None:
-    health = httpx.get(f"{server.url}/healthz").json()
+    health = httpx2.get(f"{server.url}/healthz").json()
     assert health["status"] == "ok"
-    description = httpx.get(f"{server.url}/openapi.json").json()
+    description = httpx2.get(f"{server.url}/openapi.json").json()
     assert {"/healthz", "/readyz", "/metrics", "/v1/plans", "/v1/plans/{job_id}"} < set(description["paths"])
-    assert httpx.get(f"{server.url}/docs").status_code == 200
+    assert httpx2.get(f"{server.url}/docs").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_request_that_cannot_be_is_422_with_problem_details(
     ids=["empty", "cut off", "list", "text", "pickle", "deep", "nan", "not utf-8"],
 )
 def test_body_that_is_no_request_is_a_client_error_with_problem_details(server: Server, body: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/plans", content=body, headers={"content-type": "application/json"})
+    answer = httpx2.post(f"{server.url}/v1/plans", content=body, headers={"content-type": "application/json"})
     assert answer.status_code in {400, 422}
     assert answer.headers["content-type"] == PROBLEM
 
@@ -110,7 +110,7 @@ def test_body_that_is_too_large_is_413(server: Server, announced: bool) -> None:
     def pieces() -> Iterator[bytes]:
         yield body
 
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{server.url}/v1/plans",
         content=body if announced else pieces(),
         headers={"content-type": "application/json"},
@@ -123,7 +123,7 @@ def test_body_that_is_too_large_is_413(server: Server, announced: bool) -> None:
     ("method", "path", "status"), [("GET", "/v1/plans/none", 404), ("GET", "/x", 404), ("PUT", "/v1/plans", 405)]
 )
 def test_what_is_not_there_is_told_in_problem_details(server: Server, method: str, path: str, status: int) -> None:
-    answer = httpx.request(method, server.url + path)
+    answer = httpx2.request(method, server.url + path)
     assert answer.status_code == status
     assert answer.headers["content-type"] == PROBLEM
     assert answer.json()["status"] == status
@@ -179,7 +179,7 @@ def test_progress_comes_as_events_and_goes_on_from_where_a_client_was(
 def events(server: Server, job: str, after: int | None = None) -> list[tuple[int, dict[str, Any]]]:
     """Return a job's events to its end, each with its id."""
     headers = {} if after is None else {"Last-Event-ID": str(after)}
-    answer = httpx.get(f"{server.url}/v1/plans/{job}/events", headers=headers, timeout=120)
+    answer = httpx2.get(f"{server.url}/v1/plans/{job}/events", headers=headers, timeout=120)
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in answer.text.strip().split("\n\n"):
@@ -195,14 +195,14 @@ def test_plans_are_compared_by_their_jobs_and_as_they_are(
     job = submit(server, tiny_request).json()["id"]
     server.until_ended(job)
     other = python_plan.to_dict() | {"micro_batches": 2}
-    answer = httpx.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": other})
+    answer = httpx2.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": other})
     assert answer.json()["settings"] == [{"field": "micro_batches", "key": "", "left": 1, "right": 2}]
-    assert httpx.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": job}).json()["equal"]
+    assert httpx2.post(f"{server.url}/v1/plans/diff", json={"left": job, "right": job}).json()["equal"]
 
 
 def test_metrics_count_what_was_done(server: Server, tiny_request: dict[str, Any]) -> None:
     server.until_ended(submit(server, tiny_request).json()["id"])
-    text = httpx.get(f"{server.url}/metrics").text
+    text = httpx2.get(f"{server.url}/metrics").text
     assert 'shardplan_jobs{status="succeeded"}' in text
     assert 'shardplan_solver_status_total{status="optimal"}' in text
     assert 'shardplan_solve_seconds_count{outcome="succeeded"}' in text
@@ -260,9 +260,9 @@ def test_waiting_job_can_be_cancelled_and_asked_for_again(
     # Its one worker takes seconds to start, so both wait.
     slow = submit(server, {**tiny_request, **QUICKLY_REFUSED}).json()["id"]
     job = submit(server, {**tiny_request, **QUICKLY_REFUSED, "seq": 64}).json()["id"]
-    cancelled = httpx.delete(f"{server.url}/v1/plans/{job}").json()
+    cancelled = httpx2.delete(f"{server.url}/v1/plans/{job}").json()
     assert cancelled["status"] == "cancelled"
-    assert httpx.delete(f"{server.url}/v1/plans/{job}").status_code == 409
+    assert httpx2.delete(f"{server.url}/v1/plans/{job}").status_code == 409
     again = submit(server, {**tiny_request, **QUICKLY_REFUSED, "seq": 64})
     assert (again.status_code, again.json()["id"]) == (202, job)
     for name in (slow, job):
@@ -300,7 +300,7 @@ def test_server_turns_away_more_than_it_may_hold_and_stops_though_it_is_followed
     answers = [submit(server, {**tiny_request, "seq": seq}) for seq in (8, 16, 24, 32)]
     assert answers[-1].status_code == 429
     assert int(answers[-1].headers["retry-after"]) > 0
-    with httpx.stream("GET", f"{server.url}/v1/plans/{answers[0].json()['id']}/events", timeout=60) as following:
+    with httpx2.stream("GET", f"{server.url}/v1/plans/{answers[0].json()['id']}/events", timeout=60) as following:
         assert next(following.iter_lines()).startswith("id: ")
         assert server.stop() == 0
     assert answers[-1].headers["content-type"] == PROBLEM

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from pydantic import SecretStr
 from support import fakes_for_jobs
@@ -43,12 +43,12 @@ class Cluster:
         self.workers.append(worker)
         return worker
 
-    def submit(self, **change: Any) -> httpx.Response:
-        return httpx.post(f"{self.server.url}/v1/plans", json={**TINY_REQUEST, **change}, timeout=30)
+    def submit(self, **change: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.server.url}/v1/plans", json={**TINY_REQUEST, **change}, timeout=30)
 
     def events(self, job: str) -> list[str]:
         """Return the data of a job's events, to its end."""
-        answer = httpx.get(f"{self.server.url}/v1/plans/{job}/events", timeout=300)
+        answer = httpx2.get(f"{self.server.url}/v1/plans/{job}/events", timeout=300)
         return [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
 
     def until_at_work(self, job: str) -> Worker:
@@ -117,7 +117,7 @@ def test_stopped_worker_gives_its_job_back(cluster: Cluster) -> None:
     job = cluster.submit().json()["id"]
     cluster.until_at_work(job)
     assert stopped.stop() == 0
-    assert httpx.get(f"{cluster.server.url}/v1/plans/{job}").json()["status"] == "queued"
+    assert httpx2.get(f"{cluster.server.url}/v1/plans/{job}").json()["status"] == "queued"
     cluster.add_worker()
     assert cluster.server.until_ended(job)["status"] == "succeeded"
 
@@ -143,7 +143,7 @@ def test_cancelled_job_stops_on_its_worker(cluster: Cluster) -> None:
     worker = cluster.add_worker()
     job = cluster.submit().json()["id"]
     cluster.until_at_work(job)
-    assert httpx.delete(f"{cluster.server.url}/v1/plans/{job}").json()["status"] == "cancelled"
+    assert httpx2.delete(f"{cluster.server.url}/v1/plans/{job}").json()["status"] == "cancelled"
     pause = threading.Event()
     for _ in range(40):  # two seconds
         if worker.jobs("job left") == [job]:

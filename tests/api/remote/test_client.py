@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from torch import nn
 
@@ -17,11 +17,11 @@ from api.remote.retrying_http import LONGEST_WAIT_S, Connection
 from planner.errors import InfeasibleError, ModelError
 from planner.plan.sharding_plan import ShardingPlan
 
-Answer = httpx.Response | Exception
+Answer = httpx2.Response | Exception
 
 
-def job(status: str = "queued", **fields: Any) -> httpx.Response:
-    return httpx.Response(202, json={"id": "j1", "status": status, "plan": None, "error": None, **fields})
+def job(status: str = "queued", **fields: Any) -> httpx2.Response:
+    return httpx2.Response(202, json={"id": "j1", "status": status, "plan": None, "error": None, **fields})
 
 
 class Server:
@@ -29,9 +29,9 @@ class Server:
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self._answers = list(answers)
-        self.asked: list[httpx.Request] = []
+        self.asked: list[httpx2.Request] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
         self.asked.append(request)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
@@ -56,16 +56,16 @@ class Time:
 
 def connect(server: Server, time: Time, **options: Any) -> Connection:
     given: dict[str, Any] = {"token": None, "timeout_s": None, "retries": 4} | options
-    transport = httpx.MockTransport(server)
+    transport = httpx2.MockTransport(server)
     return Connection("http://planner/", transport=transport, clock=time.clock, wait=time.wait, **given)
 
 
-def planner(server: Callable[[httpx.Request], httpx.Response], **options: Any) -> RemoteShardingPlanner:
+def planner(server: Callable[[httpx2.Request], httpx2.Response], **options: Any) -> RemoteShardingPlanner:
     given: dict[str, Any] = {"cluster": "1x4xtoy", "model": "gpt2"} | options
-    return RemoteShardingPlanner("http://planner", transport=httpx.MockTransport(server), **given)
+    return RemoteShardingPlanner("http://planner", transport=httpx2.MockTransport(server), **given)
 
 
-LOST = [httpx.ConnectError("refused"), httpx.ReadTimeout("no answer"), httpx.RemoteProtocolError("gone")]
+LOST = [httpx2.ConnectError("refused"), httpx2.ReadTimeout("no answer"), httpx2.RemoteProtocolError("gone")]
 
 
 @pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
@@ -80,7 +80,7 @@ def test_request_that_is_lost_is_sent_again(lost: Exception) -> None:
 def test_lost_request_is_the_same_job_when_it_arrives_twice(hand_written_plan: ShardingPlan) -> None:
     done = job("succeeded", plan=hand_written_plan.to_dict())
     server = Server(
-        [httpx.Response(503, headers={"Retry-After": "0"}), httpx.Response(429, headers={"Retry-After": "0"}), done]
+        [httpx2.Response(503, headers={"Retry-After": "0"}), httpx2.Response(429, headers={"Retry-After": "0"}), done]
     )
     assert planner(server).build_plan(nn.Identity()) == hand_written_plan
     keys = [request.headers["Idempotency-Key"] for request in server.asked]
@@ -94,10 +94,10 @@ def test_lost_request_is_the_same_job_when_it_arrives_twice(hand_written_plan: S
 def test_busy_server_is_asked_again_when_it_says(status: int) -> None:
     then = format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)
     asks = [
-        httpx.Response(status, headers={"Retry-After": "7"}),
-        httpx.Response(status, headers={"Retry-After": then}),
-        httpx.Response(status, headers={"Retry-After": "soon"}),
-        httpx.Response(status),
+        httpx2.Response(status, headers={"Retry-After": "7"}),
+        httpx2.Response(status, headers={"Retry-After": then}),
+        httpx2.Response(status, headers={"Retry-After": "soon"}),
+        httpx2.Response(status),
         job(),
     ]
     server, time = Server(asks), Time()
@@ -107,11 +107,11 @@ def test_busy_server_is_asked_again_when_it_says(status: int) -> None:
 
 
 def test_tries_come_to_an_end() -> None:
-    server, time = Server([httpx.ConnectError("refused")]), Time()
+    server, time = Server([httpx2.ConnectError("refused")]), Time()
     with pytest.raises(RemotePlanningError, match=r"cannot reach http://planner: refused"):
         connect(server, time, retries=2).ask("POST", "/v1/plans", json={})
     assert len(server.asked) == 3
-    busy = Server([httpx.Response(429, json={"title": "Too many requests", "status": 429, "detail": "Wait."})])
+    busy = Server([httpx2.Response(429, json={"title": "Too many requests", "status": 429, "detail": "Wait."})])
     with pytest.raises(RemotePlanningError, match="Wait"):
         connect(busy, time, retries=2).ask("GET", "/v1/plans/j1")
     assert len(busy.asked) == 3
@@ -119,7 +119,7 @@ def test_tries_come_to_an_end() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422, 500])
 def test_refusal_is_not_asked_again(status: int) -> None:
-    server, time = Server([httpx.Response(status, json={"detail": "No.", "what_to_do": "Ask else."})]), Time()
+    server, time = Server([httpx2.Response(status, json={"detail": "No.", "what_to_do": "Ask else."})]), Time()
     with pytest.raises(RemotePlanningError, match=r"No\. Ask else\.") as caught:
         connect(server, time).ask("POST", "/v1/plans", json={})
     assert caught.value.problem["detail"] == "No."
@@ -127,7 +127,7 @@ def test_refusal_is_not_asked_again(status: int) -> None:
 
 
 def test_timeout_names_the_job_that_goes_on() -> None:
-    server, time = Server([job(), httpx.ConnectError("refused")]), Time()
+    server, time = Server([job(), httpx2.ConnectError("refused")]), Time()
     connection = connect(server, time, timeout_s=2.0, retries=50)
     connection.ask("POST", "/v1/plans", json={})
     with pytest.raises(RemotePlanningError, match=r"had no plan after 2 s \(job j1; refused\)") as caught:
@@ -138,7 +138,7 @@ def test_timeout_names_the_job_that_goes_on() -> None:
 
 
 def test_timeout_without_a_job_says_so() -> None:
-    server, time = Server([httpx.Response(503, headers={"Retry-After": "60"})]), Time()
+    server, time = Server([httpx2.Response(503, headers={"Retry-After": "60"})]), Time()
     with pytest.raises(RemotePlanningError, match=r"no job was made; it answers 503") as caught:
         connect(server, time, timeout_s=5.0).ask("POST", "/v1/plans", json={})
     assert caught.value.job_id is None
@@ -171,10 +171,10 @@ def test_infeasible_job_is_the_planners_own_error() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [httpx.Response(200, text="<html>"), httpx.Response(200, json=[]), httpx.Response(200, json={"id": "j1"})],
+    [httpx2.Response(200, text="<html>"), httpx2.Response(200, json=[]), httpx2.Response(200, json={"id": "j1"})],
     ids=["page", "list", "half a job"],
 )
-def test_other_server_is_told_from_ours(answer: httpx.Response) -> None:
+def test_other_server_is_told_from_ours(answer: httpx2.Response) -> None:
     with pytest.raises(RemotePlanningError, match="something else than"):
         planner(Server([answer])).build_plan(nn.Identity())
 
@@ -187,8 +187,8 @@ def test_progress_is_followed_by_events_and_without_them(hand_written_plan: Shar
         "data: no JSON",
         'data: {"stage": "best", "gap": 0.5}',
     ]
-    stream = httpx.Response(200, text="\n\n".join([*lines, ""]))
-    for events in (stream, httpx.Response(404), httpx.ReadError("gone")):
+    stream = httpx2.Response(200, text="\n\n".join([*lines, ""]))
+    for events in (stream, httpx2.Response(404), httpx2.ReadError("gone")):
         said: list[str] = []
         server = Server([job(), events, done])
         assert planner(server, progress=said.append).build_plan(nn.Identity()) == hand_written_plan

@@ -6,7 +6,7 @@ import copy
 import json
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,10 +92,10 @@ def test_same_graph_is_planned_once(server: Server) -> None:
     module, inputs = private()
     request = {**JOB, "model": {"graph": write_graph(trace_module(module, example_inputs=inputs, dtype="fp32"))}}
     request |= {"mesh": "dp=2,tp=2", "ac": "none", "planner": "data-parallel"}
-    first = httpx.post(f"{server.url}/v1/plans", json=request, timeout=60).json()
+    first = httpx2.post(f"{server.url}/v1/plans", json=request, timeout=60).json()
     ended = server.until_ended(first["id"])
     assert ended["status"] == "succeeded", ended["error"]
-    second = httpx.post(f"{server.url}/v1/plans", json=request, timeout=60)
+    second = httpx2.post(f"{server.url}/v1/plans", json=request, timeout=60)
     assert second.status_code == 200
     assert second.json() == ended
 
@@ -117,14 +117,14 @@ def graph_of(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_graph_that_is_none_is_422_at_once(server: Server, graph: dict[str, Any], said: str) -> None:
-    answer = httpx.post(f"{server.url}/v1/plans", json={**JOB, "model": {"graph": graph}}, timeout=60)
+    answer = httpx2.post(f"{server.url}/v1/plans", json={**JOB, "model": {"graph": graph}}, timeout=60)
     assert answer.status_code == 422
     assert answer.json()["type"] == "urn:shardplan:graph-format-error"
     assert said in answer.json()["detail"]
 
 
 def test_graph_of_another_job_is_422_at_once(server: Server) -> None:
-    answer = httpx.post(
+    answer = httpx2.post(
         f"{server.url}/v1/plans", json={**JOB, "dtype": "bf16", "model": {"graph": graph_of()}}, timeout=60
     )
     assert answer.status_code == 422
@@ -137,7 +137,7 @@ def test_graph_whose_ops_do_not_run_fails_with_the_op(server: Server) -> None:
     mean = next(op for op in graph["ops"] if op["op"] == "aten.embedding.default")
     mean["args"] = mean["args"][::-1]
     mean["crossings"] = mean["crossings"][::-1]
-    answer = httpx.post(f"{server.url}/v1/plans", json={**JOB, "model": {"graph": graph}}, timeout=60)
+    answer = httpx2.post(f"{server.url}/v1/plans", json={**JOB, "model": {"graph": graph}}, timeout=60)
     assert answer.status_code == 202, answer.text
     ended = server.until_ended(answer.json()["id"])
     assert ended["status"] == "failed"
