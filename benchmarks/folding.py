@@ -37,7 +37,7 @@ from planner.ilp.solve import least_memory, solve
 from planner.liveness.structure import Structure
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 from planner.pricing.run_spec import Run
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.session import PlanningSession

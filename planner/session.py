@@ -34,12 +34,13 @@ from planner.pricing.run_spec import Run
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import ModelAnalysis, check_mesh, checked_axes, meshes_of, modes_of
+from planner.run.mesh_space import check_mesh, checked_axes, meshes_of, modes_of
+from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pins
 from planner.run.run_planner import Candidate, RunPlanner
 from planner.run.stage_clock import Clock
-from planner.search.block_variants import improve_with_heterogeneous_blocks
 from planner.search.co_search import walk_together
+from planner.search.heterogeneous_blocks import improve_with_heterogeneous_blocks
 from planner.search.infeasibility import infeasibility_report, least_memory_run
 from planner.search.mesh_search import MeshSearch, MeshSearchResult, Progress
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline

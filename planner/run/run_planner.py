@@ -30,7 +30,7 @@ from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
 from planner.run.mesh_bound import MeshBound
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pin
 from planner.run.stage_clock import Clock, left_s
 from planner.strategies.dtensor_rules import quiet
@@ -97,7 +97,7 @@ class RunPlanner:
 
     def __init__(
         self,
-        traced: ModelAnalysis,
+        model: ModelAnalysis,
         job: Job,
         cluster: ClusterSpec,
         batch: int,
@@ -105,7 +105,7 @@ class RunPlanner:
         beside: RunPlanner | None = None,
     ) -> None:
         """Take what is known of strategies and prices from ``beside``, where that is on the same kind of device."""
-        self.traced = traced
+        self.model = model
         self.job = job
         self.clock = clock
         self.cluster = cluster
@@ -115,7 +115,7 @@ class RunPlanner:
         shared = beside is not None and beside.cluster == cluster
         self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
         self.op_times: OpTimes = (
-            OpTimes(cluster.device, traced.flash_attention, job.attention_kernel) if beside is None else beside.op_times
+            OpTimes(cluster.device, model.flash_attention, job.attention_kernel) if beside is None else beside.op_times
         )
         self._state_bytes = self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
@@ -123,7 +123,7 @@ class RunPlanner:
 
     def __getstate__(self) -> dict[str, Any]:
         # What a worker begins with; what else is remembered here follows from it.
-        bare = {"traced": self.traced.bare(), "clock": Clock(), "_communication": {}, "_alive": {}}
+        bare = {"model": self.model.bare(), "clock": Clock(), "_communication": {}, "_alive": {}}
         return {**self.__dict__, **bare, "_last_random": None}
 
     def candidate(self, priced: SolvedRun) -> Candidate:
@@ -131,7 +131,7 @@ class RunPlanner:
         run = priced.run
         return Candidate(
             run=run,
-            structure=self.traced.structure(self.micro_batch(run), run.grouping),
+            structure=self.model.structure(self.micro_batch(run), run.grouping),
             decision=priced.decision,
             estimate=priced.estimate,
             solution=priced.solution,
@@ -149,7 +149,7 @@ class RunPlanner:
             mesh=mesh,
             micro_batches=micro_batches,
             ac=ac,
-            grouping=self.traced.grouping(ac, apart),
+            grouping=self.model.grouping(ac, apart),
             batch_axes=self.batch_axes(mesh),
         )
 
@@ -172,7 +172,7 @@ class RunPlanner:
         batch = self.micro_batch(run)
         known, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
         if batch > known:
-            structure = self.traced.structure(batch, run.grouping)
+            structure = self.model.structure(batch, run.grouping)
             known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_held_bytes(structure)
             self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
@@ -188,13 +188,13 @@ class RunPlanner:
     def formulator(self, run: Run, *, peak: bool = True) -> tuple[Formulator, Structure]:
         """Return what builds the problem of ``run``, with its peak or without."""
         micro_batch = self.micro_batch(run)
-        structure = self.traced.structure(micro_batch, run.grouping)
+        structure = self.model.structure(micro_batch, run.grouping)
         if not peak:
             structure = structure.without_moments()
         if run.mesh not in self._communication:
             self._communication[run.mesh] = Communication(run.mesh, run.cluster)
-        pricer = Pricer(run, self.traced.profile(micro_batch), self._communication[run.mesh], self.op_times)
-        return Formulator(structure, pricer, self._table, self.traced.base), structure
+        pricer = Pricer(run, self.model.profile(micro_batch), self._communication[run.mesh], self.op_times)
+        return Formulator(structure, pricer, self._table, self.model.base), structure
 
     def formulate(
         self,
@@ -300,7 +300,7 @@ class RunPlanner:
             ]
 
     def _base_region(self, structure: Structure, index: int) -> Region:
-        return self.traced.base.regions[structure.representative(index).index]
+        return self.model.base.regions[structure.representative(index).index]
 
     def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
         """Return a random decision, whatever it costs; None where none can be found."""

@@ -167,7 +167,7 @@ def _enough(
         meshes, counts = larger(cluster)
         if not counts:
             return None  # the batch does not divide over so many devices, nor over more
-        there = RunPlanner(search.traced, search.job, cluster, search.batch, search.clock)
+        there = RunPlanner(search.model, search.job, cluster, search.batch, search.clock)
         even = [count for count in counts if search.batch // count % cluster.size == 0]
         tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
         usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))

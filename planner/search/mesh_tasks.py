@@ -11,15 +11,15 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.ilp.relaxation import relax
 from planner.pricing.run_spec import Run
+from planner.run.compute_bound import least_compute_s, least_recompute_s
 from planner.run.mesh_bound import MeshBound, bound_mesh
-from planner.run.mesh_space import least_compute_s, least_recompute_s
 from planner.run.run_planner import RelaxedRun, RunPlanner, SolvedRun
 from planner.search.worker_context import WorkerContext
 
 
 def least_s(search: RunPlanner, run: Run) -> float:
     """Return what no plan of ``run`` can beat: its compute, perfectly split."""
-    return least_compute_s(search.traced, search.op_times, run, search.micro_batch(run))
+    return least_compute_s(search.model, search.op_times, run, search.micro_batch(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class BoundMesh:
         for ac in self.modes:
             runs = [search.run_of(self.mesh, count, ac) for count in self.counts]
             if any(search.least_memory_bytes(run) <= search.memory_bytes for run in runs):
-                more_s[ac] = least_recompute_s(search.traced, search.op_times, runs[0], search.micro_batch(runs[0]))
+                more_s[ac] = least_recompute_s(search.model, search.op_times, runs[0], search.micro_batch(runs[0]))
         with search.clock.stage("solve_s"):
             floor = bound_mesh(self.mesh, formulation, search.memory_bytes, min(more_s.values(), default=0.0))
             if floor is None:

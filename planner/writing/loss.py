@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 
 WITHOUT_LOSS = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "

@@ -12,7 +12,7 @@ from planner.plan.job import Job
 from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
 from planner.profile.shared_input_linears import shared_inputs
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 from planner.writing.loss import WITHOUT_LOSS, gives_no_loss
 
 NOT_OVERLAPPED = (

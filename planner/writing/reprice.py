@@ -20,7 +20,8 @@ from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.attention_kernel import check_kernel
-from planner.run.mesh_space import ModelAnalysis, check_mesh
+from planner.run.mesh_space import check_mesh
+from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.writing.block_grouping import groupings_of_plan
@@ -48,7 +49,7 @@ def estimate_plan(
     if plan.job.training and opened.without_loss:
         notes[WITHOUT_LOSS] = None
     if plan.job.fused:
-        notes[fused_note(opened.search.traced.graph)] = None
+        notes[fused_note(opened.search.model.graph)] = None
     where = read.run.cluster.to_dict()
     said = with_regather_note(notes, plan.input_plan, plan.job)
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
@@ -76,7 +77,7 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
         PlanKeyError: a key that matches nothing, or two that disagree.
     """
     said = json.loads(plan.to_json())
-    *coarser, finest = groupings_of_plan(plan, search.traced.blocks, names)
+    *coarser, finest = groupings_of_plan(plan, search.model.blocks, names)
     for grouping in coarser:
         try:
             read = _read(search, plan, names, grouping)
@@ -113,7 +114,7 @@ def _read_on(
     formulator, structure = search.formulator(run)
     with search.clock.stage("costs_s"):
         decision = decision_from_plan(structure, formulator, plan, names)
-    reordering = search.traced.reordering
+    reordering = search.model.reordering
     check_order(plan, order_of(reordering, structure, decision, run, names), reordering)
     return ReadPlan(run=run, formulator=formulator, structure=structure, decision=decision)
 

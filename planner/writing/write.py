@@ -27,7 +27,7 @@ def plan_of(
     """Return the plan of a decision about the whole model."""
     run = candidate.run
     entries = entries_of(candidate.structure, candidate.decision, module.names)
-    device, reordering = search.cluster.device, search.traced.reordering
+    device, reordering = search.cluster.device, search.model.reordering
     order = order_of(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
         mesh=PlanMesh.of(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),

@@ -19,7 +19,7 @@ from cost_model.layouts.layout import Layout, MeshSpec, divides
 from planner.pricing.run_spec import PIPELINE_AXIS, Run, StagePlace
 from planner.regions.regions import Region, Slot, is_sent
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import Candidate, RunPlanner
 from planner.search.pipeline import split_graph as cutting
 from planner.search.pipeline.interleaving import Role, chunk_sizes
@@ -138,7 +138,7 @@ class StagePlanners:
     def may_have_ends_alone(self) -> bool:
         """Tell whether a chunk may be what runs before all blocks, or after, alone."""
         if self._ends_alone is None:
-            traced = self.whole.traced
+            traced = self.whole.model
             self._ends_alone = cutting.obstacle(traced.graph, traced.blocks, ends_alone=True) is None
         return self._ends_alone
 
@@ -152,7 +152,7 @@ class StagePlanners:
         """Return the graph of a kind of stage, as a model of its own."""
         key = kind.role, kind.blocks, kind.chunks
         if key not in self._models:
-            traced, total = self.whole.traced, len(listed_blocks(self.whole))
+            traced, total = self.whole.model, len(listed_blocks(self.whole))
             counts, which = stage_counts(kind, total)
             graph = cutting.cut(traced.graph, traced.blocks, counts, *which)
             self._models[key] = ModelAnalysis(
@@ -184,7 +184,7 @@ class StagePlanners:
     @staticmethod
     def layouts(search: RunPlanner, mesh: MeshSpec, batch: int) -> list[Layout]:
         """Return the layouts in which a stage can be handed a micro-batch, and hand it on."""
-        graph = search.traced.graph_at(batch)
+        graph = search.model.graph_at(batch)
         shapes = [graph.values[output.value].shape for output in graph.outputs if output.is_sent]
         shapes += [graph.values[given.value].shape for given in graph.inputs if is_handed_over(given.path)]
         outer = R if mesh.shape[0] == 1 else Shard(1) if batch == 1 else Shard(0)
@@ -264,5 +264,5 @@ def _by_samples(slot: Slot, layouts: Collection[Layout], mesh: MeshSpec) -> list
 
 def listed_blocks(search: RunPlanner) -> tuple[str, ...]:
     """Return the blocks of a model that can be cut, in order."""
-    (listed,) = search.traced.blocks.lists.values()
+    (listed,) = search.model.blocks.lists.values()
     return listed

@@ -15,9 +15,9 @@ from planner.ilp.relaxation import Relaxing, relax
 from planner.plan.job import Job
 from planner.pricing.run_spec import Run
 from planner.regions.regions import block_of
+from planner.run.compute_bound import least_recompute_s, op_seconds
 from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
 from planner.run.mesh_bound import MeshBound, bound_mesh
-from planner.run.mesh_space import least_recompute_s, op_seconds
 from planner.run.run_planner import FormulatedRun, RunPlanner, SolvedRun
 from planner.search.pipeline.interleaving import Role
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners, listed_blocks
@@ -46,9 +46,9 @@ class SingleDeviceTime:
         one, listed = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(search))
         run = search.run_of(one, fewest, "none")
         batch = search.micro_batch(run)
-        graph = search.traced.graph_at(batch)
+        graph = search.model.graph_at(batch)
         blocks_s = first_s = last_s = 0.0
-        seconds = op_seconds(search.traced, search.op_times, run, batch)
+        seconds = op_seconds(search.model, search.op_times, run, batch)
         for op in graph.ops:
             if block_of(graph.calls[op.call].fqn) in listed:
                 blocks_s += seconds.get(op.name, 0.0)
@@ -57,7 +57,7 @@ class SingleDeviceTime:
             else:
                 first_s += seconds.get(op.name, 0.0)
         again_s = {
-            ac: least_recompute_s(search.traced, search.op_times, search.run_of(one, fewest, ac), batch) / len(listed)
+            ac: least_recompute_s(search.model, search.op_times, search.run_of(one, fewest, ac), batch) / len(listed)
             for ac in modes
         }
         return cls(
@@ -330,7 +330,7 @@ class SolvePipeline:
         limit_s = stage_limit_s(self.bounds, kind, pipeline.micro_batches, self.at_most_s)
         relax_stage = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
         layouts = stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches)
-        for layout, even_axis in itertools.product(layouts, even_axes(search.traced.graph, pipeline.mesh.shape)):
+        for layout, even_axis in itertools.product(layouts, even_axes(search.model.graph, pipeline.mesh.shape)):
             bound_s, formulated = relax_stage.within(stages, layout, even_axis)
             if bound_s < limit_s:
                 yield _LayoutLook(layout=layout, even_axis=even_axis, bound_s=bound_s, formulated=formulated)

@@ -29,7 +29,7 @@ def test_no_plan_goes_below(family: str, optimizer: str, dtype: str, share: floa
     module, inputs = families.make(family, 8)
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "cluster": "1x4xtoy"}
     search = PlanningSession(module, example_inputs=inputs, **options)._search
-    modes = ("none", "selective", "full") if search.traced.blocks.lists else ("none",)
+    modes = ("none", "selective", "full") if search.model.blocks.lists else ("none",)
     shares = []
     for mesh, count, ac in itertools.product(("dp=4", "dp=2,tp=2"), (1, 2, 8), modes):
         run = search.run_of(MeshSpec.parse(mesh), count, ac)

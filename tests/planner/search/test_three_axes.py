@@ -88,7 +88,7 @@ def llama_on(cluster: str, **options: Any) -> PlanningSession:
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) -> None:
     session = llama_on("1x8xtoy")
-    whole = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
+    whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
     stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x8xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), counts=(1, 1, 1), micro_batches=2, ac="none")
     kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)

@@ -18,7 +18,7 @@ from planner.graph.op_graph import Op, Value
 from planner.plan.token_order import own_heads
 from planner.pricing.op_times import OpTimes
 from planner.profile.op_profile import OpProfile
-from planner.run.mesh_space import least_compute_s
+from planner.run.compute_bound import least_compute_s
 from planner.session import PlanningSession
 from planner.strategies.context_parallel import SEQUENCE, ContextWork, may_split
 from planner.strategies.inner_collectives import Kernel

@@ -39,7 +39,7 @@ def six_blocks() -> PlanningSession:
 
 @pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
 def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, index: int, ac: str) -> None:
-    whole = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
     stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=(1, 3, 1), micro_batches=4, ac=ac)
     kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
@@ -66,7 +66,7 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
     six_blocks: PlanningSession, index: int, ac: str
 ) -> None:
     """Every chunk sends and is sent to, and what is sent counts the micro-batches, not the passes."""
-    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    whole = RunPlanner(six_blocks._search.model, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
     stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
@@ -105,7 +105,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 ) -> None:
     """Micro-batches' messages run beside computing where a device can do both; 1F1B without chunks waits for each."""
     cluster = ClusterSpec.parse(f"3x2x{device}")
-    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
     stages = StagePlanners(whole, lambda mesh: None, {3: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
@@ -163,7 +163,7 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
 
 def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: PlanningSession) -> None:
     cluster = ClusterSpec.parse("4x2xtoy")
-    whole = RunPlanner(six_blocks._search.traced, six_blocks.job, cluster, BATCH, Clock())
+    whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
     stages = StagePlanners(whole, lambda mesh: None, {4: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 4) or ((), 1)
     assert (counts, chunks) == ((1, 2, 2, 1), 2)
@@ -171,7 +171,7 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
     for kind in pipeline.kinds:
         search = stages.of(kind, 4)
         ends = 0 if kind.role == "middle" else 1
-        assert [sum(b.is_first + b.leading for b in search.traced.structure(2).gathers)] == [chunks - ends]
+        assert [sum(b.is_first + b.leading for b in search.model.structure(2).gathers)] == [chunks - ends]
         run = stages.run(search, kind, pipeline)
         assert run.in_flight == 4  # all of them: the schedule would hold as many or more
         assert run.place is not None

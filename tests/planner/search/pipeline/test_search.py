@@ -83,7 +83,7 @@ def test_the_search_finds_the_split_that_brute_force_finds() -> None:
 def test_the_search_finds_what_solving_every_pipeline_finds(session: PlanningSession, cap: int) -> None:
     """Over numbers of micro-batches and modes of checkpointing: looks in fewer leave out nothing that is better."""
     counts, modes = [1, 2, 4, 8], ["none", "selective", "full"]
-    search = RunPlanner(session._search.traced, session.job, ClusterSpec.parse("1x4xtoy"), BATCH, Clock())
+    search = RunPlanner(session._search.model, session.job, ClusterSpec.parse("1x4xtoy"), BATCH, Clock())
     search.memory_bytes = cap
     walk = PipelineSearch(search, counts, modes, lambda mesh: None, only=(2, MeshSpec.parse("dp=2")))
     found = walk.best().plan
@@ -161,7 +161,7 @@ class PairsAlone(PipelineSpace):
 def test_looks_at_stages_bound_what_comes_after_them(session: PlanningSession, cap: int) -> None:
     """A floor is no more than the relaxation of any run that it is for; what is counted is no more than what fits."""
     modes = ["none", "selective", "full"]
-    bench = WorkerContext(RunPlanner(session._search.traced, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
+    bench = WorkerContext(RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock()))
     bench.take(SearchConstraints(memory_bytes=cap, restrict=lambda mesh: None))
     work, memory = (
         SingleDeviceTime.of_model(bench.search, 1, modes),
@@ -242,7 +242,7 @@ def test_a_stage_in_one_piece_bounds_one_in_chunks(
     Of these tiny blocks an H100 makes more seconds of messages than of anything else.
     """
     bench = WorkerContext(
-        RunPlanner(six_blocks._search.traced, six_blocks.job, ClusterSpec.parse(cluster), BATCH, Clock())
+        RunPlanner(six_blocks._search.model, six_blocks.job, ClusterSpec.parse(cluster), BATCH, Clock())
     )
     bench.take(SearchConstraints(memory_bytes=cap, restrict=lambda mesh: None))
     work = SingleDeviceTime.of_model(bench.search, 1, [ac])

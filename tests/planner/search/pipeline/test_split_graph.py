@@ -14,7 +14,7 @@ from torch import nn
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.graph.op_graph import OpGraph
 from planner.profile.profile import profile
-from planner.run.mesh_space import ModelAnalysis
+from planner.run.model_analysis import ModelAnalysis
 from planner.search.pipeline.split_graph import cut, obstacle
 from planner.session import PlanningSession
 

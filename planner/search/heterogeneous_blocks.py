@@ -65,7 +65,7 @@ class _Variation:
         self._progress, self._deadline = progress, deadline
         self._best, self._bound_s = candidate, found.bound_s
         self._found, self._complete = found, found.complete
-        self._length = max((len(blocks) for blocks in search.traced.blocks.lists.values()), default=0)
+        self._length = max((len(blocks) for blocks in search.model.blocks.lists.values()), default=0)
 
     def best(self, may_checkpoint: bool) -> MeshSearchResult:
         """Try what could be faster; ``may_checkpoint``: how many blocks are checkpointed may differ as well."""

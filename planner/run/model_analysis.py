@@ -1,0 +1,150 @@
+"""A traced model at any micro-batch size: its graph, regions, op profiles and liveness, each computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.graph.op_graph import OpGraph, at_batch
+from planner.graph.trace_module import BASE_BATCH, TracedModule
+from planner.liveness.structure import Structure, at_another_batch, build_structure
+from planner.pricing.op_times import OpTimes
+from planner.profile.op_profile import GraphProfile
+from planner.profile.profile import profile
+from planner.regions.block_grouping import ALIKE, Grouping, first_blocks
+from planner.regions.blocks import Blocks, find_blocks
+from planner.regions.regions import RegionGraph, block_of, build_regions, in_parts
+from planner.strategies.token_reordering import Reordering, find_reordering, in_any_order
+
+
+@dataclass(slots=True)
+class ModelAnalysis:
+    """A model's graph at any micro-batch, with what follows from it; every answer is remembered.
+
+    Attributes:
+        fold: whether equal blocks share their decisions; see `build_regions`.
+        lists: patterns of the whole model's lists of blocks, where this is one stage of it.
+        cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
+        compiles: whether fused ops are one kernel each way on the device.
+        joins: whether linear layers that read the same tensor add up its gradient in their products.
+        reordering: how sequences are brought into an even order, or why they cannot be; None: nobody asked. Attention
+            in ``graph`` is said to be handed them so.
+        totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
+    """
+
+    graph: OpGraph
+    traced_batch: int
+    is_open: bool
+    flash_attention: bool
+    fold: bool = True
+    lists: frozenset[str] = frozenset()
+    cached_before: int | None = None
+    compiles: bool = True
+    joins: bool = False
+    reordering: Reordering | str | None = None
+    _regions: dict[int, tuple[RegionGraph, Blocks]] = field(default_factory=dict)
+    _profiles: dict[int, GraphProfile] = field(default_factory=dict)
+    _groupings: dict[tuple[str, int | None], Grouping] = field(default_factory=dict)
+    _structures: dict[tuple[int, Grouping], Structure] = field(default_factory=dict)
+    totals_s: dict[tuple[OpTimes, bool, int, Grouping], tuple[float, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        module: TracedModule,
+        *,
+        flash_attention: bool,
+        seq: int | None = None,
+        compiles: bool = True,
+        even_order: bool = False,
+    ) -> ModelAnalysis:
+        """Return the model of which ``module`` is the graph.
+
+        Args:
+            seq: tokens in the cache before a decoding step.
+            even_order: whether sequences are to be in an even order where they are split.
+        """
+        reordering = find_reordering(module.graph) if even_order and module.phase == "training" else None
+        cached = module.phase != "training" and module.decodes
+        return cls(
+            graph=in_any_order(module.graph) if isinstance(reordering, Reordering) else module.graph,
+            traced_batch=module.traced_batch,
+            is_open=module.is_open,
+            flash_attention=flash_attention,
+            cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
+            compiles=compiles,
+            joins=module.fused,
+            reordering=reordering,
+        )
+
+    def bare(self) -> ModelAnalysis:
+        """Return the same model with nothing remembered."""
+        return ModelAnalysis(
+            graph=self.graph,
+            traced_batch=self.traced_batch,
+            is_open=self.is_open,
+            flash_attention=self.flash_attention,
+            fold=self.fold,
+            lists=self.lists,
+            compiles=self.compiles,
+            joins=self.joins,
+            reordering=self.reordering,
+        )
+
+    @property
+    def base(self) -> RegionGraph:
+        """The regions as traced: strategies are looked up on these, since they do not depend on the batch."""
+        return self._at(self._base_batch)[0]
+
+    @property
+    def blocks(self) -> Blocks:
+        """The repeated modules."""
+        return self._at(self._base_batch)[1]
+
+    @property
+    def _base_batch(self) -> int:
+        return BASE_BATCH if self.is_open else self.traced_batch
+
+    def _at(self, batch: int) -> tuple[RegionGraph, Blocks]:
+        if batch not in self._regions:
+            graph = at_batch(self.graph, self.traced_batch, batch) if self.is_open else self.graph
+            regions = build_regions(graph, fold=self.fold)
+            self._regions[batch] = regions, find_blocks(regions, self.lists)
+        return self._regions[batch]
+
+    def grouping(self, ac: str, apart: int | None = None) -> Grouping:
+        """Return how the blocks are grouped under a mode of checkpointing; see `first_blocks`."""
+        if (ac, apart) not in self._groupings:
+            self._groupings[ac, apart] = first_blocks(self.blocks, ac, apart)
+        return self._groupings[ac, apart]
+
+    def structure(self, batch: int, grouping: Grouping = ALIKE) -> Structure:
+        """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
+        if (batch, grouping) not in self._structures:
+            regions, blocks = self._at(batch)
+            found = self.profile(batch)
+            if grouping.parts and self.fold:
+                parts = dict(grouping.parts)
+                regions = in_parts(regions, lambda region: parts.get(block_of(region.fqn) or ""))
+                blocks = find_blocks(regions, self.lists)
+            known = next((structure for (_, other), structure in self._structures.items() if other == grouping), None)
+            structure = None if known is None else at_another_batch(known, regions, found)
+            self._structures[batch, grouping] = structure or build_structure(
+                regions, found, blocks, dict(grouping.modes)
+            )
+        return self._structures[batch, grouping]
+
+    def profile(self, batch: int) -> GraphProfile:
+        """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
+        if batch not in self._profiles:
+            self._profiles[batch] = profile(
+                self.graph_at(batch),
+                flash_attention=self.flash_attention,
+                cached_before=self.cached_before,
+                compiles=self.compiles,
+                joins=self.joins,
+            )
+        return self._profiles[batch]
+
+    def graph_at(self, batch: int) -> OpGraph:
+        """Return the graph at a micro-batch of ``batch`` samples."""
+        return self._at(batch)[0].graph
