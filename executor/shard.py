@@ -29,7 +29,7 @@ from executor.runtime.parameter_views import PresentedParameters, materialize_pa
 from executor.runtime.run_context import PhaseClock, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
-from planner.model_rewrites.latent_attention import concatenate_keys
+from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.plan.sharding_plan import ShardingPlan
 
 
@@ -101,7 +101,7 @@ def _shard(
     replace_experts(module, redistributor)
     if plan.job.fused:
         replace_chains(module, redistributor, opaque=opaque)
-    concatenate_keys(module)
+    concatenate_mla_keys(module)
     attach_order(module, plan, redistributor.order)
     attach_boundaries(module, plan, shared, opaque=opaque)
     apply_local_outputs(module, plan, opaque=opaque)

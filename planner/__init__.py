@@ -20,15 +20,18 @@ _HOMES = {
     "build_plan": "planner.build",
     "estimate_plan": "planner.writing.reprice",
     "explain": "planner.explain",
-    "pack_projections": "planner.model_rewrites.pack",
+    "fuse_projections": "planner.model_rewrites.fuse_projections",
     "trace_module": "planner.graph.trace_module",
-    "unpack_state_dict": "planner.model_rewrites.pack",
+    "unfuse_state_dict": "planner.model_rewrites.fuse_projections",
 }
+
+_FORMER_NAMES = {"pack_projections": "fuse_projections", "unpack_state_dict": "unfuse_state_dict"}
 
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
+    name = _FORMER_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -20,7 +20,7 @@ MAX_DEPTH = 16
 """The deepest that a config may nest; the library's own need three."""
 
 PACKED = "+packed"
-"""Behind a model's name: with its projections packed (`planner.model_rewrites.pack`)."""
+"""Behind a model's name: with its projections packed (`planner.model_rewrites.fuse_projections`)."""
 
 _PRESETS = Path(__file__).parent / "presets"
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")

@@ -19,7 +19,7 @@ from torch import nn
 from api.requests.factories import call_factory
 from api.requests.model_configs import PACKED, ModelConfig, find_config
 from planner.errors import JobError, ModelError, PlanMismatchError
-from planner.model_rewrites.pack import pack_projections, packed_layers, tp_plan_of
+from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.sharding_plan import ShardingPlan
 
 _POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(dings?)?)$")
@@ -56,7 +56,7 @@ def load_model(
     Args:
         spec: a preset's name, the path of a config.json or of its folder, ``package.module:factory``, or
             ``{"hf_config": {...}}``. Of a name that ends in ``+packed``, or with ``"packed": True`` beside the config,
-            the projections are packed (`planner.model_rewrites.pack.pack_projections`).
+            the projections are packed (`planner.model_rewrites.fuse_projections.fuse_projections`).
         batch: samples in the global batch; given to a factory that takes it.
         seq: tokens in a sequence.
         allow_local: False refuses paths and factories, as is right for what a client sent.
@@ -81,14 +81,14 @@ def _with_packed(source: ModelSource) -> ModelSource:
     Raises:
         ModelError: it has none that can be packed.
     """
-    packed = packed_layers(pack_projections(source.module))
+    packed = count_fused_projections(fuse_projections(source.module))
     if not packed:
         raise ModelError(
             f"nothing of {source.name} can be packed: it has no projections as transformers' decoders have them.",
             what_to_do=f"Leave {PACKED} (packed) out.",
         )
     note = f"projections that read one tensor are packed into {packed} linear layers"
-    styles, notes = tp_plan_of(source.module), (*source.notes, note)
+    styles, notes = carried_tp_plan(source.module), (*source.notes, note)
     return dataclasses.replace(source, name=source.name + PACKED, tp_plan=styles, notes=notes)
 
 
@@ -129,7 +129,7 @@ def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSour
         module=made.module,
         example_inputs=made.example_inputs,
         seq=seq,
-        tp_plan=tp_plan_of(made.module),
+        tp_plan=carried_tp_plan(made.module),
         notes=notes,
     )
 
@@ -163,7 +163,9 @@ def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple
     elif seq is not None:
         notes += (f"--seq {seq} is ignored: {name} takes images of a fixed size, not sequences",)
         seq = None
-    return ModelSource(name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=tp_plan_of(module), notes=notes)
+    return ModelSource(
+        name=name, module=module, seq=seq, takes_seq=takes_seq, tp_plan=carried_tp_plan(module), notes=notes
+    )
 
 
 def _hf_config(config: ModelConfig) -> Any:

@@ -34,10 +34,10 @@ from executor.ops.token_exchange import Exchange, Rows, exchanged_rows
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
-from planner.model_rewrites.experts import PACKED, experts_in
+from planner.model_rewrites.experts import GATE_UP_MATRICES, experts_in
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
-_PACKED = _StridedShard(1, split_factor=PACKED)
+_PACKED = _StridedShard(1, split_factor=GATE_UP_MATRICES)
 
 _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placement, Placement, Placement]] = {
     (R, R, R): (R, R, R, R),

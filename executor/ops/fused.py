@@ -21,7 +21,7 @@ from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import compiled, local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.model_rewrites import fused_kernels
-from planner.model_rewrites.fuse import FusedOps, fuse
+from planner.model_rewrites.fuse_ops import FusedOps, fuse_ops
 
 R, P = Replicate(), Partial()
 
@@ -45,7 +45,7 @@ def replace_chains(module: nn.Module, redistributor: Redistributor, *, opaque: C
         rotary=of(fused_kernels.ROTARY, rotary),
         cross_entropy=of(fused_kernels.CROSS_ENTROPY, fused_cross_entropy),
     )
-    fuse(module, ops, opaque=opaque)
+    fuse_ops(module, ops, opaque=opaque)
 
 
 def rms_norm(redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> DTensor:

@@ -28,7 +28,7 @@ from planner.graph.nested_graph import Body, Step
 from planner.graph.op_graph import Call, Ref
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
-from planner.model_rewrites.latent_attention import keys_concatenated
+from planner.model_rewrites.mla import mla_keys_concatenated
 
 
 @torch.library.custom_op("shardplan::boundary", mutates_args=())
@@ -160,7 +160,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> Captured:
         boundaries.attached(),
         unpacked_sequences(),
         experts_as_one_op(module),
-        keys_concatenated(module),
+        mla_keys_concatenated(module),
         _nothing_but_the_graph(),
     ):
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
 from planner.model_rewrites.cache_argument import cache_argument
-from planner.model_rewrites.latent_attention import latent_attentions
+from planner.model_rewrites.mla import mla_modules
 from planner.plan.job import JobPhase
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
@@ -107,7 +107,7 @@ def inputs_for(module: nn.Module, *, batch: int | None, seq: int | None, phase: 
 def decodes(module: nn.Module) -> bool:
     """Tell whether ``module`` is a Hugging Face decoder whose cache holds the keys and values of attention."""
     config = getattr(module, "config", None)
-    if config is None or getattr(config, "is_encoder_decoder", False) or latent_attentions(module):
+    if config is None or getattr(config, "is_encoder_decoder", False) or mla_modules(module):
         return False
     return cache_argument(module) is not None
 
@@ -118,7 +118,7 @@ def check_decodes(module: nn.Module) -> None:
     Raises:
         JobError: it is no decoder, or caches latents.
     """
-    if latent_attentions(module):
+    if mla_modules(module):
         raise JobError(
             f"{type(module).__name__} caches latents, of which every step makes keys and values again: that is not "
             "planned yet.",

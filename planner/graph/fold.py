@@ -23,7 +23,7 @@ from planner.graph.capture import ExampleInputs, path_text
 from planner.graph.meta_ops import makes_one_tensor, seen_on_meta
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
-from planner.model_rewrites.latent_attention import keys_concatenated
+from planner.model_rewrites.mla import mla_keys_concatenated
 
 KEPT = 3
 """Blocks that stand for a repeat: one that the outside feeds, one that it feeds, and one that shows what goes on."""
@@ -260,7 +260,7 @@ def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _
         torch.inference_mode(),
         unpacked_sequences(),
         experts_as_one_op(module),
-        keys_concatenated(module),
+        mla_keys_concatenated(module),
         recorder.attached(),
         recorder,
     ):

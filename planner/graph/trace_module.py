@@ -14,8 +14,8 @@ from planner.graph.capture import ExampleInputs, quiet, to_meta
 from planner.graph.example_inputs import GivenInputs, as_inputs, batch_of, decodes, inputs_for, with_batch, with_dtype
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import OpGraph
-from planner.model_rewrites.fuse import TRACED, fuse
-from planner.model_rewrites.pack import tp_plan_of
+from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
+from planner.model_rewrites.fuse_projections import carried_tp_plan
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.job import Job, JobPhase
 
@@ -153,7 +153,7 @@ def traced(
     """
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused:
-        fuse(copy, TRACED)
+        fuse_ops(copy, TRACED_OPS)
     samples = batch_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
     with quiet():
@@ -164,7 +164,7 @@ def traced(
         name=type(module).__name__,
         names=ModuleNames.of(module),
         fingerprint=model_fingerprint(module),
-        tp_plan=tp_plan_of(module),
+        tp_plan=carried_tp_plan(module),
         graph=graph,
         dtype=dtype,
         samples=samples,

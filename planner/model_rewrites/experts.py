@@ -20,7 +20,7 @@ from torch import nn
 
 OP_NAME = "shardplan.experts.default"
 
-PACKED = 2
+GATE_UP_MATRICES = 2
 """Matrices in ``gate_up_proj``, one after the other along the dim that tensor parallelism splits."""
 
 _OPTIONS = {
@@ -75,7 +75,8 @@ def _(
     experts, width, inner = down.shape
     torch._check(hidden.dim() == 2 and hidden.shape[1] == width, lambda: f"experts of width {width} got {hidden.shape}")
     torch._check(
-        gate_up.shape == (experts, PACKED * inner, width), lambda: f"{gate_up.shape} does not go with {down.shape}"
+        gate_up.shape == (experts, GATE_UP_MATRICES * inner, width),
+        lambda: f"{gate_up.shape} does not go with {down.shape}",
     )
     torch._check(
         index.shape == weights.shape and index.shape[:-1] == hidden.shape[:-1], lambda: "a choice for each token"
@@ -85,7 +86,7 @@ def _(
     return hidden.new_empty(hidden.shape)
 
 
-def activation_of(module: nn.Module) -> str | None:
+def experts_activation(module: nn.Module) -> str | None:
     """Return the activation of experts that the op stands for; None of any other module."""
     if not hasattr(module, "num_experts") or any(
         getattr(module, name, None) != value for name, value in _OPTIONS.items()
@@ -100,7 +101,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 def experts_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the modules of experts in ``module``, each with its activation."""
-    named = [(part, activation_of(part)) for part in module.modules()]
+    named = [(part, experts_activation(part)) for part in module.modules()]
     return [(part, activation) for part, activation in named if activation is not None]
 
 
@@ -154,14 +155,16 @@ class ExpertsWork(NamedTuple):
     ranks: int = 1
 
     @classmethod
-    def of(cls, shapes: Sequence[Sequence[int]], all_experts: int, itemsize: int, ranks: int = 1) -> ExpertsWork:
+    def from_shapes(
+        cls, shapes: Sequence[Sequence[int]], all_experts: int, itemsize: int, ranks: int = 1
+    ) -> ExpertsWork:
         """Return the work on pieces of ``shapes``: hidden, index, weights, gate_up, down; of ``all_experts`` in all."""
         (tokens, chosen), (experts, width, inner) = shapes[1], shapes[4]
         rows = ranks * -(-tokens * chosen * experts // all_experts)
         return cls(rows, tokens, experts, inner, width, itemsize, ranks)
 
     @property
-    def came_nbytes(self) -> int:
+    def received_nbytes(self) -> int:
         """Of the rows that came from other ranks (their own included); 0 where none moves."""
         return self.rows * self.width * self.itemsize if self.ranks > 1 else 0
 
@@ -183,28 +186,28 @@ class ExpertsWork(NamedTuple):
     @property
     def forward_nbytes(self) -> int:
         """Moved beside the products: rows gathered, activation, weights, rows added up."""
-        beside = 4 * self.came_nbytes  # sorted by expert, and back
+        beside = 4 * self.received_nbytes  # sorted by expert, and back
         return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
 
     @property
     def backward_nbytes(self) -> int:
         """Moved beside the products: rows gathered twice and added up, activation, weights, and their gradients."""
-        beside = 4 * self.came_nbytes
+        beside = 4 * self.received_nbytes
         return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
 
     @property
-    def matrices_nbytes(self) -> int:
+    def weight_nbytes(self) -> int:
         """Of the parameters."""
         return 3 * self.experts * self.width * self.inner * self.itemsize
 
     @property
     def saved_nbytes(self) -> int:
         """Kept for the backward: the first product, where each row's token is, and rows that came, with their place."""
-        came = self.came_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
+        came = self.received_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
         return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES) + came
 
     @property
-    def products_nbytes(self) -> int:
+    def gemm_output_nbytes(self) -> int:
         """Of the results of both products."""
         return self.rows * (2 * self.inner + self.width) * self.itemsize
 
@@ -215,7 +218,7 @@ class ExpertsWork(NamedTuple):
         if self.ranks == 1:
             return alone
         # Results are there three times as they go back: as made, in the order of ranks, and as they arrive.
-        return alone + self.came_nbytes + max(2 * self.came_nbytes - self.rows * self.inner * self.itemsize, 0)
+        return alone + self.received_nbytes + max(2 * self.received_nbytes - self.rows * self.inner * self.itemsize, 0)
 
     @property
     def backward_rise_nbytes(self) -> int:

@@ -3,7 +3,7 @@
 Written as chains of element-wise ops, as transformers has them, each of these reads and writes memory at every step,
 and autograd keeps what lies in between, some of it in float32. Each is an op of ours here. It is traced and priced
 under its name; `executor.ops.fused` runs its formulas, below, on a rank's pieces: compiled to one kernel on a GPU, step
-by step on a CPU. `planner.model_rewrites.fuse` puts them in the place of modules' own code.
+by step on a CPU. `planner.model_rewrites.fuse_ops` puts them in the place of modules' own code.
 
 Formulas are written as torch computes the chains, roundings included: what they give is what the modules give, but for
 roundings that a compiled kernel leaves out.

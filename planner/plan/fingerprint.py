@@ -1,4 +1,4 @@
-"""Structural hashes: what a plan was made for, so that it is refused for anything else."""
+"""Structural hashes of the model and of torch that a plan was made for; a plan is rejected for any other."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+_FORMER_NAMES = {"FusedGateUpMLP": "PackedGatedMLP"}
+"""Classes of ours that were renamed: the hash keeps the former name, so that existing plans still match."""
+
 
 def model_fingerprint(module: nn.Module) -> str:
-    """Return a hash of the module's structure: what it is made of, not its values, device, dtype or training mode.
+    """Return a hash of the module's structure, 32 hexadecimal digits; values, device, dtype and mode do not count.
 
-    It covers each submodule's FQN, class, ``extra_repr()`` and public integers (number of heads, window, ...), each
-    parameter's and buffer's FQN and shape, and which names are tied. Known blind spot: behaviour set by anything else,
-    such as a swapped function.
+    The hash covers each submodule's FQN, class, ``extra_repr()`` and public integers (number of heads, window), each
+    parameter's and buffer's FQN and shape, and which names are tied. It does not see behaviour that is set in any other
+    way, such as a function that was replaced.
     """
     text = json.dumps(list(_structure(module)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def torch_fingerprint() -> str:
-    """Return torch's minor version ("2.13"): DTensor's rules change between those, not between patches."""
+    """Return torch's minor version, such as "2.13": DTensor's rules change with minor versions, not with patches."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
@@ -31,7 +34,8 @@ def _structure(module: nn.Module) -> Iterator[list[object]]:
         numbers = {
             name: value for name, value in vars(submodule).items() if type(value) is int and not name.startswith("_")
         }
-        yield ["module", fqn, type(submodule).__qualname__, submodule.extra_repr(), numbers]
+        kind = type(submodule).__qualname__
+        yield ["module", fqn, _FORMER_NAMES.get(kind, kind), submodule.extra_repr(), numbers]
     first_name: dict[torch.Tensor, str] = {}
     for kind, named in (
         ("parameter", module.named_parameters(remove_duplicate=False)),

@@ -86,7 +86,7 @@ class Job:
         regather: whether linear layers may have what was gathered for them gathered again for their backward, where
             keeping it takes more memory than there is (`planner.pricing.regather_variants`).
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
-            model's own code, where that does the same (`planner.model_rewrites.fuse`), and linear layers that read
+            model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read
             the same tensor add up its gradient in their products.
         even_order: whether the model has its sequences in the order in which ranks that hold a part of them do the same
             work under a causal mask (`planner.plan.token_order`), where attention's are split and the model allows it.

@@ -276,13 +276,13 @@ class Pricer:
             layouts = [strategy.forward[i] for i in region_op.inputs]
             shapes = [piece_shape(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
             ranks = exchange_ranks(region_op.op, layouts, mesh)
-            work = experts.ExpertsWork.of(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
-            return work.saved_nbytes, work.products_nbytes, work.backward_rise_nbytes, work.forward_peak_nbytes
+            work = experts.ExpertsWork.from_shapes(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
+            return work.saved_nbytes, work.gemm_output_nbytes, work.backward_rise_nbytes, work.forward_peak_nbytes
         context = self._context_work(region, region_op, strategy)
         if context is not None:
             return (
                 context.saved_nbytes + self._kept_beside(region, region_op, strategy),
-                context.products_nbytes,
+                context.gemm_output_nbytes,
                 context.backward_rise_nbytes,
                 context.forward_peak_nbytes,
             )

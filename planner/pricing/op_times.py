@@ -299,7 +299,7 @@ class OpTimes:
         self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
     ) -> OpTime:
         """Return the seconds of the experts on this rank, equally busy."""
-        work = experts.ExpertsWork.of(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
+        work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
         up, down = (2 * work.inner, work.width), (work.width, work.inner)
 

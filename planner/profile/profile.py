@@ -357,7 +357,9 @@ class _Walk:
 
     def _experts(self, op: Op, inputs: list[Value], output: Value) -> OpProfile:
         """Return the profile of `planner.model_rewrites.experts`' op, with its experts equally busy."""
-        work = experts.ExpertsWork.of([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
+        work = experts.ExpertsWork.from_shapes(
+            [value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize
+        )
         self._keep_new(op.outputs[0], output)
         backward = output.requires_grad
         needed = [inputs[position].requires_grad for position in (0, 3, 4)]
@@ -366,11 +368,11 @@ class _Walk:
         return OpProfile(
             flops=work.flops,
             backward_flops=work.backward_flops(*needed) if backward else 0.0,
-            nbytes=work.forward_nbytes + work.matrices_nbytes,
-            backward_nbytes=work.backward_nbytes + 2 * work.matrices_nbytes if backward else 0,
+            nbytes=work.forward_nbytes + work.weight_nbytes,
+            backward_nbytes=work.backward_nbytes + 2 * work.weight_nbytes if backward else 0,
             saved=saved if backward else (),
             saved_extra_nbytes=work.saved_nbytes if backward else 0,
-            cached_extra_nbytes=work.products_nbytes,
+            cached_extra_nbytes=work.gemm_output_nbytes,
             forward_peak_nbytes=work.forward_peak_nbytes,
             backward_extra_nbytes=work.backward_rise_nbytes if backward else 0,
             forward_dispatched=Dispatched(crossing, work.forward_nbytes),

@@ -163,7 +163,7 @@ class ContextWork(NamedTuple):
         return math.prod(self.query[:3]) * _SUM_NBYTES
 
     @property
-    def products_nbytes(self) -> int:
+    def gemm_output_nbytes(self) -> int:
         """Of the kernels' results that are put together: a rank has two for most of its rows."""
         return 2 * (self.result_nbytes + self.saved_nbytes) if self.causal else 0
 
@@ -182,7 +182,7 @@ class ContextWork(NamedTuple):
             shares = self.saved_nbytes
             return max(gathered + others + 2 * half, others + 5 * half + shares, others // 2 + 6 * half + 2 * shares)
         moved = self.query_nbytes if self.exchanged else 0
-        kernels = gathered + moved + max(gathered, self.products_nbytes + self.result_nbytes)
+        kernels = gathered + moved + max(gathered, self.gemm_output_nbytes + self.result_nbytes)
         # Results that change places are there as they were, as they are sent, as they come, and in order.
         return max(kernels, moved + 4 * self.result_nbytes + self.saved_nbytes) if self.exchanged else kernels
 

@@ -47,7 +47,7 @@ def collectives(
     if ranks == 1:
         return ()
     hidden, _, weights, *matrices = inputs
-    work = experts.ExpertsWork.of(shapes, inputs[4].shape[0], hidden.dtype.itemsize, ranks)
+    work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], hidden.dtype.itemsize, ranks)
     rows, of_weights = work.rows * work.width * work.itemsize, work.rows * weights.dtype.itemsize
     forward = [_COUNT_NBYTES * ranks * work.experts, rows, of_weights, rows]
     backward = []

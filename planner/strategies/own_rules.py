@@ -33,7 +33,7 @@ from planner.strategies.inner_collectives import InnerCollective
 
 R = Replicate()
 P = Partial()
-PACKED = _StridedShard(1, split_factor=experts.PACKED)
+PACKED = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
 """Of the experts' gates and ups, which lie in one tensor one after the other, the same piece of both."""
 
 

@@ -45,7 +45,7 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
             tensor = make_dtensor(local, device_mesh, layout, shape, contiguous_stride(shape))
             given.append(tensor.requires_grad_(dtype.is_floating_point))
         seen = bytes_seen(lambda: experts(redistributor, *given, "silu"), given)
-    work = ExpertsWork.of(pieces, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
+    work = ExpertsWork.from_shapes(pieces, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
     return work, seen
 
 

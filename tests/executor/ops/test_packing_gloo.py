@@ -12,7 +12,7 @@ from support.unsharded import differences
 from torch import nn
 
 from executor.verify import verify
-from planner import PlanningSession, pack_projections
+from planner import PlanningSession, fuse_projections
 from planner.plan.sharding_plan import ShardingPlan
 
 SIZES = {
@@ -29,7 +29,7 @@ SIZES = {
 def make_packed() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SIZES)  # whose queries, keys and values have biases
-    return pack_projections(transformers.AutoModelForCausalLM.from_config(config).train())
+    return fuse_projections(transformers.AutoModelForCausalLM.from_config(config).train())
 
 
 def make_batch() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from planner.graph.example_inputs import as_inputs
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import OpGraph, Value, at_batch
 from planner.graph.trace_module import trace_module
-from planner.model_rewrites.experts import OP_NAME, ExpertsWork, activation_of, experts_in
+from planner.model_rewrites.experts import OP_NAME, ExpertsWork, experts_activation, experts_in
 from planner.pricing.storage_options import stored_layouts
 from planner.profile.profile import profile
 from planner.regions.regions import build_regions
@@ -62,7 +62,7 @@ def test_flops_are_those_of_the_active_parameters(preset: str, parameters: int, 
 
 def test_work_of_a_rank_by_hand() -> None:
     shapes = [(16, 8), (16, 2), (16, 2), (2, 12, 8), (2, 8, 6)]
-    work = ExpertsWork.of(shapes, all_experts=4, itemsize=2)
+    work = ExpertsWork.from_shapes(shapes, all_experts=4, itemsize=2)
     assert work.rows == 16 * 2 // 2
     assert work.flops == 2 * 16 * (8 * 12 + 6 * 8)
     assert work.backward_flops(hidden=True, gate_up=True, down=True) == 2 * work.flops
@@ -87,8 +87,8 @@ def test_other_experts_are_left_alone() -> None:
     (first, activation), *_ = experts_in(module)
     assert activation == "silu"
     first.act_fn = nn.Tanh()
-    assert activation_of(first) is None
-    assert activation_of(nn.Linear(2, 2)) is None
+    assert experts_activation(first) is None
+    assert experts_activation(nn.Linear(2, 2)) is None
 
 
 def test_shapes_that_do_not_go_together_are_refused() -> None:

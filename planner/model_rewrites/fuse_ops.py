@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from planner.model_rewrites import fused_kernels
-from planner.model_rewrites.packed_modules import PackedGatedMLP
+from planner.model_rewrites.fused_projection_modules import FusedGateUpMLP
 
 _ROTARY_FUNCTION = "apply_rotary_pos_emb"
 _LOSS_FUNCTION = "loss_function"
@@ -39,7 +39,7 @@ class FusedOps:
     cross_entropy: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
 
 
-TRACED = FusedOps(
+TRACED_OPS = FusedOps(
     rms_norm=fused_kernels.rms_norm_op,
     gated=fused_kernels.gated_op,
     gated_pairs=fused_kernels.gated_pairs_op,
@@ -49,7 +49,7 @@ TRACED = FusedOps(
 """The ops themselves, which a trace sees and nobody runs."""
 
 
-def fuse(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()) -> nn.Module:
+def fuse_ops(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()) -> nn.Module:
     """Return ``module``, in which from now on what can be fused calls ``ops``; ``opaque`` parts stay as they are."""
     rotated: dict[Forward, Forward] = {}
     hidden = {part for outer in opaque for part in outer.modules()}
@@ -60,11 +60,11 @@ def fuse(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()
         own = type(part).forward
         if _is_norm(part):
             _replace(part, functools.partial(_norm, part, _eps_of(part), ops))
-        elif (activation := gate_of(part)) is not None:
+        elif (activation := gated_mlp_activation(part)) is not None:
             _replace(part, functools.partial(_gated_mlp, part, activation, ops))
-        elif isinstance(part, PackedGatedMLP):
+        elif isinstance(part, FusedGateUpMLP):
             _replace(part, functools.partial(_packed_gated_mlp, part, ops))
-        elif rotates(own):
+        elif uses_rotary(own):
             if own not in rotated:
                 rotated[own] = _with_rotation(own, ops)
             _replace(part, types.MethodType(rotated[own], part))
@@ -131,7 +131,7 @@ def _norm(module: nn.Module, eps: float, ops: FusedOps, *args: Any, **kwargs: An
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def gate_of(module: nn.Module) -> str | None:
+def gated_mlp_activation(module: nn.Module) -> str | None:
     """Return the activation of a gated MLP; None of any other module."""
     parts = module._modules
     if any(not isinstance(parts.get(name), nn.Module) for name in _PROJECTIONS) or not hasattr(module, "act_fn"):
@@ -181,7 +181,7 @@ def _gated_mlp(module: Any, activation: str, ops: FusedOps, *args: Any, **kwargs
     return found
 
 
-def _packed_gated_mlp(module: PackedGatedMLP, ops: FusedOps, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _packed_gated_mlp(module: FusedGateUpMLP, ops: FusedOps, *args: Any, **kwargs: Any) -> torch.Tensor:
     pairs = module.gate_up_proj(_only(args, kwargs))
     found: torch.Tensor = module.down_proj(ops.gated_pairs(pairs, module.activation))
     return found
@@ -190,7 +190,7 @@ def _packed_gated_mlp(module: PackedGatedMLP, ops: FusedOps, *args: Any, **kwarg
 # --- rotary embeddings ---
 
 
-def rotates(forward: Forward) -> bool:
+def uses_rotary(forward: Forward) -> bool:
     """Tell whether a forward calls a function of its module that turns queries and keys."""
     inner = forward
     while isinstance(inner, types.FunctionType) and hasattr(inner, "__wrapped__"):

@@ -22,7 +22,7 @@ from planner import PlanningSession, estimate_plan
 from planner.errors import JobError
 from planner.graph.trace_module import trace_module
 from planner.model_rewrites import fused_kernels
-from planner.model_rewrites.fuse import FusedOps, fuse
+from planner.model_rewrites.fuse_ops import FusedOps, fuse_ops
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.op_times import OpTimes
 from planner.profile.profile import profile
@@ -62,7 +62,7 @@ class Calls:
 def test_what_is_fused_gives_the_models_own_numbers(family: str, expected: dict[str, int]) -> None:
     model, batch, calls = make_model(family).eval(), make_batch(family), Calls()
     own = model(**batch)
-    fuse(model, calls.ops)
+    fuse_ops(model, calls.ops)
     found = model(**batch)
     assert calls.counts == Counter(expected)
     assert torch.equal(found.logits, own.logits)
@@ -72,7 +72,7 @@ def test_what_is_fused_gives_the_models_own_numbers(family: str, expected: dict[
 def test_only_the_module_at_hand_changes() -> None:
     model, other, batch = make_model("llama"), make_model("llama"), make_batch("llama")
     calls = Calls()
-    fuse(model, calls.ops)
+    fuse_ops(model, calls.ops)
     other(**batch)
     assert not calls.counts
     model(**batch)
@@ -81,7 +81,7 @@ def test_only_the_module_at_hand_changes() -> None:
 
 def test_what_a_sharder_made_keeps_its_code() -> None:
     model, calls = make_model("llama").eval(), Calls()
-    fuse(model, calls.ops, opaque=[model.model.layers[0]])
+    fuse_ops(model, calls.ops, opaque=[model.model.layers[0]])
     model(**make_batch("llama"))
     assert calls.counts == Counter({"rms_norm": 3, "gated": 1, "rotary": 2, "cross_entropy": 1})
 
@@ -92,7 +92,7 @@ def test_a_forward_that_somebody_else_put_there_stays() -> None:
     model.model.norm.forward = lambda x: 2 * theirs(x)
     batch = make_batch("llama")
     own = model(**batch).logits
-    fuse(model, calls.ops)
+    fuse_ops(model, calls.ops)
     assert torch.equal(model(**batch).logits, own)
     assert calls.counts["rms_norm"] == 4
 
@@ -103,7 +103,7 @@ def test_norms_that_scale_otherwise_keep_their_code() -> None:
     calls, batch = Calls(), make_batch("llama")
     model = transformers.Gemma2ForCausalLM(config).eval()
     own = model(**batch).logits
-    fuse(model, calls.ops)
+    fuse_ops(model, calls.ops)
     assert torch.equal(model(**batch).logits, own)
     assert "rms_norm" not in calls.counts  # Gemma multiplies by 1 + weight
     assert calls.counts["gated"] == 1
@@ -140,7 +140,7 @@ def test_an_mlp_is_known_by_what_it_computes(kind: type[nn.Module], activation: 
     module, calls, x = kind(), Calls(), torch.randn(3, 8)
     module.act_fn = activation
     own = module(x)
-    fuse(module, calls.ops)
+    fuse_ops(module, calls.ops)
     torch.testing.assert_close(module(x), own)
     assert bool(calls.counts) is calls_op
 
@@ -155,7 +155,7 @@ def test_a_norm_of_another_kind_keeps_its_code() -> None:
             return F.layer_norm(x, (8,), self.weight, eps=self.eps)
 
     calls, module = Calls(), Centred()
-    fuse(module, calls.ops)(torch.randn(2, 8))
+    fuse_ops(module, calls.ops)(torch.randn(2, 8))
     assert not calls.counts
 
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 from api.requests.model_registry import load_model, quiet_libraries
 from api.requests.plan_request import fingerprint, opened_request
 from api.requests.schemas import HuggingFaceModel, PlanRequest
-from planner import PlanningSession, pack_projections, unpack_state_dict
+from planner import PlanningSession, fuse_projections, unfuse_state_dict
 from planner.errors import ModelError
-from planner.model_rewrites.fuse import TRACED, fuse
-from planner.model_rewrites.pack import packed_layers, tp_plan_of
-from planner.model_rewrites.packed_modules import packed_rows, unpacked_rows
+from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
+from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections
+from planner.model_rewrites.fused_projection_modules import interleave_rows, split_rows
 
 SIZES = {
     "hidden_size": 32,
@@ -56,14 +56,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_the_model_as_it_was(family: str) -> None:
-    own, packed = make(family), pack_projections(make(family))
-    assert packed_layers(packed) == FAMILIES[family][1]
+    own, packed = make(family), fuse_projections(make(family))
+    assert count_fused_projections(packed) == FAMILIES[family][1]
     expected, found = own(**batch()), packed(**batch())
     torch.testing.assert_close(found.logits, expected.logits)
     expected.loss.backward()
     found.loss.backward()
     gradients = {name: parameter.grad for name, parameter in packed.named_parameters()}
-    of_own = unpack_state_dict(packed, {name: grad for name, grad in gradients.items() if grad is not None})
+    of_own = unfuse_state_dict(packed, {name: grad for name, grad in gradients.items() if grad is not None})
     assert set(of_own) == {name for name, _ in own.named_parameters()}
     for name, parameter in own.named_parameters():
         torch.testing.assert_close(of_own[name], parameter.grad)
@@ -75,9 +75,9 @@ def test_weights_go_in_and_come_out_under_the_names_that_they_had(family: str) -
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.add_(torch.randn_like(parameter))
-    packed = pack_projections(make(family))
+    packed = fuse_projections(make(family))
     packed.load_state_dict(own.state_dict())
-    given = unpack_state_dict(packed, packed.state_dict())
+    given = unfuse_state_dict(packed, packed.state_dict())
     assert set(given) == set(own.state_dict())
     for name, tensor in own.state_dict().items():
         assert torch.equal(given[name], tensor)
@@ -86,18 +86,18 @@ def test_weights_go_in_and_come_out_under_the_names_that_they_had(family: str) -
 
 
 def test_copies_are_models_of_their_own() -> None:
-    packed = pack_projections(make("llama"))
+    packed = fuse_projections(make("llama"))
     other = copy.deepcopy(packed)
     with torch.no_grad():
         for parameter in packed.parameters():
             parameter.zero_()
     torch.testing.assert_close(other(**batch()).logits, make("llama")(**batch()).logits)
     before = [name for name, _ in packed.named_parameters()]
-    assert [name for name, _ in pack_projections(packed).named_parameters()] == before
+    assert [name for name, _ in fuse_projections(packed).named_parameters()] == before
 
 
 def test_each_call_computes_with_its_own_input() -> None:
-    model = pack_projections(make("llama"))
+    model = fuse_projections(make("llama"))
     attention = model.model.layers[0].self_attn
     one, two = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
     own = make("llama").model.layers[0].self_attn
@@ -123,7 +123,7 @@ def test_layers_that_somebody_looks_at_stay_as_they_are(what: str) -> None:
     else:
         attention.k_proj = nn.Sequential(attention.k_proj)
         mlp.up_proj = nn.Sequential(mlp.up_proj)
-    pack_projections(model)
+    fuse_projections(model)
     names = {name for name, _ in model.model.layers[0].named_modules()}
     assert not names & {"self_attn.qkv_proj", "mlp.gate_up_proj"}
     assert "mlp.gate_up_proj" in {name for name, _ in model.model.layers[1].named_modules()}
@@ -131,19 +131,19 @@ def test_layers_that_somebody_looks_at_stay_as_they_are(what: str) -> None:
 
 def test_rows_of_a_group_lie_together() -> None:
     parts = {"q": torch.arange(8), "k": torch.arange(10, 14), "v": torch.arange(20, 24)}
-    packed = packed_rows(parts, groups=2)
+    packed = interleave_rows(parts, groups=2)
     assert packed.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
-    again = unpacked_rows(packed, {name: len(part) for name, part in parts.items()}, groups=2)
+    again = split_rows(packed, {name: len(part) for name, part in parts.items()}, groups=2)
     assert all(torch.equal(again[name], part) for name, part in parts.items())
 
 
 def test_other_models_are_not_touched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    assert packed_layers(pack_projections(model)) == 0
+    assert count_fused_projections(fuse_projections(model)) == 0
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64, n_positions=16)
     with quiet_libraries(), pytest.raises(ModelError, match="nothing of gpt2 can be packed"):
         load_model("gpt2+packed")
-    assert packed_layers(pack_projections(transformers.GPT2LMHeadModel(config))) == 0
+    assert count_fused_projections(fuse_projections(transformers.GPT2LMHeadModel(config))) == 0
 
 
 def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
@@ -187,15 +187,15 @@ def test_an_experts_plan_splits_packed_layers_too() -> None:
 
 
 def test_only_styles_that_its_layers_share_are_a_packed_layers() -> None:
-    model = pack_projections(make("llama"))
+    model = fuse_projections(make("llama"))
     model._tp_plan = {"a.q_proj": "colwise", "a.k_proj": "colwise", "b.gate_proj": "colwise", "b.up_proj": "rowwise"}
-    assert tp_plan_of(model) == model._tp_plan
+    assert carried_tp_plan(model) == model._tp_plan
     model._tp_plan["a.v_proj"] = "colwise"
-    assert tp_plan_of(model) == {**model._tp_plan, "a.qkv_proj": "colwise"}
-    assert tp_plan_of(nn.Linear(1, 1)) is None
+    assert carried_tp_plan(model) == {**model._tp_plan, "a.qkv_proj": "colwise"}
+    assert carried_tp_plan(nn.Linear(1, 1)) is None
 
 
 def test_fused_activations_take_pairs() -> None:
-    model = fuse(pack_projections(make("llama")), TRACED)
+    model = fuse_ops(fuse_projections(make("llama")), TRACED_OPS)
     with pytest.raises(NotImplementedError, match="only traced"):
         model.model.layers[0].mlp(torch.randn(1, 2, 32))
