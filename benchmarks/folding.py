@@ -99,7 +99,7 @@ def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
     apart = ModelAnalysis(
         graph=traced.graph,
         traced_batch=traced.traced_batch,
-        is_open=traced.is_open,
+        any_batch=traced.any_batch,
         flash_attention=traced.flash_attention,
         fold=False,
     )
@@ -167,10 +167,10 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
     """Return the plan of an assignment, as its file gives it back."""
     run, entries = (
         both.run,
-        entries_of(side.structure, decision_of(side.formulation, assignment), ModuleNames.of(both.module)),
+        entries_of(side.structure, decision_of(side.formulation, assignment), ModuleNames.from_module(both.module)),
     )
     plan = ShardingPlan(
-        mesh=PlanMesh.of(run.mesh, "cuda"),
+        mesh=PlanMesh.from_mesh(run.mesh, "cuda"),
         **entries.by_field(),
         micro_batches=run.micro_batches,
         job=run.job,
@@ -213,7 +213,7 @@ def answers(
         priced = estimate(
             side.formulator,
             side.structure,
-            decision_from_plan(side.structure, side.formulator, plan, ModuleNames.of(both.module)),
+            decision_from_plan(side.structure, side.formulator, plan, ModuleNames.from_module(both.module)),
         )
         yield Answer(program=name, solution=found, priced_s=priced.step_time_s, peak_bytes=priced.peak_memory_bytes)
 

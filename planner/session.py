@@ -17,8 +17,14 @@ from torch import nn
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import MeshError, PlannerError, SolverError
-from planner.graph.example_inputs import GivenInputs, batch_of
-from planner.graph.trace_module import TracedModule, check_traced, given_or_made, micro_batch_counts, traced
+from planner.graph.example_inputs import GivenInputs, batch_size_of
+from planner.graph.trace_module import (
+    TracedModule,
+    check_traced_for,
+    micro_batch_counts,
+    resolve_inputs,
+    trace_at_batch,
+)
 from planner.plan.estimate import SolverReport
 from planner.plan.job import (
     AttentionKernel,
@@ -102,8 +108,8 @@ class PlanningSession:
         if phase != "training":
             # What a job of the phase has, and says that it has where it was asked for another.
             micro_batches, ac = micro_batches or 1, ac or "none"
-        inputs = given_or_made(model, example_inputs, batch=batch, seq=seq, phase=phase)
-        given_batch = model.samples if isinstance(model, TracedModule) else batch_of(inputs)
+        inputs = resolve_inputs(model, example_inputs, batch=batch, seq=seq, phase=phase)
+        given_batch = model.samples if isinstance(model, TracedModule) else batch_size_of(inputs)
         flash = self.cluster.device.flash_attention
         self.job = Job(
             batch=batch or given_batch,
@@ -129,14 +135,14 @@ class PlanningSession:
         self._counts = micro_batch_counts(self._batch, micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
-            check_traced(model, self._batch, self._counts, self.job)
+            check_traced_for(model, self._batch, self._counts, self.job)
             self._module = model
         else:
             if progress is not None:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
-                self._module = traced(model, inputs, alone, dtype, phase, fused=fused)
+                self._module = trace_at_batch(model, inputs, alone, dtype, phase, fused=fused)
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = ModelAnalysis.of(

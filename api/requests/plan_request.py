@@ -144,7 +144,7 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     """
     from api.requests.model_registry import quiet_libraries
     from executor.verify import verify
-    from planner.graph.example_inputs import as_inputs, batch_of, inputs_for, with_batch
+    from planner.graph.example_inputs import batch_size_of, inputs_from_config, meta_inputs, with_batch
     from planner.plan.fingerprint import model_fingerprint
 
     # The executor checks this too, but after the plan's keys, and those of another model match nothing.
@@ -155,10 +155,10 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
         advice = "Name the model that the plan is for, or plan this one."
         raise PlanMismatchError(detail, subject="model", expected=expected, found=found, what_to_do=advice)
     if source.example_inputs is None:
-        inputs = inputs_for(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
+        inputs = inputs_from_config(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
     else:
-        inputs = as_inputs(source.example_inputs)
-    batch = batch_of(inputs)
+        inputs = meta_inputs(source.example_inputs)
+    batch = batch_size_of(inputs)
     inputs = with_batch(inputs, batch, batch // plan.micro_batches)
     with quiet_libraries():
         return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))

@@ -21,7 +21,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
         GraphFormatError: it is none.
         JobError: it was traced for another dtype, phase or batch, or with other ops.
     """
-    from planner.graph.trace_module import check_traced, micro_batch_counts
+    from planner.graph.trace_module import check_traced_for, micro_batch_counts
     from planner.plan.job import Job
     from planner.run.baselines import micro_batches_for
     from planner.wire.codec import read_graph
@@ -31,7 +31,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
     batch = request.batch or module.samples
     counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
     job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused=request.fused)
-    check_traced(module, batch, counts, job)
+    check_traced_for(module, batch, counts, job)
 
 
 def load_graph(graph: dict[str, Any]) -> TracedModule:

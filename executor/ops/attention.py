@@ -57,8 +57,8 @@ def attention(
             return NotImplemented
         mask = _local_mask(redistributor, redistributor.as_dtensor(attn_mask), layout)
     if split:
-        scale, is_even = options.get("scale"), order is not None
-        return context_parallel_attention(redistributor, split[0], inputs, mask, is_causal, scale, is_even=is_even)
+        scale, is_zigzag = options.get("scale"), order is not None
+        return context_parallel_attention(redistributor, split[0], inputs, mask, is_causal, scale, is_zigzag=is_zigzag)
     # The op is linear in its output's gradient, which has the layout of the output, and the inputs' have it too.
     pieces = [tensor.to_local(grad_placements=layout) for tensor in inputs]
     found = F.scaled_dot_product_attention(

@@ -36,17 +36,17 @@ def context_parallel_attention(
     is_causal: bool,
     scale: float | None,
     *,
-    is_even: bool = False,
+    is_zigzag: bool = False,
 ) -> DTensor:
     """Return attention in the layout of ``inputs``: query, key, value, in one layout.
 
     Args:
         axis: of the mesh, the one on which the sequence is split.
         mask: this rank's rows and all keys; None where it is ``is_causal`` or there is none.
-        is_even: whether sequences are in an even order already, keys as well; without a mask.
+        is_zigzag: whether sequences are in an even order already, keys as well; without a mask.
     """
     scale = inputs[0].shape[3] ** -0.5 if scale is None else scale
-    found: DTensor = run_function(_ContextParallel, *inputs, mask, redistributor, axis, is_causal, scale, is_even)
+    found: DTensor = run_function(_ContextParallel, *inputs, mask, redistributor, axis, is_causal, scale, is_zigzag)
     return found
 
 
@@ -88,7 +88,7 @@ class _ContextParallel(torch.autograd.Function):
         axis: int,
         is_causal: bool,
         scale: float,
-        is_even: bool,
+        is_zigzag: bool,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         layout = tuple(query.placements)
@@ -97,8 +97,8 @@ class _ContextParallel(torch.autograd.Function):
         halves = Halves(group, ranks, redistributor.coordinate(axis), q.shape[2]) if is_causal else None
         ctx.redistributor, ctx.group, ctx.ranks, ctx.layout, ctx.scale = redistributor, group, ranks, layout, scale
         ctx.shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
-        ctx.halves, ctx.is_even = halves, is_even
-        if halves is not None and is_even:
+        ctx.halves, ctx.is_zigzag = halves, is_zigzag
+        if halves is not None and is_zigzag:
             result, sums = zigzag_attention.forward(q, k, v, halves, scale)
             own = result
         else:
@@ -121,7 +121,7 @@ class _ContextParallel(torch.autograd.Function):
         halves: Halves | None = ctx.halves
         of_result = local_of(arrived)
         q, k, v, mask, result, sums = ctx.saved_tensors
-        if halves is not None and ctx.is_even:
+        if halves is not None and ctx.is_zigzag:
             of_q, of_k, of_v = zigzag_attention.backward(of_result, q, k, v, result, sums, halves, ctx.scale)
         else:
             of_result = of_result if halves is None else halves.to_even(of_result)

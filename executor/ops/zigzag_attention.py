@@ -16,7 +16,7 @@ import torch
 from executor.ops.attention_kernels import attend, attend_backward
 from executor.ops.kv_all_gather import ByRank, Gathering, Scattering
 from executor.ops.zigzag_halves import Halves
-from planner.plan.token_order import own_heads
+from planner.plan.token_order import backward_head_parts
 
 
 class _Others(NamedTuple):
@@ -102,7 +102,7 @@ def backward(
     gathering, others = Gathering(k, v, halves.group), _Others.of(halves)
     parts = [
         (slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop))
-        for heads, kv_heads in own_heads(q.shape[1], k.shape[1])
+        for heads, kv_heads in backward_head_parts(q.shape[1], k.shape[1])
     ]
 
     def over_own(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, ...]:

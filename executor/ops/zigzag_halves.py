@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from executor import torch_internals
-from planner.plan.token_order import even_halves, half_range
+from planner.plan.token_order import chunk_range, zigzag_chunks
 
 
 class Halves(NamedTuple):
@@ -25,7 +25,7 @@ class Halves(NamedTuple):
 
     def range(self, half: int) -> range:
         """Return the rows of a half, in the whole sequence."""
-        return half_range(half, self.rows)
+        return chunk_range(half, self.rows)
 
     def length(self, half: int) -> int:
         """Return the rows of a half."""
@@ -43,7 +43,7 @@ class Halves(NamedTuple):
 
     def even_of(self, rank: int) -> tuple[int, int]:
         """Return those of another rank."""
-        return even_halves(rank, self.ranks)
+        return zigzag_chunks(rank, self.ranks)
 
     def _worker(self, half: int) -> int:
         return min(half, 2 * self.ranks - 1 - half)

@@ -14,7 +14,7 @@ from executor.resolve.parameter_uses import ParameterUse
 from executor.resolve.place_parameters import stored_layouts
 from planner.errors import KeyConflictError, PlanKeyError, PlanLayoutError
 from planner.plan.patterns import resolve_keys, unmatched
-from planner.plan.reshard import Keeping, kept_modules
+from planner.plan.reshard import ReshardAfter, reshard_modes
 from planner.plan.sharding_plan import ShardingPlan
 
 _FIELD = "fully_shard"
@@ -57,7 +57,7 @@ class GatherGroup:
     fqn: str
     axes: tuple[int, ...]
     members: tuple[Member, ...]
-    keeping: Keeping = Keeping.NOT
+    keeping: ReshardAfter = ReshardAfter.FORWARD
 
 
 def gather_groups(module: nn.Module, plan: ShardingPlan) -> tuple[GatherGroup, ...]:
@@ -130,7 +130,7 @@ class _Reader:
         self._modes = resolve_keys(
             plan.activation_checkpointing, module_fqns(module), field="activation_checkpointing", what="module"
         )
-        self._kept = kept_modules(plan, module_fqns(module))
+        self._kept = reshard_modes(plan, module_fqns(module))
         self._taken: dict[nn.Parameter, str] = {}
 
     def group(self, fqn: str, names: tuple[str, ...]) -> GatherGroup:
@@ -154,7 +154,7 @@ class _Reader:
                 detail = f"is gathered on {self._names_of(over)}, but {first!r} on {self._names_of(axes[first])}"
                 raise _wrong_layout(path, detail)
         self._check_dtypes(fqn, members)
-        keeping = self._kept.get(fqn, Keeping.NOT)
+        keeping = self._kept.get(fqn, ReshardAfter.FORWARD)
         return GatherGroup(fqn=fqn, axes=axes[first], members=tuple(members.values()), keeping=keeping)
 
     def _check_module(self, fqn: str) -> None:

@@ -19,7 +19,7 @@ from executor.torch_internals import local_of, make_dtensor
 from planner.errors import PlanKeyError, PlanLayoutError
 from planner.plan.ports import resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
-from planner.plan.token_order import EvenOrder, even_indices
+from planner.plan.token_order import ZigzagOrder, zigzag_indices
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
@@ -27,12 +27,12 @@ TensorT = TypeVar("TensorT", bound=torch.Tensor)
 class SequenceOrder:
     """The order of a plan's sequences on its mesh."""
 
-    def __init__(self, order: EvenOrder, plan: ShardingPlan) -> None:
+    def __init__(self, order: ZigzagOrder, plan: ShardingPlan) -> None:
         """Take the order of ``plan``, whose axis the mesh has."""
         self.axis = plan.mesh.names.index(order.axis)
         self.length = order.length
         self._axis_name = order.axis
-        indices = torch.tensor(even_indices(order.length, plan.mesh.shape[self.axis]), device="cpu")
+        indices = torch.tensor(zigzag_indices(order.length, plan.mesh.shape[self.axis]), device="cpu")
         self._indices = {indices.device: indices}
 
     @classmethod

@@ -33,7 +33,7 @@ from executor.runtime.run_context import PhaseClock
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.torch_internals import make_dtensor, run_function
 from planner.errors import PlanLayoutError
-from planner.plan.reshard import Keeping
+from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import ShardingPlan
 
 
@@ -69,7 +69,7 @@ def gather_together(
     for group in groups:
         gathering = _apply(module, group, device_mesh, policy)
         _Arguments(shared).attach(module.get_submodule(group.fqn))
-        if group.keeping is Keeping.STEP:
+        if group.keeping is ReshardAfter.STEP:
             for_step.add(gathering)
         if without_memory:
             torch_internals.gather_on_meta(gathering, _phases(group, clock))
@@ -78,7 +78,7 @@ def gather_together(
         module.register_forward_hook(_without_bases)
         axes = _axes_of(device_mesh, next(iter(groups)))
         fully_shard(module, mesh=device_mesh, dp_mesh_dims=axes, ignored_params=set(module.parameters()))
-    until_backward = [group.fqn for group in groups if group.keeping is Keeping.MICRO_BATCH]
+    until_backward = [group.fqn for group in groups if group.keeping is ReshardAfter.BACKWARD]
     keeping = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in until_backward]
     _Passes(cast(FSDPModule, module), keeping, for_step).attach(module)
     for_step.attach(module)
@@ -86,7 +86,7 @@ def gather_together(
 
 def _phases(group: GatherGroup, clock: PhaseClock) -> torch_internals.Within:
     """Return the contexts in which a group gathers and reduces, to be counted so."""
-    if group.keeping is not Keeping.STEP:
+    if group.keeping is not ReshardAfter.STEP:
         return torch_internals.Within()
     return torch_internals.Within(
         all_gather=lambda: clock.of("param_gather"), reduce_scatter=lambda: clock.of("grad_reduce")
@@ -102,7 +102,7 @@ def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, polic
         owner,
         mesh=device_mesh,
         # The root too: torch would keep its parameters gathered, whether or not the plan has paid for that.
-        reshard_after_forward=group.keeping is Keeping.NOT,
+        reshard_after_forward=group.keeping is ReshardAfter.FORWARD,
         shard_placement_fn=lambda parameter: Shard(gathered[parameter].dim),
         mp_policy=policy,
         ignored_params=set(module.parameters()) - set(gathered),

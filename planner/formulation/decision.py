@@ -15,7 +15,7 @@ from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure, hook_key
 from planner.plan.patterns import resolve_keys
 from planner.plan.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
-from planner.plan.reshard import Keeping, kept_modules
+from planner.plan.reshard import ReshardAfter, reshard_modes
 from planner.plan.sharding_plan import Port, ShardingPlan
 from planner.pricing.parameter_costs import StoredChoice
 from planner.pricing.redistribution_costs import entering, leaving
@@ -35,7 +35,7 @@ class Decision:
 
     strategies: tuple[Strategy, ...]
     stored: tuple[StoredChoice, ...]
-    kept: Mapping[str, Keeping] = field(default_factory=dict)
+    kept: Mapping[str, ReshardAfter] = field(default_factory=dict)
 
 
 def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
@@ -66,7 +66,7 @@ class _Reader:
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
         groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
-        self._kept = kept_modules(plan, modules)
+        self._kept = reshard_modes(plan, modules)
         self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (

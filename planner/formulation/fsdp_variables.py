@@ -1,9 +1,9 @@
 """The part of the program that decides how blocks gather: over which axes, and how long they keep what they gather.
 
 A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
-and a node for each kind of block holds its parameters to one `Keeping`, since one flat collective serves all: dropped
-after the forward and gathered again, kept until the backward, or for the step. What gathering and reducing costs is on
-the edges from parameters to the latter.
+and a node for each kind of block holds its parameters to one `ReshardAfter`, since one flat collective serves all:
+dropped after the forward and gathered again, kept until the backward, or for the step. What gathering and reducing
+costs is on the edges from parameters to the latter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from planner.ilp.problem import Charge, Edge, Node
 from planner.ilp.shared_charges import Charges
 from planner.liveness.parameter_classes import BlockGather, ParameterClass
 from planner.liveness.structure import Structure
-from planner.plan.reshard import Keeping
+from planner.plan.reshard import ReshardAfter
 from planner.pricing.fsdp_group_costs import BlockGatherPricer
 from planner.pricing.parameter_costs import StoredChoice
 from planner.pricing.redistribution_costs import Port, Price, add_prices
@@ -39,7 +39,7 @@ class Gather:
     block: BlockGather
     axes: tuple[int, ...]
     numel: int
-    keeping: Keeping
+    keeping: ReshardAfter
 
 
 class Gathers:
@@ -139,27 +139,27 @@ class Gathers:
 
     # --- under a decision ----------------------------------------------------------------------------------------
 
-    def keepings_of(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, Keeping]:
+    def keepings_of(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, ReshardAfter]:
         """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
         found = {
             block.kind: self._pricer.keepings[way]
             for block, way in zip(self._structure.gathers, ways, strict=True)
             if any(stored[position].gathered_over is not None for position in block.held)
         }
-        return {kind: keeping for kind, keeping in found.items() if keeping is not Keeping.NOT}
+        return {kind: keeping for kind, keeping in found.items() if keeping is not ReshardAfter.FORWARD}
 
-    def shorter(self, keeping: Keeping) -> tuple[Keeping, ...]:
+    def shorter(self, keeping: ReshardAfter) -> tuple[ReshardAfter, ...]:
         """Return the ways to keep what is gathered less long."""
-        order = tuple(Keeping)
+        order = tuple(ReshardAfter)
         return tuple(other for other in self._pricer.keepings if order.index(other) < order.index(keeping))
 
-    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, Keeping]) -> Iterator[Gather]:
+    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, ReshardAfter]) -> Iterator[Gather]:
         """Yield what each kind of block gathers that gathers anything."""
         for block in self._structure.gathers:
             sizes = [size for p in block.held for size in self._sizes(block, p, stored[p : p + 1]) if size is not None]
             if sizes:
                 numel = sum(numel for _, numel in sizes)
-                keeping = kept.get(block.kind, Keeping.NOT)
+                keeping = kept.get(block.kind, ReshardAfter.FORWARD)
                 yield Gather(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
 
     def price(self, gather: Gather) -> Price:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
-from planner.graph.nested_graph import Body, Step
+from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import Call, Ref
 from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
@@ -143,7 +143,7 @@ class _Boundaries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class CapturedGraph:
     """What a tracer yields: an fx graph with markers, the module that owns its state, and names of its placeholders."""
 
     graph: torch.fx.Graph
@@ -153,7 +153,7 @@ class Captured:
     calls: tuple[Call, ...]
 
 
-def export(module: nn.Module, inputs: ExampleInputs) -> Captured:
+def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """Return the graph that torch.export captures; whatever it or the module's forward raises passes through."""
     boundaries = _Boundaries(module)
     with (
@@ -174,9 +174,9 @@ def _nothing_but_the_graph() -> Iterator[None]:
         yield
 
 
-def _captured(program: torch.export.ExportedProgram, boundaries: _Boundaries) -> Captured:
+def _captured(program: torch.export.ExportedProgram, boundaries: _Boundaries) -> CapturedGraph:
     signature = program.graph_signature
-    return Captured(
+    return CapturedGraph(
         graph=program.graph,
         owner=program.graph_module,
         parameters=dict(signature.inputs_to_parameters),
@@ -192,7 +192,7 @@ class _WholeTracer(torch.fx.Tracer):
         return False
 
 
-def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> Captured:
+def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     """Return the graph of what torch.fx writes down of the module; whatever either raises passes through."""
     boundaries = _Boundaries(module)
     boundaries.enter_root()
@@ -234,7 +234,7 @@ def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
 
 
 def as_target(target: Any) -> Any:
-    """Return the target of an op: of a captured submodule its `Body`, unless it holds another submodule."""
+    """Return the target of an op: of a captured submodule its `NestedGraph`, unless it holds another submodule."""
     if not isinstance(target, torch.fx.GraphModule) or any(node.op == "get_attr" for node in target.graph.nodes):
         return target
 
@@ -246,7 +246,7 @@ def as_target(target: Any) -> Any:
         )
 
     steps = [
-        Step(
+        NestedOp(
             name=node.name,
             target=None if node.target is operator.getitem else node.target,
             args=refer(tuple(node.args)),
@@ -256,11 +256,11 @@ def as_target(target: Any) -> Any:
         if node.op == "call_function" and "_assert" not in str(node.target)  # checks of what is known here
     ]
     inputs = tuple(node.name for node in target.graph.nodes if node.op == "placeholder")
-    return Body(inputs=inputs, steps=tuple(steps), outputs=refer(target.graph.output_node().args[0]))
+    return NestedGraph(inputs=inputs, steps=tuple(steps), outputs=refer(target.graph.output_node().args[0]))
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_export() -> Iterator[None]:
     """Silence what tracing logs about models that it goes on to capture."""
     with ExitStack() as stack:
         logger = logging.getLogger("torch._export")

@@ -20,14 +20,14 @@ GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to have them made from the config."""
 
 
-def as_inputs(given: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
+def meta_inputs(given: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
     """Return the given arguments on the meta device, each tensor an object of its own."""
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 
 
-def batch_of(inputs: ExampleInputs) -> int:
+def batch_size_of(inputs: ExampleInputs) -> int:
     """Return the first dim of the first tensor: the global batch.
 
     Raises:
@@ -63,7 +63,9 @@ def with_dtype(inputs: ExampleInputs, dtype: torch.dtype | None) -> ExampleInput
     return ExampleInputs(args=args, kwargs=kwargs)
 
 
-def inputs_for(module: nn.Module, *, batch: int | None, seq: int | None, phase: JobPhase = "training") -> ExampleInputs:
+def inputs_from_config(
+    module: nn.Module, *, batch: int | None, seq: int | None, phase: JobPhase = "training"
+) -> ExampleInputs:
     """Return inputs for a Hugging Face model on the meta device: with labels for training, else without.
 
     In prefill the logits of the last token alone are asked for, where the model can be asked. Decoding takes one token
@@ -81,7 +83,7 @@ def inputs_for(module: nn.Module, *, batch: int | None, seq: int | None, phase: 
             what_to_do="Give example_inputs: the arguments of one forward call, as a tuple or a dict.",
         )
     if phase == "decode":
-        check_decodes(module)
+        check_can_decode(module)
     if batch is None:
         raise JobError("no batch is given.", what_to_do="Give the global batch, for example batch=128.", field="batch")
     if name == "pixel_values":
@@ -104,7 +106,7 @@ def inputs_for(module: nn.Module, *, batch: int | None, seq: int | None, phase: 
     return ExampleInputs(args=(), kwargs=kwargs)
 
 
-def decodes(module: nn.Module) -> bool:
+def has_kv_cache(module: nn.Module) -> bool:
     """Tell whether ``module`` is a Hugging Face decoder whose cache holds the keys and values of attention."""
     config = getattr(module, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False) or mla_modules(module):
@@ -112,7 +114,7 @@ def decodes(module: nn.Module) -> bool:
     return cache_argument(module) is not None
 
 
-def check_decodes(module: nn.Module) -> None:
+def check_can_decode(module: nn.Module) -> None:
     """Refuse to decode with a model that has no key-value cache of its own tokens.
 
     Raises:
@@ -125,7 +127,7 @@ def check_decodes(module: nn.Module) -> None:
             what_to_do="Plan its prefill.",
             field="phase",
         )
-    if not decodes(module):
+    if not has_kv_cache(module):
         raise JobError(
             f"{type(module).__name__} cannot decode: it is no Hugging Face decoder with a key-value cache.",
             what_to_do="Plan its prefill, one forward pass, or name a causal language model.",

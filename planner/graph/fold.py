@@ -25,15 +25,15 @@ from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 
-KEPT = 3
+TRACED_BLOCKS = 3
 """Blocks that stand for a repeat: one that the outside feeds, one that it feeds, and one that shows what goes on."""
 
-_FEWEST = KEPT + 2
+_FEWEST_BLOCKS = TRACED_BLOCKS + 2
 """Repeats of fewer blocks are traced as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Repeat:
+class RepeatedBlocks:
     """Equal blocks in a row.
 
     Attributes:
@@ -47,7 +47,7 @@ class Repeat:
     length: int
 
 
-def repeats_of(module: nn.Module, inputs: ExampleInputs) -> tuple[Repeat, ...]:
+def repeats_of(module: nn.Module, inputs: ExampleInputs) -> tuple[RepeatedBlocks, ...]:
     """Return what of ``module`` need not be traced in full; nothing where the shorter model would differ in any way."""
     lists = _lists(module)
     if not lists:
@@ -65,8 +65,8 @@ def repeats_of(module: nn.Module, inputs: ExampleInputs) -> tuple[Repeat, ...]:
 
 
 @contextmanager
-def without_repeats(module: nn.Module, repeats: Sequence[Repeat]) -> Iterator[None]:
-    """Take all but the first `KEPT` blocks of each repeat out of ``module`` for as long as this lasts."""
+def without_repeats(module: nn.Module, repeats: Sequence[RepeatedBlocks]) -> Iterator[None]:
+    """Take all but the first `TRACED_BLOCKS` blocks of each repeat out of ``module`` for as long as this lasts."""
     with ExitStack() as stack:
         for container in dict.fromkeys(repeat.container for repeat in repeats):
             blocks = module.get_submodule(container)._modules
@@ -82,13 +82,13 @@ def _put_back(blocks: dict[str, nn.Module | None], original: Mapping[str, nn.Mod
     blocks.update(original)
 
 
-def kept_indices(length: int, repeats: Sequence[Repeat], container: str) -> list[int]:
+def kept_indices(length: int, repeats: Sequence[RepeatedBlocks], container: str) -> list[int]:
     """Return which blocks of a list of ``length`` are kept."""
     dropped = {
         index
         for repeat in repeats
         if repeat.container == container
-        for index in range(repeat.first + KEPT, repeat.first + repeat.length)
+        for index in range(repeat.first + TRACED_BLOCKS, repeat.first + repeat.length)
     }
     return [index for index in range(length) if index not in dropped]
 
@@ -99,7 +99,7 @@ def _lists(module: nn.Module) -> list[str]:
     for name, submodule in module.named_modules():
         inside = any(re.match(re.escape(outer) + r"\.\d+(\.|$)" if outer else r"\d+(\.|$)", name) for outer in found)
         names = list(submodule._modules)
-        if not inside and len(names) >= _FEWEST and names == [str(index) for index in range(len(names))]:
+        if not inside and len(names) >= _FEWEST_BLOCKS and names == [str(index) for index in range(len(names))]:
             found.append(name)
     return found
 
@@ -271,7 +271,7 @@ def _record(module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> _
 # --- which blocks are repeats --------------------------------------------------------------------------------------
 
 
-def _repeats(container: str, recording: _Recording) -> Iterator[Repeat]:
+def _repeats(container: str, recording: _Recording) -> Iterator[RepeatedBlocks]:
     indices = sorted(index for name, index in recording.blocks if name == container)
     first = 0
     for index in indices:
@@ -279,11 +279,11 @@ def _repeats(container: str, recording: _Recording) -> Iterator[Repeat]:
             continue
         if index - 1 in indices and _goes_on(container, recording, first, index):
             continue
-        if index - first >= _FEWEST:
-            yield Repeat(container=container, first=first, length=index - first)
+        if index - first >= _FEWEST_BLOCKS:
+            yield RepeatedBlocks(container=container, first=first, length=index - first)
         first = index
-    if indices and indices[-1] + 1 - first >= _FEWEST:
-        yield Repeat(container=container, first=first, length=indices[-1] + 1 - first)
+    if indices and indices[-1] + 1 - first >= _FEWEST_BLOCKS:
+        yield RepeatedBlocks(container=container, first=first, length=indices[-1] + 1 - first)
 
 
 def _goes_on(container: str, recording: _Recording, first: int, index: int) -> bool:
@@ -291,7 +291,7 @@ def _goes_on(container: str, recording: _Recording, first: int, index: int) -> b
     before, block = recording.blocks[container, index - 1], recording.blocks[container, index]
     if block.events != before.events or block.calls != 1 or before.calls != 1:
         return False
-    if index - first < KEPT - 1:
+    if index - first < TRACED_BLOCKS - 1:
         return block.arguments.keys() == before.arguments.keys()
     return all(
         name == of_before or _relative(container, name, index) == _relative(container, of_before, index - 1)
@@ -309,7 +309,7 @@ def _relative(container: str, name: Any, index: int) -> Hashable:
 # --- whether the shorter model does the same -----------------------------------------------------------------------
 
 
-def _agree(whole: _Recording, short: _Recording, repeats: Sequence[Repeat]) -> bool:
+def _agree(whole: _Recording, short: _Recording, repeats: Sequence[RepeatedBlocks]) -> bool:
     lengths: dict[str, int] = {}
     for container, _ in whole.blocks:
         lengths[container] = lengths.get(container, 0) + 1
@@ -321,7 +321,7 @@ def _agree(whole: _Recording, short: _Recording, repeats: Sequence[Repeat]) -> b
     if set(short.blocks) != set(kept):
         return False
 
-    def in_whole(item: Any, repeat: Repeat | None) -> Any:
+    def in_whole(item: Any, repeat: RepeatedBlocks | None) -> Any:
         """Return what the short model's recording says in the whole model's names, as ``repeat``'s blocks know them."""
         return _renamed(
             item,
@@ -341,15 +341,15 @@ def _agree(whole: _Recording, short: _Recording, repeats: Sequence[Repeat]) -> b
     return True
 
 
-def _repeat_of(block: Block, repeats: Sequence[Repeat]) -> Repeat | None:
+def _repeat_of(block: Block, repeats: Sequence[RepeatedBlocks]) -> RepeatedBlocks | None:
     container, index = block
     return next((r for r in repeats if r.container == container and r.first <= index < r.first + r.length), None)
 
 
-def _last_of(block: Block, repeats: Sequence[Repeat]) -> Block:
+def _last_of(block: Block, repeats: Sequence[RepeatedBlocks]) -> Block:
     """Return the block that stands where ``block`` does for those after a repeat: the last kept is the last of all."""
     for repeat in repeats:
-        if block == (repeat.container, repeat.first + KEPT - 1):
+        if block == (repeat.container, repeat.first + TRACED_BLOCKS - 1):
             return repeat.container, repeat.first + repeat.length - 1
     return block
 

@@ -11,7 +11,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.errors import ModelError
-from planner.graph.capture import Captured, ExampleInputs, as_target, export, module_names, path_text, symbolic_trace
+from planner.graph.capture import (
+    CapturedGraph,
+    ExampleInputs,
+    as_target,
+    export,
+    module_names,
+    path_text,
+    symbolic_trace,
+)
 from planner.graph.fold import repeats_of, without_repeats
 from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Ref, Value, ValueKind, build_digraph
 from planner.graph.unroll import unroll
@@ -88,7 +96,7 @@ class _Arrival:
 class _Reader:
     """Reads the captured fx graph into an `OpGraph`: markers become crossings, the rest become ops and values."""
 
-    def __init__(self, module: nn.Module, captured: Captured) -> None:
+    def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
         self._module = module
         self._captured = captured
         self._values: dict[str, Value] = {}

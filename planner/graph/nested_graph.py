@@ -16,7 +16,7 @@ META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class NestedOp:
     """One op of a body: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for what is known there.
 
     Attributes:
@@ -39,11 +39,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Body:
+class NestedGraph:
     """A callable made of ops: an op's target like any other, but plain data, which can be written down and sent."""
 
     inputs: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[NestedOp, ...]
     outputs: Any
     code: str = field(init=False)
     """What the body does, as text: equal for bodies that do the same under the same names."""
@@ -66,7 +66,7 @@ class Body:
         return self.code
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Body) and self.code == other.code
+        return isinstance(other, NestedGraph) and self.code == other.code
 
     def __hash__(self) -> int:
         return hash(self.code)

@@ -67,7 +67,7 @@ class Op:
     """One op: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for a value.
 
     ``crossings[i]`` are the module boundaries that input ``i`` passes between its producer and this op, in order.
-    ``is_even`` says of attention that pieces of sequences come to it in an even order (`planner.plan.token_order`).
+    ``is_zigzag`` says of attention that pieces of sequences come to it in an even order (`planner.plan.token_order`).
     """
 
     name: str
@@ -79,7 +79,7 @@ class Op:
     crossings: tuple[tuple[Crossing, ...], ...]
     outputs: tuple[str, ...]
     grad_enabled: bool = True
-    is_even: bool = False
+    is_zigzag: bool = False
 
     @property
     def target_name(self) -> str:

@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from planner.errors import JobError
-from planner.graph.capture import ExampleInputs, quiet, to_meta
-from planner.graph.example_inputs import GivenInputs, as_inputs, batch_of, decodes, inputs_for, with_batch, with_dtype
+from planner.graph.capture import ExampleInputs, quiet_export, to_meta
+from planner.graph.example_inputs import (
+    GivenInputs,
+    batch_size_of,
+    has_kv_cache,
+    inputs_from_config,
+    meta_inputs,
+    with_batch,
+    with_dtype,
+)
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import OpGraph
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
@@ -41,7 +49,7 @@ class ModuleNames:
     modules: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> ModuleNames:
+    def from_module(cls, module: nn.Module) -> ModuleNames:
         """Return the names in ``module``."""
         return cls(
             parameters=tuple(name for name, _ in module.named_parameters(remove_duplicate=False)),
@@ -61,9 +69,9 @@ class TracedModule:
         dtype: of parameters and activations: "bf16", "fp16" or "fp32".
         samples: first dim of the example inputs.
         traced_batch: first dim that the graph has.
-        is_open: whether the graph stands for any batch (`at_batch`), or for ``traced_batch`` alone.
+        any_batch: whether the graph stands for any batch (`at_batch`), or for ``traced_batch`` alone.
         phase: what it was traced for: outside training nothing needs a gradient.
-        decodes: whether it has a key-value cache of its own tokens.
+        has_kv_cache: whether it has a key-value cache of its own tokens.
         fused: whether fused ops are in the place of the module's own code, where they do the same.
     """
 
@@ -75,9 +83,9 @@ class TracedModule:
     dtype: str
     samples: int
     traced_batch: int
-    is_open: bool
+    any_batch: bool
     phase: JobPhase = "training"
-    decodes: bool = False
+    has_kv_cache: bool = False
     fused: bool = False
 
 
@@ -109,14 +117,14 @@ def trace_module(
     Raises:
         PlannerError: it cannot be traced, or no inputs can be made for it.
     """
-    inputs = given_or_made(module, example_inputs, batch=batch, seq=seq, phase=phase)
-    samples = batch_of(inputs)
+    inputs = resolve_inputs(module, example_inputs, batch=batch, seq=seq, phase=phase)
+    samples = batch_size_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
     alone = phase == "training" and len(counts) == 1
-    return traced(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused=fused)
+    return trace_at_batch(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused=fused)
 
 
-def given_or_made(
+def resolve_inputs(
     module: nn.Module | TracedModule, given: GivenInputs, *, batch: int | None, seq: int | None, phase: JobPhase
 ) -> ExampleInputs:
     """Return the given arguments of one call, or those that the module's config tells; none where it is traced already.
@@ -130,14 +138,14 @@ def given_or_made(
             raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
         return ExampleInputs(args=(), kwargs={})
     if given is None:
-        return inputs_for(module, batch=batch, seq=seq, phase=phase)
+        return inputs_from_config(module, batch=batch, seq=seq, phase=phase)
     if phase == "decode":
         advice = "Leave example_inputs out: those of a decoding step are made from a Hugging Face config."
         raise JobError("decoding is not planned from example inputs.", what_to_do=advice, field="phase")
-    return as_inputs(given)
+    return meta_inputs(given)
 
 
-def traced(
+def trace_at_batch(
     module: nn.Module,
     inputs: ExampleInputs,
     micro_batch: int | None,
@@ -154,24 +162,24 @@ def traced(
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused:
         fuse_ops(copy, TRACED_OPS)
-    samples = batch_of(inputs)
+    samples = batch_size_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
-    with quiet():
+    with quiet_export():
         graph = trace(copy, with_batch(with_dtype(inputs, TORCH_DTYPES[dtype]), samples, batch))
     if phase != "training":
         graph = _with_results(graph)
     return TracedModule(
         name=type(module).__name__,
-        names=ModuleNames.of(module),
+        names=ModuleNames.from_module(module),
         fingerprint=model_fingerprint(module),
         tp_plan=carried_tp_plan(module),
         graph=graph,
         dtype=dtype,
         samples=samples,
         traced_batch=batch,
-        is_open=micro_batch is None,
+        any_batch=micro_batch is None,
         phase=phase,
-        decodes=decodes(module),
+        has_kv_cache=has_kv_cache(module),
         fused=fused,
     )
 
@@ -204,7 +212,7 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
     return [micro_batches]
 
 
-def chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
+def divisor_chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Return numbers of micro-batches, as `micro_batch_counts` has them, in rows in which each divides the next."""
     rows: dict[int, list[int]] = {}
     for count in counts:
@@ -212,7 +220,7 @@ def chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(row) for row in rows.values()]
 
 
-def check_traced(module: TracedModule, batch: int, counts: list[int], job: Job) -> None:
+def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: Job) -> None:
     """Refuse a job that ``module`` was not traced for.
 
     Args:
@@ -236,7 +244,7 @@ def check_traced(module: TracedModule, batch: int, counts: list[int], job: Job) 
         detail = f"the graph of {module.name} was traced {has} fused ops, and the job is {wants} them."
         raise JobError(detail, what_to_do=advice, field="fused")
     wanted = batch // counts[0]
-    if not module.is_open and (len(counts) > 1 or wanted != module.traced_batch):
+    if not module.any_batch and (len(counts) > 1 or wanted != module.traced_batch):
         sizes = f"{wanted} samples" if len(counts) == 1 else "micro-batches of any size"
         detail = f"the graph of {module.name} was traced with {module.traced_batch} samples, and the job needs {sizes}."
         raise JobError(detail, what_to_do=advice, field="batch")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from planner.graph.fold import KEPT, Repeat, fqn_in_whole
+from planner.graph.fold import TRACED_BLOCKS, RepeatedBlocks, fqn_in_whole
 from planner.graph.op_graph import Call, Crossing, ModelOutput, Op, OpGraph, Ref, Value, build_digraph, with_refs
 
 Crossings = tuple[Crossing, ...]
@@ -23,11 +23,11 @@ class CannotUnrollError(ValueError):
     """The folded graph has something that does not repeat; the model is to be traced in full."""
 
 
-def unroll(graph: OpGraph, repeats: Sequence[Repeat], parameters: Sequence[tuple[str, ...]]) -> OpGraph:
+def unroll(graph: OpGraph, repeats: Sequence[RepeatedBlocks], parameters: Sequence[tuple[str, ...]]) -> OpGraph:
     """Return the graph of the whole model.
 
     Args:
-        graph: of the model without all but `KEPT` blocks of each repeat, FQNs as in that shorter model.
+        graph: of the model without all but `TRACED_BLOCKS` blocks of each repeat, FQNs as in that shorter model.
         repeats: what was left out.
         parameters: every FQN of each of the whole model's parameters.
 
@@ -40,13 +40,13 @@ def unroll(graph: OpGraph, repeats: Sequence[Repeat], parameters: Sequence[tuple
     return _with_parameters(graph, parameters)
 
 
-def _with_fqns(graph: OpGraph, repeats: Sequence[Repeat]) -> OpGraph:
+def _with_fqns(graph: OpGraph, repeats: Sequence[RepeatedBlocks]) -> OpGraph:
     """Return the graph with every FQN as it is in the whole model."""
     indices: dict[tuple[str, int], int] = {}
     for container in {repeat.container for repeat in repeats}:
         dropped = 0
         own = sorted((r for r in repeats if r.container == container), key=lambda r: r.first)
-        ends = [(repeat.first + KEPT, repeat.length - KEPT) for repeat in own]
+        ends = [(repeat.first + TRACED_BLOCKS, repeat.length - TRACED_BLOCKS) for repeat in own]
         for index in range(_length_of(graph, container)):
             while ends and index + dropped >= ends[0][0]:
                 dropped += ends.pop(0)[1]
@@ -79,13 +79,13 @@ def _with_parameters(graph: OpGraph, parameters: Sequence[tuple[str, ...]]) -> O
 class _Unrolling:
     """Puts the missing blocks of one repeat into a graph."""
 
-    def __init__(self, graph: OpGraph, repeat: Repeat) -> None:
+    def __init__(self, graph: OpGraph, repeat: RepeatedBlocks) -> None:
         self._graph = graph
         self._repeat = repeat
-        self._copies = repeat.length - KEPT
+        self._copies = repeat.length - TRACED_BLOCKS
         prefix = f"{repeat.container}." if repeat.container else ""
         self._fqns = [f"{prefix}{repeat.first + offset}" for offset in range(repeat.length)]
-        self._calls = [self._calls_of(fqn) for fqn in self._fqns[:KEPT]]
+        self._calls = [self._calls_of(fqn) for fqn in self._fqns[:TRACED_BLOCKS]]
         self._place = {call: (block, i) for block, calls in enumerate(self._calls) for i, call in enumerate(calls)}
         if len(self._calls[1]) != len(self._calls[2]):
             raise CannotUnrollError("blocks that call different modules")
@@ -274,9 +274,9 @@ class _Unrolling:
         calls = list(self._graph.calls[: self._c_end + 1])
         own = [self._graph.calls[index] for index in self._calls[2]]
         for copy in range(1, self._copies + 1):
-            fqn = self._fqns[KEPT - 1 + copy]
+            fqn = self._fqns[TRACED_BLOCKS - 1 + copy]
             for call in own:
-                inner = call.fqn[len(self._fqns[KEPT - 1]) :]
+                inner = call.fqn[len(self._fqns[TRACED_BLOCKS - 1]) :]
                 outermost = call.index == own[0].index
                 assert call.parent is not None
                 parent = call.parent if outermost else self._call(call.parent, copy)
@@ -288,14 +288,14 @@ class _Unrolling:
 
     def _parameters(self) -> Mapping[str, tuple[str, ...]]:
         found = dict(self._graph.parameters)
-        own = self._fqns[KEPT - 1] + "."
+        own = self._fqns[TRACED_BLOCKS - 1] + "."
         for value, names in self._graph.parameters.items():
             inside = any(name.startswith(own) for name in names)
             if (self._owner.get(value) == 2) != inside or (inside and not all(n.startswith(own) for n in names)):
                 raise CannotUnrollError("a parameter that is shared between blocks")
             if inside:
                 for copy in range(1, self._copies + 1):
-                    prefix = self._fqns[KEPT - 1 + copy] + "."
+                    prefix = self._fqns[TRACED_BLOCKS - 1 + copy] + "."
                     found[self._value(value, copy)] = tuple(prefix + name[len(own) :] for name in names)
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cost_model.layouts.layout import Layout, MeshSpec, format_layout, sharded_dim
 from planner.errors import PlanKeyError, PlanLayoutError, PlanTypeError
 from planner.plan.ports import Port, is_layout
-from planner.plan.token_order import EvenOrder
+from planner.plan.token_order import ZigzagOrder
 
 
 def wrong_type(name: str, key: str, value: object, advice: str) -> PlanTypeError:
@@ -44,15 +44,15 @@ def check_names(name: str, key: str, names: object) -> None:
         raise PlanTypeError(detail, field=name, key=key, what_to_do="Name every parameter once.")
 
 
-def check_even_order(order: object, mesh: MeshSpec) -> None:
-    """Raise where ``order`` is no `EvenOrder` that sequences can be in on ``mesh``.
+def check_zigzag_order(order: object, mesh: MeshSpec) -> None:
+    """Raise where ``order`` is no `ZigzagOrder` that sequences can be in on ``mesh``.
 
     Raises:
         PlanTypeError: something of a wrong type, or a dim below 0.
         PlanKeyError: no axis of the mesh, or none that divides the sequences; the root's results.
     """
     advice = "Give axis and length, and for modules' inputs and outputs the dim of each tensor, from 0."
-    if not isinstance(order, EvenOrder):
+    if not isinstance(order, ZigzagOrder):
         raise wrong_type("even_order", "", order, advice)
     for places in (order.inputs, order.outputs):
         for key, dims in places.items():

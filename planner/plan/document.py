@@ -15,7 +15,7 @@ from planner.errors import JobError, PlanFormatError
 from planner.plan.estimate import Estimate, Pipeline, SolverReport
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.ports import Port, PortSpec
-from planner.plan.token_order import EvenOrder
+from planner.plan.token_order import ZigzagOrder
 
 FORMAT_VERSION = 1
 SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
@@ -107,7 +107,7 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> mode."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step, whose gradients accumulate."""
-    even_order: EvenOrder | None = None
+    even_order: ZigzagOrder | None = None
     """The order that sequences have where attention's are split over ranks; null: their own."""
     pipeline: Pipeline | None = None
     """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""

@@ -10,19 +10,19 @@ from planner.plan.patterns import resolve_keys
 from planner.plan.sharding_plan import ShardingPlan
 
 
-class Keeping(enum.Enum):
+class ReshardAfter(enum.Enum):
     """How long a module keeps what it gathered: until its forward is over, its backward, or that of the last one.
 
     The value is the plan's field that names such modules. Kept for a step, parameters are gathered in the first
     micro-batch, and gradients add up unreduced until the last.
     """
 
-    NOT = None
-    MICRO_BATCH = "keep_gathered"
+    FORWARD = None
+    BACKWARD = "keep_gathered"
     STEP = "keep_gathered_for_step"
 
 
-def kept_modules(plan: ShardingPlan, modules: Iterable[str]) -> dict[str, Keeping]:
+def reshard_modes(plan: ShardingPlan, modules: Iterable[str]) -> dict[str, ReshardAfter]:
     """Return how long the modules keep what they gather that the plan says it of, by FQN, among ``modules``.
 
     Raises:
@@ -32,8 +32,8 @@ def kept_modules(plan: ShardingPlan, modules: Iterable[str]) -> dict[str, Keepin
     """
     names = list(modules)
     groups = resolve_keys(plan.fully_shard, names, field="fully_shard", what="module")
-    found: dict[str, Keeping] = {}
-    for keeping in (Keeping.MICRO_BATCH, Keeping.STEP):
+    found: dict[str, ReshardAfter] = {}
+    for keeping in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
         field = keeping.value
         keys = dict.fromkeys(getattr(plan, field), True)
         for module in resolve_keys(keys, names, field=field, what="module"):

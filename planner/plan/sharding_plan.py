@@ -13,7 +13,7 @@ from cost_model.layouts.layout import Layout, LayoutError, MeshSpec, parse_layou
 from planner.errors import MeshError, PlanError, PlannerError
 from planner.plan import document as plan_document
 from planner.plan import file as plan_file
-from planner.plan.checks import check_even_order, check_layout, check_names, check_ports, wrong_type
+from planner.plan.checks import check_layout, check_names, check_ports, check_zigzag_order, wrong_type
 from planner.plan.document import FORMAT_VERSION
 from planner.plan.estimate import (
     CollectiveEstimate,
@@ -26,7 +26,7 @@ from planner.plan.estimate import (
 from planner.plan.job import CheckpointingMode, Job, JobPhase
 from planner.plan.patterns import check_pattern
 from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
-from planner.plan.token_order import EvenOrder
+from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
     "FORMAT_VERSION",
@@ -68,7 +68,7 @@ class PlanMesh(MeshSpec):
     device: str = "cuda"
 
     @classmethod
-    def of(cls, mesh: MeshSpec, device: str = "cuda") -> PlanMesh:
+    def from_mesh(cls, mesh: MeshSpec, device: str = "cuda") -> PlanMesh:
         """Return ``mesh`` made of ``device``s."""
         return cls(axes=mesh.axes, device=device)
 
@@ -127,7 +127,7 @@ class ShardingPlan:
     return_local_tensor: tuple[str, ...] = ()
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     micro_batches: int = 1
-    even_order: EvenOrder | None = None
+    even_order: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
     estimate: Estimate | None = None
     solver: SolverReport | None = None
@@ -140,7 +140,7 @@ class ShardingPlan:
 
     def __post_init__(self) -> None:
         if isinstance(self.mesh, MeshSpec) and not isinstance(self.mesh, PlanMesh):
-            object.__setattr__(self, "mesh", PlanMesh.of(self.mesh))
+            object.__setattr__(self, "mesh", PlanMesh.from_mesh(self.mesh))
         for name in ("plan", "compute_plan", "gradient_plan"):
             entries = getattr(self, name)
             if isinstance(entries, Mapping):
@@ -184,7 +184,7 @@ class ShardingPlan:
             for key, spec in entries.items():
                 check_ports(name, key, spec)
         if self.even_order is not None:
-            check_even_order(self.even_order, self.layout_mesh)
+            check_zigzag_order(self.even_order, self.layout_mesh)
         for name, key in self._keys():
             check_pattern(key, field=name)
         for name, key, layout in self.layouts():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvenOrder:
+class ZigzagOrder:
     """Sequences in an even order throughout the model, and where they are brought into it.
 
     Attributes:
@@ -28,25 +28,25 @@ class EvenOrder:
     outputs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-def even_halves(rank: int, ranks: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return the halves, of ``2 * ranks``, that a rank has in the even order."""
     return rank, 2 * ranks - 1 - rank
 
 
-def half_range(half: int, rows: int) -> range:
+def chunk_range(half: int, rows: int) -> range:
     """Return the rows of a half, where each rank has ``rows``: of an odd number the first half has one fewer."""
     first = half // 2 * rows
     middle = first + rows // 2
     return range(middle, first + rows) if half % 2 else range(first, middle)
 
 
-def even_indices(length: int, ranks: int) -> list[int]:
+def zigzag_indices(length: int, ranks: int) -> list[int]:
     """Return which token is at each place of a sequence of ``length``, a multiple of ``ranks``, in the even order."""
     rows = length // ranks
-    return [token for rank in range(ranks) for half in even_halves(rank, ranks) for token in half_range(half, rows)]
+    return [token for rank in range(ranks) for half in zigzag_chunks(rank, ranks) for token in chunk_range(half, rows)]
 
 
-def own_heads(heads: int, kv_heads: int) -> list[tuple[range, range]]:
+def backward_head_parts(heads: int, kv_heads: int) -> list[tuple[range, range]]:
     """Return for which heads, and heads of keys, a rank's own keys run in the backward before the others', and after.
 
     About half each; all before where there is one head.

@@ -19,7 +19,7 @@ from planner.ilp.problem import Lifetime
 from planner.liveness.parameter_classes import BlockGather
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
-from planner.plan.reshard import Keeping
+from planner.plan.reshard import ReshardAfter
 from planner.pricing.overlap import Overlap
 from planner.pricing.redistribution_costs import Collective, Communication, Port, Price, add_prices
 from planner.pricing.run_spec import Run
@@ -47,17 +47,17 @@ class BlockGatherPricer:
         self._lines: dict[tuple[CollectiveKind, tuple[int, ...], int, int], CollectiveLine] = {}
 
     @property
-    def keepings(self) -> tuple[Keeping, ...]:
+    def keepings(self) -> tuple[ReshardAfter, ...]:
         """How long gathered parameters may be kept.
 
         Not from forward to backward in a pipeline: there a device runs backwards without a forward between them, before
         which it would gather. And for a step only where that is more than one micro-batch.
         """
-        found = [Keeping.NOT]
+        found = [ReshardAfter.FORWARD]
         if self._run.place is None:
-            found.append(Keeping.MICRO_BATCH)
+            found.append(ReshardAfter.BACKWARD)
         if self._run.micro_batches > 1:
-            found.append(Keeping.STEP)
+            found.append(ReshardAfter.STEP)
         return tuple(found)
 
     def use(
@@ -87,7 +87,9 @@ class BlockGatherPricer:
             prices.append(Price(charge=gradients[1].charge(more)))
         return add_prices(prices)
 
-    def by_size(self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: Keeping) -> Price:
+    def by_size(
+        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
+    ) -> Price:
         """Return what it costs that a kind of block gathers and reduces ``numel`` elements: that of bytes alone.
 
         Dropped after the forward, they are there while their block or the one after it runs. Kept until the backward,
@@ -97,9 +99,9 @@ class BlockGatherPricer:
         gather_s = numel * itemsize * gather.seconds_per_byte
         charge = self._times(block, axes, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
         nbytes = float(numel * itemsize)
-        if keeping is Keeping.NOT:
+        if keeping is ReshardAfter.FORWARD:
             charge |= block.whole.charge(nbytes)
-        elif keeping is Keeping.MICRO_BATCH:
+        elif keeping is ReshardAfter.BACKWARD:
             charge |= block.gathered.charge(nbytes)
         else:
             charge |= self._for_the_step(block, axes, numel, itemsize)
@@ -124,21 +126,21 @@ class BlockGatherPricer:
         charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
         return charge
 
-    def latency(self, block: BlockGather, axes: tuple[int, ...], itemsize: int, keeping: Keeping) -> Price:
+    def latency(self, block: BlockGather, axes: tuple[int, ...], itemsize: int, keeping: ReshardAfter) -> Price:
         """Return what a kind of block's gathers and reductions cost before their first byte."""
         gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
         return Price(charge=self._times(block, axes, gather.latency_s, reduce.latency_s, keeping))
 
     def collectives(
-        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: Keeping
+        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
     ) -> Price:
         """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
-        name, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), keeping is Keeping.STEP
+        name, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), keeping is ReshardAfter.STEP
         calls = block.count * (1 if for_step else self._run.passes)
         rows: list[tuple[CollectiveKind, Phase, int]] = [
             ("all_gather", "param_gather" if for_step else "forward", itemsize)
         ]
-        if keeping is Keeping.NOT:
+        if keeping is ReshardAfter.FORWARD:
             rows.append(("all_gather", "backward", itemsize))
         rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", self._reduce_itemsize))
         collectives = []
@@ -155,20 +157,22 @@ class BlockGatherPricer:
         return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
 
     def _times(
-        self, block: BlockGather, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: Keeping
+        self, block: BlockGather, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: ReshardAfter
     ) -> dict[str, float]:
         """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
         Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
         a gather per micro-batch before each further chunk of the model.
         """
-        link, for_step = self._communication.flat_link(axes), keeping is Keeping.STEP
+        link, for_step = self._communication.flat_link(axes), keeping is ReshardAfter.STEP
         passes = 1 if for_step else self._run.passes
         calls = block.count * passes
         exposed_gathers = passes * (block.is_first + (0 if for_step else block.leading))
         exposed_reductions = int(block.is_first)
         forward_s = (calls - exposed_gathers) * gather_s
-        backward_s = (calls - exposed_reductions) * reduce_s + (calls * gather_s if keeping is Keeping.NOT else 0.0)
+        backward_s = (calls - exposed_reductions) * reduce_s + (
+            calls * gather_s if keeping is ReshardAfter.FORWARD else 0.0
+        )
         overlap = self._overlap
         return {
             (overlap.once_forward if for_step else overlap.forward) + link: forward_s,

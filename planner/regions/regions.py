@@ -261,7 +261,7 @@ def op_signature(op: Op, inputs: tuple[Value, ...]) -> Hashable:
     # A captured submodule is what its code says.
     target = overload_name(op.target) if is_overload else str(getattr(op.target, "code", op.target))
     tensors = tuple((value.shape, value.dtype, value.requires_grad, value.kind == "plain") for value in inputs)
-    return (target, leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled, op.is_even)
+    return (target, leaves, tuple(sorted(op.kwargs)), tensors, op.grad_enabled, op.is_zigzag)
 
 
 def _op_signature(region_op: RegionOp) -> Hashable:

@@ -33,7 +33,7 @@ class ModelAnalysis:
 
     graph: OpGraph
     traced_batch: int
-    is_open: bool
+    any_batch: bool
     flash_attention: bool
     fold: bool = True
     lists: frozenset[str] = frozenset()
@@ -64,11 +64,11 @@ class ModelAnalysis:
             even_order: whether sequences are to be in an even order where they are split.
         """
         reordering = find_reordering(module.graph) if even_order and module.phase == "training" else None
-        cached = module.phase != "training" and module.decodes
+        cached = module.phase != "training" and module.has_kv_cache
         return cls(
             graph=in_any_order(module.graph) if isinstance(reordering, Reordering) else module.graph,
             traced_batch=module.traced_batch,
-            is_open=module.is_open,
+            any_batch=module.any_batch,
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
             compiles=compiles,
@@ -81,7 +81,7 @@ class ModelAnalysis:
         return ModelAnalysis(
             graph=self.graph,
             traced_batch=self.traced_batch,
-            is_open=self.is_open,
+            any_batch=self.any_batch,
             flash_attention=self.flash_attention,
             fold=self.fold,
             lists=self.lists,
@@ -102,11 +102,11 @@ class ModelAnalysis:
 
     @property
     def _base_batch(self) -> int:
-        return BASE_BATCH if self.is_open else self.traced_batch
+        return BASE_BATCH if self.any_batch else self.traced_batch
 
     def _at(self, batch: int) -> tuple[RegionGraph, Blocks]:
         if batch not in self._regions:
-            graph = at_batch(self.graph, self.traced_batch, batch) if self.is_open else self.graph
+            graph = at_batch(self.graph, self.traced_batch, batch) if self.any_batch else self.graph
             regions = build_regions(graph, fold=self.fold)
             self._regions[batch] = regions, find_blocks(regions, self.lists)
         return self._regions[batch]

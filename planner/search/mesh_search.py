@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
-from planner.graph.trace_module import chains
+from planner.graph.trace_module import divisor_chains
 from planner.plan.estimate import MeshOutcome, MeshReport
 from planner.run.mesh_bound import MeshBound
 from planner.run.run_planner import Candidate, RunPlanner, SolvedRun
@@ -305,7 +305,7 @@ class MeshSearch:
         if found.floor is None:
             return
         for ac, bound_s in found.bounds_s.items():
-            for counts in chains(self.counts):
+            for counts in divisor_chains(self.counts):
                 self._push(_Lane(floor=found.floor, ac=ac, counts=counts, bound_s=bound_s))
 
     def _followed(self, lane: _Lane, found: RelaxedPair) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Op, Value
-from planner.plan.token_order import own_heads
+from planner.plan.token_order import backward_head_parts
 from planner.strategies.inner_collectives import InnerCollective, Kernel
 
 OP_NAME = "aten.scaled_dot_product_attention.default"
@@ -80,7 +80,7 @@ class ContextWork(NamedTuple):
         query, key, value: shapes of its pieces, [batch, heads, rows, width].
         itemsize: bytes of a value.
         causal: whether rows see only those before them.
-        is_even: whether they come in an even order, so that no rank needs another's queries.
+        is_zigzag: whether they come in an even order, so that no rank needs another's queries.
     """
 
     query: tuple[int, ...]
@@ -89,22 +89,22 @@ class ContextWork(NamedTuple):
     itemsize: int
     ranks: int
     causal: bool
-    is_even: bool = False
+    is_zigzag: bool = False
 
     @classmethod
     def of(cls, op: Op, shapes: Sequence[tuple[int, ...]], itemsize: int, ranks: int) -> ContextWork:
         """Return the work on pieces of ``shapes``, those of the inputs."""
-        return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op), op.is_even)
+        return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op), op.is_zigzag)
 
     @property
     def own_first(self) -> bool:
         """Whether a rank attends to its own keys while it gets the others'."""
-        return self.causal and self.is_even
+        return self.causal and self.is_zigzag
 
     @property
     def exchanged(self) -> bool:
         """Whether ranks exchange halves of their queries and results."""
-        return self.causal and not self.is_even
+        return self.causal and not self.is_zigzag
 
     @property
     def own_kernels(self) -> tuple[Kernel, ...]:
@@ -112,7 +112,7 @@ class ContextWork(NamedTuple):
         rows = self.query[2]
         return tuple(
             Kernel(rows, rows, True, len(heads), len(kv_heads))
-            for heads, kv_heads in own_heads(self.query[1], self.key[1])
+            for heads, kv_heads in backward_head_parts(self.query[1], self.key[1])
         )
 
     @property
@@ -122,7 +122,7 @@ class ContextWork(NamedTuple):
         if not self.causal:
             return (Kernel(rows, keys, False, *heads),)
         first, last = rows // 2, rows - rows // 2
-        if self.is_even:
+        if self.is_zigzag:
             return Kernel(rows, rows, True, *heads), Kernel(last, keys - rows, False, *heads)
         halves = [Kernel(length, length, True, *heads) for length in (first, last) if length]
         return (Kernel(last, keys - last, False, *heads), *halves)

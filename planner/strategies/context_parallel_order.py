@@ -22,7 +22,7 @@ NOT_SPLIT = -1
 
 def even_length(graph: OpGraph) -> int | None:
     """Return the length of sequences that are in an even order where they are split; None: none are."""
-    return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_even), None)
+    return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_zigzag), None)
 
 
 def even_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
@@ -37,14 +37,14 @@ def even_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ..
 
 def has_attention(region: Region) -> bool:
     """Tell whether a region has attention that is handed sequences in an even order."""
-    return any(region_op.op.is_even for region_op in region.ops)
+    return any(region_op.op.is_zigzag for region_op in region.ops)
 
 
 def split_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> set[int]:
     """Return the axes on which the sequence of such attention is split, `NOT_SPLIT` for whole ones."""
     found = set()
     for region_op in region.ops:
-        if region_op.op.is_even:
+        if region_op.op.is_zigzag:
             layouts = [strategy.forward[i] for i in region_op.inputs]
             axis = context_parallel.split_axis(region_op.op, layouts, mesh_shape)
             found.add(NOT_SPLIT if axis is None else axis)

@@ -93,7 +93,8 @@ def find_reordering(graph: OpGraph) -> Reordering | str:
 def in_any_order(graph: OpGraph) -> OpGraph:
     """Return ``graph`` with its attention said to be handed sequences in an even order where they are split."""
     ops = [
-        dataclasses.replace(op, is_even=True) if op.target_name == context_parallel.OP_NAME else op for op in graph.ops
+        dataclasses.replace(op, is_zigzag=True) if op.target_name == context_parallel.OP_NAME else op
+        for op in graph.ops
     ]
     return dataclasses.replace(graph, digraph=build_digraph(ops))
 

@@ -9,13 +9,13 @@ from typing import Any, Final
 import torch
 
 from planner.errors import GraphFormatError
-from planner.graph.nested_graph import Body, Step, names_in
+from planner.graph.nested_graph import NestedGraph, NestedOp, names_in
 from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Value, ValueKind, build_digraph
 from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
 from planner.plan.fingerprint import torch_fingerprint
 from planner.wire.allowed_ops import find_op
 from planner.wire.arguments import DTYPES, ArgumentReader
-from planner.wire.document import BodyDocument, GraphDocument, OpDocument, StepDocument, ValueDocument
+from planner.wire.document import GraphDocument, NestedGraphDocument, NestedOpDocument, OpDocument, ValueDocument
 from planner.wire.module_calls import OUTSIDE, Routes, read_calls
 from planner.wire.schemas import check_arguments, count_of, returns_list
 
@@ -61,7 +61,7 @@ def read_document(document: GraphDocument) -> TracedModule:
         dtype=at.dtype,
         samples=at.samples,
         traced_batch=at.batch,
-        is_open=at.any_batch,
+        any_batch=at.any_batch,
         fused=at.fused,
     )
 
@@ -171,11 +171,11 @@ class _Reader:
 
     # --- ops ---
 
-    def _read_ops(self, bodies: Sequence[Body]) -> list[Op]:
+    def _read_ops(self, bodies: Sequence[NestedGraph]) -> list[Op]:
         _distinct([op.name for op in self._document.ops], "ops")
         return [self._read_op(op, bodies, f"ops[{index}]") for index, op in enumerate(self._document.ops)]
 
-    def _read_op(self, document: OpDocument, bodies: Sequence[Body], where: str) -> Op:
+    def _read_op(self, document: OpDocument, bodies: Sequence[NestedGraph], where: str) -> Op:
         if document.call >= len(self._calls):
             raise GraphFormatError.at(f"{where}.call", "there is no such call")
         args = tuple(self._arguments.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
@@ -197,7 +197,7 @@ class _Reader:
         return op
 
     def _check(self, op: Op, where: str) -> None:
-        if isinstance(op.target, Body):
+        if isinstance(op.target, NestedGraph):
             self._steps_left -= len(op.target.steps)
             if self._steps_left < 0:
                 raise GraphFormatError.at(where, f"its bodies run more than {MAX_STEPS} ops")
@@ -245,7 +245,7 @@ def _dtype_of(value: ValueDocument, where: str) -> torch.dtype:
     return dtype
 
 
-def _target(document: OpDocument, bodies: Sequence[Body], where: str) -> Any:
+def _target(document: OpDocument, bodies: Sequence[NestedGraph], where: str) -> Any:
     if (document.op is None) == (document.body is None):
         raise GraphFormatError.at(where, "it has one of op and body")
     if document.body is not None:
@@ -263,7 +263,7 @@ def _find(name: str | None, where: str) -> torch._ops.OpOverload:
     return op
 
 
-def _read_body(document: BodyDocument, where: str) -> Body:
+def _read_body(document: NestedGraphDocument, where: str) -> NestedGraph:
     _distinct([*document.inputs, *(step.name for step in document.steps)], where)
     known = set(document.inputs)
     reader = ArgumentReader(known.__contains__)
@@ -272,18 +272,18 @@ def _read_body(document: BodyDocument, where: str) -> Body:
         steps.append(_read_step(step, reader, f"{where}.steps[{index}]"))
         known.add(step.name)
     outputs = reader.read(document.outputs, f"{where}.outputs")
-    return Body(inputs=tuple(document.inputs), steps=tuple(steps), outputs=outputs)
+    return NestedGraph(inputs=tuple(document.inputs), steps=tuple(steps), outputs=outputs)
 
 
-def _read_step(document: StepDocument, reader: ArgumentReader, where: str) -> Step:
+def _read_step(document: NestedOpDocument, reader: ArgumentReader, where: str) -> NestedOp:
     args = tuple(reader.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
     kwargs = {name: reader.read(item, f"{where}.kwargs.{name}") for name, item in document.kwargs.items()}
     if document.op is None:
         if len(args) != 2 or type(args[1]) is not int or not names_in(args[:1]) or kwargs:
             raise GraphFormatError.at(where, "an item is taken of a value, by a whole number")
-        return Step(name=document.name, target=None, args=args, kwargs={})
+        return NestedOp(name=document.name, target=None, args=args, kwargs={})
     op = _find(document.op, where)
     check_arguments(op, args, kwargs, where)
     if returns_list(op):
         raise GraphFormatError.at(where, f"{op} returns a list of tensors, which is left out of bodies")
-    return Step(name=document.name, target=op, args=args, kwargs=kwargs)
+    return NestedOp(name=document.name, target=op, args=args, kwargs=kwargs)

@@ -138,7 +138,7 @@ class OutputDocument(_Document):
     is_loss: bool = False
 
 
-class StepDocument(_Document):
+class NestedOpDocument(_Document):
     """One op of a body."""
 
     name: Name
@@ -148,11 +148,11 @@ class StepDocument(_Document):
     kwargs: KeywordArguments = {}
 
 
-class BodyDocument(_Document):
+class NestedGraphDocument(_Document):
     """Ops that run as one, without gradients."""
 
     inputs: Annotated[list[Name], Field(max_length=1000)]
-    steps: Annotated[list[StepDocument], Field(max_length=10_000, fail_fast=True)]
+    steps: Annotated[list[NestedOpDocument], Field(max_length=10_000, fail_fast=True)]
     outputs: Argument
 
 
@@ -190,7 +190,7 @@ class GraphDocument(_Document):
     inputs: Annotated[list[InputDocument], Field(max_length=10_000, fail_fast=True)]
     outputs: Annotated[list[OutputDocument], Field(max_length=10_000, fail_fast=True)]
     parameters: Annotated[list[ParameterDocument], Field(max_length=MAX_VALUES, fail_fast=True)]
-    bodies: Annotated[list[BodyDocument], Field(max_length=1000, fail_fast=True)] = []
+    bodies: Annotated[list[NestedGraphDocument], Field(max_length=1000, fail_fast=True)] = []
     ops: Annotated[list[OpDocument], Field(max_length=MAX_OPS, fail_fast=True)]
     """In the order of execution."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from planner.errors import GraphFormatError, ModelError
-from planner.graph.nested_graph import Body, Step
+from planner.graph.nested_graph import NestedGraph, NestedOp
 from planner.graph.op_graph import Crossing, Op, Value
 from planner.graph.trace_module import TracedModule
 from planner.plan.fingerprint import torch_fingerprint
@@ -16,15 +16,15 @@ from planner.wire.decode import made_value
 from planner.wire.document import (
     FORMAT,
     FORMAT_VERSION,
-    BodyDocument,
     CrossingDocument,
     GraphDocument,
     InputDocument,
     ModelDocument,
+    NestedGraphDocument,
+    NestedOpDocument,
     OpDocument,
     OutputDocument,
     ParameterDocument,
-    StepDocument,
     TraceDocument,
     ValueDocument,
 )
@@ -48,7 +48,7 @@ class _Writer:
         self._graph = module.graph
         self._crossings: dict[Crossing, int] = {}
         self._bodies: dict[str, int] = {}
-        self._body_documents: list[BodyDocument] = []
+        self._body_documents: list[NestedGraphDocument] = []
 
     def write(self) -> GraphDocument:
         module, graph = self._module, self._graph
@@ -67,7 +67,7 @@ class _Writer:
                 dtype=module.dtype,  # type: ignore[arg-type]
                 samples=module.samples,
                 batch=module.traced_batch,
-                any_batch=module.is_open,
+                any_batch=module.any_batch,
                 fused=module.fused,
             ),
             values=self._values(),
@@ -122,7 +122,7 @@ class _Writer:
 
     def _op(self, op: Op) -> OpDocument:
         try:
-            body = self._body(op.target) if isinstance(op.target, Body) else None
+            body = self._body(op.target) if isinstance(op.target, NestedGraph) else None
             name = None if body is not None else _name(op.target, op.args, op.kwargs)
             args, kwargs = _arguments(op.args, op.kwargs)
         except (CannotWriteError, GraphFormatError) as error:
@@ -148,9 +148,9 @@ class _Writer:
     def _row(self, crossings: Iterable[Crossing]) -> list[int]:
         return [self._crossings.setdefault(crossing, len(self._crossings)) for crossing in crossings]
 
-    def _body(self, body: Body) -> int:
+    def _body(self, body: NestedGraph) -> int:
         if body.code not in self._bodies:
-            document = BodyDocument(
+            document = NestedGraphDocument(
                 inputs=list(body.inputs),
                 steps=[_step(step) for step in body.steps],
                 outputs=written(body.outputs),
@@ -160,12 +160,12 @@ class _Writer:
         return self._bodies[body.code]
 
 
-def _step(step: Step) -> StepDocument:
+def _step(step: NestedOp) -> NestedOpDocument:
     name = None if step.target is None else _name(step.target, step.args, step.kwargs)
     if name is not None and returns_list(step.target):
         raise CannotWriteError(f"its body runs {name}, which returns a list of tensors")
     args, kwargs = _arguments(step.args, step.kwargs)
-    return StepDocument(name=step.name, op=name, args=args, kwargs=kwargs)
+    return NestedOpDocument(name=step.name, op=name, args=args, kwargs=kwargs)
 
 
 def _name(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ def check_runs(module: TracedModule) -> None:
     Raises:
         GraphFormatError: naming the first such op.
     """
-    graph = at_batch(module.graph, module.traced_batch, BASE_BATCH) if module.is_open else module.graph
+    graph = at_batch(module.graph, module.traced_batch, BASE_BATCH) if module.any_batch else module.graph
     with torch.enable_grad():
         _run(graph)
 

@@ -9,7 +9,7 @@ from planner.errors import PlanMismatchError
 from planner.graph.trace_module import ModuleNames
 from planner.plan.patterns import resolve_keys
 from planner.plan.ports import resolve_input_ports, resolve_output_ports
-from planner.plan.reshard import kept_modules
+from planner.plan.reshard import reshard_modes
 from planner.plan.sharding_plan import ShardingPlan
 from planner.regions.block_grouping import Grouping, parted
 from planner.regions.blocks import Blocks
@@ -69,7 +69,7 @@ def _entries_by_block(
         ("compute_plan", resolve_keys(plan.compute_plan, names.parameters, field="compute_plan", what="parameter")),
         ("gradient_plan", resolve_keys(plan.gradient_plan, names.parameters, field="gradient_plan", what="parameter")),
         ("fully_shard", resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")),
-        ("keep_gathered", kept_modules(plan, names.modules)),
+        ("keep_gathered", reshard_modes(plan, names.modules)),
         ("input_plan", resolve_input_ports(plan.input_plan, names.modules)),
         ("output_plan", resolve_output_ports(plan.output_plan, names.modules)),
     )

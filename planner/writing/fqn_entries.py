@@ -14,7 +14,7 @@ from planner.formulation.decision import Decision
 from planner.graph.trace_module import ModuleNames
 from planner.liveness.structure import Structure, hook_key
 from planner.plan.ports import PortSpec, input_key, output_key
-from planner.plan.reshard import Keeping
+from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import Port
 from planner.pricing.parameter_costs import StoredChoice
 from planner.regions.regions import Link, Slot, block_of
@@ -109,7 +109,7 @@ class NamedEntries:
     inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kept: dict[str, Keeping] = field(default_factory=dict)
+    kept: dict[str, ReshardAfter] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> NamedEntries:
         """Return the entries under other names."""
@@ -155,11 +155,11 @@ class NamedEntries:
             input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
             output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
             fully_shard=fold_names(self.together, modules),
-            keep_gathered=self._kept(Keeping.MICRO_BATCH, modules),
-            keep_gathered_for_step=self._kept(Keeping.STEP, modules),
+            keep_gathered=self._kept(ReshardAfter.BACKWARD, modules),
+            keep_gathered_for_step=self._kept(ReshardAfter.STEP, modules),
         )
 
-    def _kept(self, keeping: Keeping, modules: Iterable[str]) -> tuple[str, ...]:
+    def _kept(self, keeping: ReshardAfter, modules: Iterable[str]) -> tuple[str, ...]:
         return tuple(fold_names({block: True for block in sorted(self.kept) if self.kept[block] is keeping}, modules))
 
 

@@ -25,7 +25,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     """Yield what is worth knowing of a plan of ``run``; ``batch`` is the global one, in samples."""
     if run.job.training and gives_no_loss(traced):
         yield WITHOUT_LOSS
-    if run.job.phase == "prefill" and not module.decodes:
+    if run.job.phase == "prefill" and not module.has_kv_cache:
         yield "no key-value cache is counted: the model has none, or one of latents."
     if run.job.tensor_overlap:
         yield NOT_OVERLAPPED

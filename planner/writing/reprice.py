@@ -12,8 +12,8 @@ from planner.errors import JobError, PlanMismatchError
 from planner.formulation.decision import Decision, decision_from_plan
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulator
-from planner.graph.example_inputs import GivenInputs, batch_of
-from planner.graph.trace_module import ModuleNames, given_or_made, traced
+from planner.graph.example_inputs import GivenInputs, batch_size_of
+from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch
 from planner.liveness.structure import Structure
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.sharding_plan import ShardingPlan
@@ -157,13 +157,13 @@ def open_plan(
         raise JobError("the plan names no cluster to price it on.", what_to_do="Give one: --cluster 2x8xh100-sxm-80gb.")
     cluster = cluster or ClusterSpec.from_dict(plan.cluster)
     check_mesh(plan.mesh.spec, cluster)
-    inputs = given_or_made(model, example_inputs, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
-    batch = plan.job.batch or batch_of(inputs)
+    inputs = resolve_inputs(model, example_inputs, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
+    batch = plan.job.batch or batch_size_of(inputs)
     clock = Clock()
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
-        module = traced(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+        module = trace_at_batch(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
     check_kernel(plan.job, cluster.device, module.graph)
     # A plan written by hand may ask for it at a module's input alone.
     job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
@@ -176,5 +176,5 @@ def open_plan(
         even_order=plan.even_order is not None or plan.job.even_order,
     )
     search = RunPlanner(model_traced, plan.job, cluster, batch, clock)
-    read = read_plan(search, plan, ModuleNames.of(model))
+    read = read_plan(search, plan, ModuleNames.from_module(model))
     return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))

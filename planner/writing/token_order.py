@@ -11,7 +11,7 @@ from planner.graph.trace_module import ModuleNames
 from planner.liveness.structure import Structure
 from planner.plan.ports import input_key, output_key
 from planner.plan.sharding_plan import ShardingPlan
-from planner.plan.token_order import EvenOrder
+from planner.plan.token_order import ZigzagOrder
 from planner.pricing.run_spec import Run
 from planner.strategies.context_parallel_order import axis_of
 from planner.strategies.token_reordering import Reordering
@@ -20,7 +20,7 @@ from planner.writing.fqn_entries import fold_names
 
 def order_of(
     reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
-) -> EvenOrder | None:
+) -> ZigzagOrder | None:
     """Return the order that sequences have under ``decision``; None: their own."""
     axis = axis_of(structure.regions, decision.strategies, run.mesh.shape)
     if axis is None or not isinstance(reordering, Reordering):
@@ -28,7 +28,7 @@ def order_of(
     inputs, outputs = defaultdict[str, dict[str, int]](dict), defaultdict[str, dict[str, int]](dict)
     for place, dim in reordering.places.items():
         (inputs if place.direction == "input" else outputs)[place.fqn][place.path] = dim
-    return EvenOrder(
+    return ZigzagOrder(
         axis=run.mesh.names[axis],
         length=reordering.length,
         inputs={input_key(fqn): dims for fqn, dims in fold_names(inputs, names.modules).items()},
@@ -36,7 +36,7 @@ def order_of(
     )
 
 
-def check_order(plan: ShardingPlan, found: EvenOrder | None, reordering: Reordering | str | None) -> None:
+def check_order(plan: ShardingPlan, found: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
     """Check that a plan says the order that its layouts ask for.
 
     Raises:
@@ -53,7 +53,7 @@ def check_order(plan: ShardingPlan, found: EvenOrder | None, reordering: Reorder
     )
 
 
-def _difference(said: EvenOrder | None, found: EvenOrder | None, reordering: Reordering | str | None) -> str:
+def _difference(said: ZigzagOrder | None, found: ZigzagOrder | None, reordering: Reordering | str | None) -> str:
     if isinstance(reordering, str):
         return f"sequences stay in their own order, as {reordering}"
     if said is None or found is None:
@@ -64,7 +64,7 @@ def _difference(said: EvenOrder | None, found: EvenOrder | None, reordering: Reo
     return f"{', '.join(names)} of it would be {', '.join(str(getattr(found, name)) for name in names)}"
 
 
-def order_notes(reordering: Reordering | str | None, order: EvenOrder | None) -> list[str]:
+def order_notes(reordering: Reordering | str | None, order: ZigzagOrder | None) -> list[str]:
     """Return what a person should know of the order of sequences."""
     if isinstance(reordering, str):
         return [f"sequences stay in their own order: {reordering}."]

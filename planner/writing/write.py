@@ -30,7 +30,7 @@ def plan_of(
     device, reordering = search.cluster.device, search.model.reordering
     order = order_of(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
-        mesh=PlanMesh.of(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
+        mesh=PlanMesh.from_mesh(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
         **entries.by_field(),
         activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         micro_batches=run.micro_batches,
@@ -54,7 +54,7 @@ def plan_of_pipeline(
     first = plan_of(search, module, found.stages()[0], report, [*notes, NOT_RUN])
     return dataclasses.replace(
         first,
-        mesh=PlanMesh.of(text.mesh, first.mesh.device),
+        mesh=PlanMesh.from_mesh(text.mesh, first.mesh.device),
         **text.entries.by_field(),
         activation_checkpointing=dict(text.modes),
         pipeline=text.pipeline,

@@ -40,7 +40,7 @@ def hand_written_plan() -> ShardingPlan:
         parse_layout(["S(0)", "S(1)"]),
     )
     return ShardingPlan(
-        mesh=PlanMesh.of(MeshSpec.parse("dp=2,tp=2")),
+        mesh=PlanMesh.from_mesh(MeshSpec.parse("dp=2,tp=2")),
         plan={
             f"{layer}.self_attn.q_proj.weight": column,
             f"{layer}.self_attn.o_proj.weight": row,

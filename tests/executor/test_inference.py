@@ -14,7 +14,7 @@ from executor.torch_internals import fake_process_group
 from executor.verify import verify
 from planner import PlanningSession
 from planner.errors import PlanError
-from planner.graph.example_inputs import inputs_for
+from planner.graph.example_inputs import inputs_from_config
 
 BATCH, SEQ = 8, 16
 CASES = [
@@ -30,7 +30,7 @@ CASES = [
 def test_plans_run_as_planned(family: str, phase: Any) -> None:
     model = make_model(family)
     session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32")
-    inputs = dict(inputs_for(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
+    inputs = dict(inputs_from_config(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
     kinds: set[str] = set()
     for mesh in ("dp=2,tp=2", "dp=1,tp=4"):
         for planner in ("ilp", "random:0", "random:1"):
@@ -46,7 +46,7 @@ def test_plans_run_as_planned(family: str, phase: Any) -> None:
 def test_plans_with_fused_ops_run_as_planned(phase: Any) -> None:
     model = make_model("llama")
     session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32", fused=True)
-    inputs = dict(inputs_for(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
+    inputs = dict(inputs_from_config(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
     for planner in ("ilp", "random:0", "random:1"):
         plan = session.plan(planner=planner, mesh="dp=2,tp=2")
         assert any("5 rms_norm" in note for note in plan.notes)
@@ -59,7 +59,7 @@ def test_a_prompt_may_fill_a_cache_while_it_is_verified() -> None:
     plan = PlanningSession(model, cluster="1x4xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32").plan(
         planner="random:2", mesh="dp=2,tp=2"
     )
-    inputs = {**inputs_for(model, batch=BATCH, seq=SEQ, phase="prefill").kwargs, "use_cache": True}
+    inputs = {**inputs_from_config(model, batch=BATCH, seq=SEQ, phase="prefill").kwargs, "use_cache": True}
     assert verify(model, plan, inputs).equal
 
 

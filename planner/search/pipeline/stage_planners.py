@@ -158,7 +158,7 @@ class StagePlanners:
             self._models[key] = ModelAnalysis(
                 graph=graph,
                 traced_batch=traced.traced_batch,
-                is_open=traced.is_open,
+                any_batch=traced.any_batch,
                 flash_attention=traced.flash_attention,
                 fold=traced.fold,
                 lists=frozenset(traced.blocks.lists),

@@ -207,7 +207,7 @@ def test_graph_is_traced_here_for_the_request() -> None:
     from planner.wire.codec import read_graph
 
     sent = read_graph(request["model"]["graph"])
-    assert (sent.dtype, sent.samples, sent.traced_batch, sent.is_open) == ("fp32", 8, 4, False)
+    assert (sent.dtype, sent.samples, sent.traced_batch, sent.any_batch) == ("fp32", 8, 4, False)
     assert "example_inputs" not in request
 
 

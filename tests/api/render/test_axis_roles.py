@@ -9,7 +9,7 @@ from cost_model.layouts.layout import MeshSpec, parse_layout
 from planner.plan.sharding_plan import PlanMesh, Port, ShardingPlan
 
 R, P, S0, S1, S2 = (parse_layout([text]) for text in ("R", "P(sum)", "S(0)", "S(1)", "S(2)"))
-ONE_AXIS = PlanMesh.of(MeshSpec.parse("x=4"))
+ONE_AXIS = PlanMesh.from_mesh(MeshSpec.parse("x=4"))
 
 
 def only_axis(plan: ShardingPlan) -> AxisRole:

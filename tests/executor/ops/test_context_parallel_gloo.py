@@ -23,7 +23,7 @@ from executor.redistribute import Redistributor
 from executor.verify import verify
 from planner import PlanningSession
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.plan.token_order import even_indices
+from planner.plan.token_order import zigzag_indices
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 Call = Callable[..., torch.Tensor]
@@ -112,11 +112,11 @@ def check_even_orders(rank: int, ranks: int) -> list[str]:
         expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
         gradient = torch.randn_like(expected)
         expected.backward(gradient)
-        order = torch.tensor(even_indices(ranks * rows, ranks))
+        order = torch.tensor(zigzag_indices(ranks * rows, ranks))
         sharded = [
             distribute_tensor(tensor.detach()[:, :, order], mesh, [Shard(2)]).requires_grad_() for tensor in whole
         ]
-        found = context_parallel_attention(redistributor, 0, sharded, None, True, None, is_even=True)
+        found = context_parallel_attention(redistributor, 0, sharded, None, True, None, is_zigzag=True)
         arriving = distribute_tensor(gradient[:, :, order], mesh, [Shard(2)])
         found.backward(arriving, retain_graph=True)
         found.backward(arriving)

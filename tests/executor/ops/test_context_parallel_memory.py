@@ -28,7 +28,7 @@ class Case:
     heads: int
     kv_heads: int
     causal: bool
-    is_even: bool
+    is_zigzag: bool
 
     def measure(self, rank: int) -> tuple[ContextWork, dict[str, int]]:
         """Return the work that is expected of a rank, and the bytes that are seen there."""
@@ -43,20 +43,20 @@ class Case:
                 shape = (*piece[:2], ROWS * self.ranks, WIDTH)
                 local = torch.empty(piece, dtype=torch.bfloat16, device="meta")
                 given.append(make_dtensor(local, mesh, LAYOUT, shape, contiguous_stride(shape)).requires_grad_())
-            options = {"is_causal": self.causal, "is_even": self.is_even}
+            options = {"is_causal": self.causal, "is_zigzag": self.is_zigzag}
             seen = bytes_seen(
                 lambda: context_parallel_attention(redistributor, 0, given, None, scale=None, **options), given
             )
-        return ContextWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_even), seen
+        return ContextWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_zigzag), seen
 
 
-@pytest.mark.parametrize(("causal", "is_even"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("causal", "is_zigzag"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1), (12, 3), (15, 1), (1, 1)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, causal: bool, is_even: bool) -> None:
-    case = Case(ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal, is_even=is_even)
+def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, causal: bool, is_zigzag: bool) -> None:
+    case = Case(ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal, is_zigzag=is_zigzag)
     work, seen = case.measure(0)
-    for rank in range(1, ranks if is_even else 1):  # which ranks have most differs
+    for rank in range(1, ranks if is_zigzag else 1):  # which ranks have most differs
         other = case.measure(rank)[1]
         assert other["kept"] == seen["kept"]
         seen = {name: max(seen[name], other[name]) for name in seen}

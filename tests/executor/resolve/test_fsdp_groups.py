@@ -25,7 +25,7 @@ from planner.errors import (
     PlanMismatchError,
     UnmatchedKeyError,
 )
-from planner.plan.reshard import Keeping
+from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 MESH = PlanMesh(axes=(("dp", 2), ("tp", 2), ("one", 1)), device="cpu")
@@ -166,10 +166,10 @@ def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: s
 
 
 def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
-    for keeping in (Keeping.MICRO_BATCH, Keeping.STEP):
+    for keeping in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
         plan = plan_of(**{keeping.value: ("blocks.1",)})
         kept = {group.fqn: group.keeping for group in gather_groups(Model(), plan)}
-        assert kept == {"blocks.0": Keeping.NOT, "blocks.1": keeping}
+        assert kept == {"blocks.0": ReshardAfter.FORWARD, "blocks.1": keeping}
     with pytest.raises(KeyConflictError, match=r"keep_gathered and keep_gathered_for_step both name 'blocks.1'"):
         gather_groups(Model(), plan_of(keep_gathered=("blocks.*",), keep_gathered_for_step=("blocks.1",)))
     with pytest.raises(PlanKeyError, match="'frozen', for which fully_shard gathers nothing"):

@@ -47,7 +47,7 @@ def round_trip(plan: ShardingPlan) -> ShardingPlan:
 
 def reprice(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> Estimate:
     """Do as `estimate_plan` does, but on the session's trace."""
-    read = read_plan(session._search, plan, ModuleNames.of(module))
+    read = read_plan(session._search, plan, ModuleNames.from_module(module))
     return estimate(read.formulator, read.structure, read.decision)
 
 

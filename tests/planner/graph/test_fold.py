@@ -11,8 +11,8 @@ from torch import nn
 
 from planner.graph import from_fx as tracing
 from planner.graph.capture import ExampleInputs, to_meta
-from planner.graph.example_inputs import as_inputs
-from planner.graph.fold import Repeat, repeats_of, without_repeats
+from planner.graph.example_inputs import meta_inputs
+from planner.graph.fold import RepeatedBlocks, repeats_of, without_repeats
 
 WIDTH = 8
 
@@ -151,7 +151,7 @@ def shared() -> nn.Module:
 
 
 def inputs() -> ExampleInputs:
-    return as_inputs((torch.zeros(6, WIDTH),))
+    return meta_inputs((torch.zeros(6, WIDTH),))
 
 
 MODELS = {
@@ -206,6 +206,6 @@ def test_whatever_is_folded_the_graph_is_that_of_the_whole(make: Any, monkeypatc
 def test_the_module_is_whole_again_afterwards() -> None:
     module = Deep(blocks(7))
     names = [name for name, _ in module.named_modules()]
-    with without_repeats(module, [Repeat(container="blocks", first=1, length=6)]):
+    with without_repeats(module, [RepeatedBlocks(container="blocks", first=1, length=6)]):
         assert len(module.blocks) == 4
     assert [name for name, _ in module.named_modules()] == names

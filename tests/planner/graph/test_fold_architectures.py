@@ -14,8 +14,8 @@ from torch import nn
 from api.requests.model_configs import preset_names
 from api.requests.model_registry import load_model
 from planner.graph import from_fx as tracing
-from planner.graph.capture import ExampleInputs, quiet, to_meta
-from planner.graph.example_inputs import inputs_for, with_dtype
+from planner.graph.capture import ExampleInputs, quiet_export, to_meta
+from planner.graph.example_inputs import inputs_from_config, with_dtype
 from planner.graph.fold import repeats_of
 from planner.graph.op_graph import OpGraph
 
@@ -45,8 +45,8 @@ def fully_traced(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
 def check(module: nn.Module, seq: int, repeats: int) -> None:
     """Trace both ways and compare; at least so many lists of blocks have to be folded."""
     meta = to_meta(module, torch.bfloat16)
-    inputs = with_dtype(inputs_for(meta, batch=2, seq=seq), torch.bfloat16)
-    with quiet():
+    inputs = with_dtype(inputs_from_config(meta, batch=2, seq=seq), torch.bfloat16)
+    with quiet_export():
         assert len(repeats_of(meta, inputs)) >= repeats
         assert repeats == 0 or tracing._folded(meta, inputs) is not None, "traced in full: the test shows nothing"
         fast, full = canonical(tracing.trace(meta, inputs)), canonical(fully_traced(meta, inputs))

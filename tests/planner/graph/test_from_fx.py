@@ -11,14 +11,14 @@ from torch import nn
 
 from planner.errors import ModelError
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs, with_batch
+from planner.graph.example_inputs import meta_inputs, with_batch
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import Crossing, OpGraph, at_batch
 from planner.graph.trace_module import TRACE_BATCH
 
 
 def graph_of(module: nn.Module, inputs: dict[str, Any]) -> OpGraph:
-    return trace(to_meta(module, None), as_inputs(inputs))
+    return trace(to_meta(module, None), meta_inputs(inputs))
 
 
 def as_data(graph: OpGraph) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def as_data(graph: OpGraph) -> dict[str, Any]:
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_one_trace_stands_for_every_batch(family: str) -> None:
     module, kwargs = families.make(family, 8)
-    meta, inputs = to_meta(module, torch.bfloat16), as_inputs(kwargs)
+    meta, inputs = to_meta(module, torch.bfloat16), meta_inputs(kwargs)
     open_trace = trace(meta, with_batch(inputs, 8, TRACE_BATCH))
     for batch in (2, 12):
         expected = as_data(trace(meta, with_batch(inputs, 8, batch)))
@@ -131,7 +131,7 @@ def test_torch_fx_sees_what_export_would() -> None:
     found, expected = as_data(graph_of(NoExport(), inputs)), as_data(graph_of(Exportable(), inputs))
     for part, wanted in expected.items():
         assert found[part] == wanted, part
-    positional = as_inputs((inputs["x"], inputs["labels"]))
+    positional = meta_inputs((inputs["x"], inputs["labels"]))
     graph = trace(to_meta(NoExport(), None), positional)
     assert [i.path for i in graph.inputs] == ["0", "1"]
 
@@ -152,7 +152,7 @@ class Outer(nn.Module):
 
 def test_what_neither_can_trace_is_refused_by_name() -> None:
     with pytest.raises(ModelError) as caught:
-        trace(Outer(), as_inputs((torch.zeros(4, 8),)))
+        trace(Outer(), meta_inputs((torch.zeros(4, 8),)))
     message = str(caught.value)
     assert "cannot trace Outer" in message
     assert "module 'gate' (Branching)" in message
@@ -163,7 +163,7 @@ def test_what_neither_can_trace_is_refused_by_name() -> None:
 
 def test_a_module_that_fails_on_its_inputs_is_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="same reduction dim"):
-        trace(to_meta(nn.Sequential(nn.Linear(8, 4)), None), as_inputs((torch.zeros(4, 7),)))
+        trace(to_meta(nn.Sequential(nn.Linear(8, 4)), None), meta_inputs((torch.zeros(4, 7),)))
 
 
 class Holding(nn.Module):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from api.requests.model_registry import load_model
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs
+from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import OpGraph, Value, at_batch
 from planner.graph.trace_module import trace_module
@@ -25,7 +25,7 @@ SEQ = 4096
 
 def traced(family: str) -> tuple[nn.Module, OpGraph]:
     module, inputs = families.make(family, 4)
-    return module, trace(to_meta(module, None), as_inputs(inputs))
+    return module, trace(to_meta(module, None), meta_inputs(inputs))
 
 
 @pytest.mark.parametrize(("family", "blocks"), [("mixtral", 2), ("deepseek", 2)])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs
+from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.profile.profile import FLASH_BACKWARD_FLOPS, profile
 
@@ -29,7 +29,7 @@ def test_flops_equal_torchs_own_count(family: str) -> None:
         loss = output if isinstance(output, torch.Tensor) else output.loss
         with FlopCounterMode(display=False) as backward:
             loss.backward()
-    found = profile(trace(to_meta(module, None), as_inputs(kwargs)), flash_attention=False)
+    found = profile(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False)
     assert sum(op.flops for op in found.ops.values()) == forward.get_total_flops() > 0
     assert sum(op.backward_flops for op in found.ops.values()) == backward.get_total_flops() > 0
 
@@ -37,7 +37,7 @@ def test_flops_equal_torchs_own_count(family: str) -> None:
 def test_attention_kept_whole_or_recomputed() -> None:
     """Flash attention keeps inputs, output and one float per row; math attention keeps its scores."""
     module, kwargs = families.make("llama", 4)
-    graph = trace(to_meta(module, None), as_inputs(kwargs))
+    graph = trace(to_meta(module, None), meta_inputs(kwargs))
     math, flash = (profile(graph, flash_attention=flag) for flag in (False, True))
     name = next(op.name for op in graph.ops if "scaled_dot_product" in op.target_name)
     scores = 4 * 8 * 16 * 16 * 4
@@ -50,7 +50,7 @@ def test_attention_kept_whole_or_recomputed() -> None:
 
 def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Flatten(0))
-    graph = trace(to_meta(module, None), as_inputs((torch.zeros(6, 8),)))
+    graph = trace(to_meta(module, None), meta_inputs((torch.zeros(6, 8),)))
     found = profile(graph, flash_attention=False)
     linear, view = (found.ops[op.name] for op in graph.ops)
     assert linear.flops == linear.backward_flops == 2 * 6 * 8 * 4  # the input needs no gradient: one product
@@ -71,7 +71,7 @@ class Parts(torch.nn.Module):
 
 
 def test_gradients_of_parts_are_put_side_by_side() -> None:
-    graph = trace(to_meta(Parts(), None), as_inputs((torch.zeros(6, 8),)))
+    graph = trace(to_meta(Parts(), None), meta_inputs((torch.zeros(6, 8),)))
     found = profile(graph, flash_attention=False)
     split = next(found.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
     assert (split.nbytes, split.backward_nbytes) == (0, 2 * 4 * 6 * 12)
@@ -91,7 +91,7 @@ def test_as_many_ops_are_counted_as_torch_dispatches() -> None:
     module, kwargs = families.make("mlp", 4, "cpu")
     with _Count() as count:
         torch.autograd.grad(module(**kwargs), list(module.parameters()))
-    ops = profile(trace(to_meta(module, None), as_inputs(kwargs)), flash_attention=False).ops.values()
+    ops = profile(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False).ops.values()
     found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.summed) for op in ops)
     assert found == count.ops - 1  # the gradient of the loss is made for all
 
@@ -106,7 +106,7 @@ def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -
             scaled = x * self.weight
             return scaled[:, :4] + scaled[:, 4:]
 
-    graph = trace(to_meta(Twice(), None), as_inputs((torch.zeros(6, 8),)))
+    graph = trace(to_meta(Twice(), None), meta_inputs((torch.zeros(6, 8),)))
     found = profile(graph, flash_attention=False).ops
     by_name = {op.target_name: found[op.name] for op in graph.ops}
     product, piece = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
@@ -119,7 +119,7 @@ def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -
 def test_linear_layers_that_read_one_tensor_join_its_gradient() -> None:
     """Of n readers n - 1 products add to what is there; any other use is summed with what they make as one."""
     module, kwargs = families.make("llama", 4)
-    graph = trace(to_meta(module, None), as_inputs(kwargs))
+    graph = trace(to_meta(module, None), meta_inputs(kwargs))
     plain, joined = (profile(graph, flash_attention=False, joins=joins).ops for joins in (False, True))
     names = {op.name: graph.calls[op.call].fqn.rpartition(".")[2] for op in graph.ops}
     assert {names[op] for op in joined if joined[op].joined} == {"q_proj", "k_proj", "gate_proj"}
@@ -145,7 +145,7 @@ class _Mixed(torch.nn.Module):
 
 def test_a_use_between_linear_layers_is_summed_with_them() -> None:
     """Its gradient waits while they join theirs, and what the model is called with joins nothing."""
-    graph = trace(to_meta(_Mixed(), None), as_inputs((torch.zeros(6, 8),)))
+    graph = trace(to_meta(_Mixed(), None), meta_inputs((torch.zeros(6, 8),)))
     found = profile(graph, flash_attention=False, joins=True).ops
     names = {graph.calls[op.call].fqn or op.target_name: found[op.name] for op in graph.ops}
     assert {name: (op.joined, op.summed) for name, op in names.items() if op.joined or 0 in op.summed} == {

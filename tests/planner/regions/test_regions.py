@@ -9,7 +9,7 @@ from support import families
 from torch import nn
 
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs
+from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.regions.blocks import find_blocks
 from planner.regions.module_bodies import OUTSIDE
@@ -17,7 +17,7 @@ from planner.regions.regions import RegionGraph, Slot, block_of, build_regions
 
 
 def regions_of(module: nn.Module, inputs: Any) -> RegionGraph:
-    return build_regions(trace(to_meta(module, None), as_inputs(inputs)))
+    return build_regions(trace(to_meta(module, None), meta_inputs(inputs)))
 
 
 def parameter_slots(graph: RegionGraph) -> list[Slot]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from planner.build import build_plan
 from planner.errors import InfeasibleError, MeshError
-from planner.graph.trace_module import chains, micro_batch_counts
+from planner.graph.trace_module import divisor_chains, micro_batch_counts
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run.mesh_space import meshes_of
 from planner.session import MeshSpec, PlanningSession
@@ -131,7 +131,7 @@ def test_automatic_meshes_are_no_slower_than_any_given_one() -> None:
 def test_a_batch_is_cut_into_powers_of_two_or_into_pieces_of_such(batch: int, found: list[tuple[int, ...]]) -> None:
     counts = micro_batch_counts(batch)
     assert counts == sorted(count for row in found for count in row)
-    assert chains(counts) == found
+    assert divisor_chains(counts) == found
 
 
 def test_a_device_may_have_one_sample_of_three_times_as_many() -> None:

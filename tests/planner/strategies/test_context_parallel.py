@@ -15,7 +15,7 @@ from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.kernels.in_step import in_step
 from cost_model.layouts.layout import MeshSpec
 from planner.graph.op_graph import Op, Value
-from planner.plan.token_order import own_heads
+from planner.plan.token_order import backward_head_parts
 from planner.pricing.op_times import OpTimes
 from planner.profile.op_profile import OpProfile
 from planner.run.compute_bound import least_compute_s
@@ -49,10 +49,10 @@ def value(name: str, shape: tuple[int, ...], *, requires_grad: bool = True) -> V
     return Value(name=name, shape=shape, dtype=torch.bfloat16, kind="activation", requires_grad=requires_grad)
 
 
-@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize("is_zigzag", [False, True])
 @pytest.mark.parametrize(("rows", "ranks"), [(16, 4), (15, 3), (1, 2), (64, 1)])
-def test_all_scores_under_a_causal_mask_are_worked_on_once(rows: int, ranks: int, is_even: bool) -> None:
-    work = ContextWork((2, 8, rows, 16), (2, 2, rows, 16), (2, 2, rows, 16), 2, ranks, causal=True, is_even=is_even)
+def test_all_scores_under_a_causal_mask_are_worked_on_once(rows: int, ranks: int, is_zigzag: bool) -> None:
+    work = ContextWork((2, 8, rows, 16), (2, 2, rows, 16), (2, 2, rows, 16), 2, ranks, causal=True, is_zigzag=is_zigzag)
     whole = rows * ranks
     for kernels in (work.kernels, work.backward_kernels):
         pairs = sum(k.heads * (k.queries * (k.queries + 1) // 2 if k.causal else k.queries * k.keys) for k in kernels)
@@ -64,7 +64,7 @@ def test_all_scores_under_a_causal_mask_are_worked_on_once(rows: int, ranks: int
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (12, 3), (5, 1), (1, 1), (4, 4)])
 def test_own_keys_run_in_two_parts_for_each_head_once(heads: int, kv_heads: int) -> None:
-    parts = own_heads(heads, kv_heads)
+    parts = backward_head_parts(heads, kv_heads)
     assert [head for part, _ in parts for head in part] == list(range(heads))
     assert len(parts) == min(heads, 2)
     for part, of_keys in parts:
@@ -92,7 +92,7 @@ def test_keys_are_gathered_and_halves_exchanged_in_both_passes() -> None:
 
 def test_own_keys_run_beside_gathers_where_sequences_are_in_an_even_order() -> None:
     op, inputs = attention()
-    found = inner_collectives(dataclasses.replace(op, is_even=True), inputs, [(SEQUENCE,)] * 3, (4,))
+    found = inner_collectives(dataclasses.replace(op, is_zigzag=True), inputs, [(SEQUENCE,)] * 3, (4,))
     half = Kernel(16, 16, True, 4, 1)
     assert [(c.kind, c.nbytes, c.phase, c.beside) for c in found] == [
         ("all_gather", KEYS, "forward", Kernel(16, 16, True, 8, 2)),

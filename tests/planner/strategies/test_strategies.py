@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs
+from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.regions.regions import Region, build_regions
 from planner.strategies.dtensor_rules import (
@@ -43,7 +43,7 @@ class Body(nn.Module):
 
 
 def linear_region(*, bias: bool, batch: int = 4, seq: int = 6) -> Region:
-    graph = build_regions(trace(to_meta(Body(bias), None), as_inputs((torch.zeros(batch, seq, 8),))))
+    graph = build_regions(trace(to_meta(Body(bias), None), meta_inputs((torch.zeros(batch, seq, 8),))))
     return next(region for region in graph.regions if region.fqn == "linear")
 
 

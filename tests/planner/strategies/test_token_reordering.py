@@ -16,10 +16,10 @@ from torch import nn
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.errors import PlanMismatchError
 from planner.graph.capture import to_meta
-from planner.graph.example_inputs import as_inputs
+from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.plan.sharding_plan import ShardingPlan
-from planner.plan.token_order import even_halves, even_indices
+from planner.plan.token_order import zigzag_chunks, zigzag_indices
 from planner.session import PlanningSession
 from planner.strategies.token_reordering import Place, Reordering, find_reordering
 from planner.writing.reprice import estimate_plan
@@ -30,7 +30,7 @@ Mix = Callable[["Model", torch.Tensor], torch.Tensor]
 
 @given(ranks=st.integers(1, 9), rows=st.integers(1, 9))
 def test_the_even_order_has_every_token_once_and_each_rank_sees_as_much(ranks: int, rows: int) -> None:
-    order = even_indices(ranks * rows, ranks)
+    order = zigzag_indices(ranks * rows, ranks)
     assert sorted(order) == list(range(ranks * rows))
     seen = [sum(token + 1 for token in order[rank * rows : (rank + 1) * rows]) for rank in range(ranks)]
     # Halves of an odd number of rows differ by one.
@@ -38,7 +38,7 @@ def test_the_even_order_has_every_token_once_and_each_rank_sees_as_much(ranks: i
 
 
 def test_halves_that_a_rank_has_are_as_far_from_either_end() -> None:
-    assert [even_halves(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert [zigzag_chunks(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
 class Attention(nn.Module):
@@ -80,7 +80,7 @@ class Model(nn.Module):
 
 def found_for(model: nn.Module) -> Reordering | str:
     ids = torch.zeros(2, ROWS, dtype=torch.int64)
-    return find_reordering(trace(to_meta(model, None), as_inputs({"ids": ids, "labels": ids})))
+    return find_reordering(trace(to_meta(model, None), meta_inputs({"ids": ids, "labels": ids})))
 
 
 ALLOWED: dict[str, tuple[Mix, dict[Place, int]]] = {

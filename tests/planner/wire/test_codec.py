@@ -22,7 +22,7 @@ from api.requests.model_configs import preset_names
 from api.requests.model_registry import load_model
 from planner.build import build_plan
 from planner.errors import GraphFormatError, JobError, ModelError
-from planner.graph.nested_graph import Body
+from planner.graph.nested_graph import NestedGraph
 from planner.graph.trace_module import TracedModule, trace_module
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run.baselines import micro_batches_for
@@ -55,7 +55,7 @@ def assert_same(module: TracedModule, found: TracedModule) -> None:
     assert canonical(found.graph) == canonical(module.graph)
     assert list(found.graph.values.items()) == list(module.graph.values.items())
     assert [op.name for op in found.graph.ops] == [op.name for op in module.graph.ops]
-    for field in ("name", "names", "fingerprint", "dtype", "samples", "traced_batch", "is_open"):
+    for field in ("name", "names", "fingerprint", "dtype", "samples", "traced_batch", "any_batch"):
         assert getattr(found, field) == getattr(module, field), field
     assert dict(found.tp_plan or {}) == dict(module.tp_plan or {})
 
@@ -116,9 +116,9 @@ class Scaled(nn.Module):
 
 def test_a_block_without_gradients_comes_back_as_data() -> None:
     traced = trace_module(Scaled(), example_inputs=(torch.zeros(4, 8),), dtype="fp32", micro_batches=1)
-    bodies = [op.target for op in read_graph(write_graph(traced)).graph.ops if isinstance(op.target, Body)]
+    bodies = [op.target for op in read_graph(write_graph(traced)).graph.ops if isinstance(op.target, NestedGraph)]
     assert bodies
-    assert bodies == [op.target for op in traced.graph.ops if isinstance(op.target, Body)]
+    assert bodies == [op.target for op in traced.graph.ops if isinstance(op.target, NestedGraph)]
 
 
 def test_document_is_the_same_each_time_and_may_go_uncompressed(mlp: TracedModule, document: Document) -> None:
