@@ -41,7 +41,7 @@ from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 from planner.session import PlanningSession
-from planner.writing.fqn_entries import entries_of
+from planner.writing.fqn_entries import decision_entries
 from planner.writing.reprice import estimate_plan
 
 CLUSTER, MESH, BATCH = "1x8xh100-sxm-80gb", "dp=2,tp=4", 8
@@ -167,7 +167,9 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
     """Return the plan of an assignment, as its file gives it back."""
     run, entries = (
         both.run,
-        entries_of(side.structure, decision_of(side.formulation, assignment), ModuleNames.from_module(both.module)),
+        decision_entries(
+            side.structure, decision_of(side.formulation, assignment), ModuleNames.from_module(both.module)
+        ),
     )
     plan = ShardingPlan(
         mesh=PlanMesh.from_mesh(run.mesh, "cuda"),

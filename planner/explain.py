@@ -24,7 +24,7 @@ from planner.pricing.storage_options import stored_layouts
 from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.strategies.enumerate import Strategy
-from planner.writing.reprice import OpenedPlan, open_plan
+from planner.writing.reprice import PricingContext, open_for_pricing
 
 Aspect = Literal["stored", "computed"]
 Progress = Callable[[str], None]
@@ -99,7 +99,7 @@ def explain(
             key=parameter,
             what_to_do=f"Give the full name of one, such as {close}.",
         )
-    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    opened = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
     read = opened.read
     subject = _Subject(read.structure, parameter)
     own = estimate(read.formulator, read.structure, read.decision)
@@ -165,7 +165,7 @@ class _Subject:
 
 
 def _alternatives(
-    opened: OpenedPlan, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
+    opened: PricingContext, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
 ) -> Iterator[Alternative]:
     mesh = opened.read.run.mesh.shape
     options: list[tuple[Aspect, Layout, bool]] = [
@@ -189,7 +189,7 @@ def _alternatives(
         yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=found, fits=fits)
 
 
-def _computed(opened: OpenedPlan, subject: _Subject) -> list[Layout]:
+def _computed(opened: PricingContext, subject: _Subject) -> list[Layout]:
     """Return the layouts that the first use of the parameter can be computed in."""
     formulator, _ = opened.search.formulator(opened.read.run)
     index, slot = next(iter(subject.parameter.uses))

@@ -56,7 +56,7 @@ from planner.search.pipeline.stage_planners import PlannedPipeline, stage_cluste
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.writing.notes import notes_on
-from planner.writing.write import plan_of, plan_of_pipeline, report_of
+from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
 _ON_ONE_AXIS = ("data-parallel", "fully-sharded")
 
@@ -191,14 +191,14 @@ class PlanningSession:
                 deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
                 found, piped = self._found(meshes, modes, name, restrict, deadline, stages, only=mesh is not None)
                 if piped is not None and piped.plan is not None:
-                    return self._piped_plan(piped.plan, report_of(found, piped, planner))
+                    return self._piped_plan(piped.plan, solver_report(found, piped, planner))
                 if found is None or found.candidate is None:
                     if piped is not None and not piped.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
-                candidate, report = found.candidate, report_of(found, piped, planner)
+                candidate, report = found.candidate, solver_report(found, piped, planner)
             with self._clock.stage("write_s"):
-                plan = plan_of(self._search, self._module, candidate, report, self._notes(candidate.run))
+                plan = write_plan(self._search, self._module, candidate, report, self._notes(candidate.run))
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
@@ -314,7 +314,7 @@ class PlanningSession:
 
     def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
-            plan = plan_of_pipeline(self._search, self._module, found, report, self._notes(found.stages()[0].run))
+            plan = write_pipeline_plan(self._search, self._module, found, report, self._notes(found.stages()[0].run))
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:

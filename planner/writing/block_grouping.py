@@ -19,7 +19,7 @@ _MOST_STARTS = 4
 """In how many places a plan of ours tells blocks apart; more is somebody else's, and each takes its time to try."""
 
 
-def groupings_of_plan(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> list[Grouping]:
+def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> list[Grouping]:
     """Return how ``plan`` may group the blocks, the fewest parts first.
 
     The last takes blocks in a row that its entries say the same of as a part, and never takes two for alike that are

@@ -204,7 +204,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
     return found
 
 
-def entries_of(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
+def decision_entries(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
     """Return the plan's layouts for ``decision``."""
     return named_entries(structure, decision).folded(module)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from planner.run.model_analysis import ModelAnalysis
 
-WITHOUT_LOSS = (
+NO_LOSS_NOTE = (
     "forward returns no loss (a scalar that needs a gradient), so nothing says where the backward begins: "
     "that of the last ops is not priced. Let it return the loss."
 )
 
 
-def gives_no_loss(traced: ModelAnalysis) -> bool:
+def returns_no_loss(traced: ModelAnalysis) -> bool:
     """Tell whether the forward returns nothing that a backward could begin with."""
     return not any(output.is_loss for output in traced.graph.outputs)

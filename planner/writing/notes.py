@@ -13,9 +13,9 @@ from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
 from planner.profile.shared_input_linears import shared_inputs
 from planner.run.model_analysis import ModelAnalysis
-from planner.writing.loss import WITHOUT_LOSS, gives_no_loss
+from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
-NOT_OVERLAPPED = (
+ASYNC_TP_NOTE = (
     "the plan assumes that tensor-parallel communication inside a node runs in pieces beside matrix products, which "
     "cannot be run here: without --tensor-overlap (tensor_overlap=False) it is priced as it runs."
 )
@@ -23,14 +23,14 @@ NOT_OVERLAPPED = (
 
 def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) -> Iterator[str]:
     """Yield what is worth knowing of a plan of ``run``; ``batch`` is the global one, in samples."""
-    if run.job.training and gives_no_loss(traced):
-        yield WITHOUT_LOSS
+    if run.job.training and returns_no_loss(traced):
+        yield NO_LOSS_NOTE
     if run.job.phase == "prefill" and not module.has_kv_cache:
         yield "no key-value cache is counted: the model has none, or one of latents."
     if run.job.tensor_overlap:
-        yield NOT_OVERLAPPED
+        yield ASYNC_TP_NOTE
     if run.job.fused:
-        yield fused_note(module.graph)
+        yield fused_ops_note(module.graph)
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]
     if run.job.training and sizes and all(micro_batch % size for size in sizes):
@@ -48,7 +48,7 @@ _JOINED = "linear layers add up gradients in their products"
 NOTHING_FUSED = "nothing of the model is fused: it has no part whose code does what a fused op does."
 
 
-def fused_note(graph: OpGraph) -> str:
+def fused_ops_note(graph: OpGraph) -> str:
     """Say how many ops of a model are fused, by kind, and in how many linear layers gradients are joined."""
     counts = Counter(op.target_name for op in graph.ops if op.target_name in fused_kernels.NAMES)
     parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
@@ -57,7 +57,7 @@ def fused_note(graph: OpGraph) -> str:
     return f"{said} Beside that {joined} {_JOINED}." if joined else said
 
 
-def other_notes(notes: Iterable[str]) -> Iterator[str]:
+def without_fused_ops_note(notes: Iterable[str]) -> Iterator[str]:
     """Yield the notes that say something else."""
     yield from (note for note in notes if not note.startswith((NOTHING_FUSED, _FUSED)))
 
@@ -68,7 +68,7 @@ _NAMED = 4
 """Keys that are named; the others are counted."""
 
 
-def with_regather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpec], job: Job) -> tuple[str, ...]:
+def with_reallgather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpec], job: Job) -> tuple[str, ...]:
     """Return ``notes`` with one on what ``input_plan`` has gathered again, in place of an earlier one.
 
     Args:

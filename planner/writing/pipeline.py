@@ -18,7 +18,7 @@ from planner.writing.fqn_entries import NamedEntries, PlanEntries, fold_names, n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenPipeline:
+class PipelineEntries:
     """What a plan says of a pipeline.
 
     Attributes:
@@ -34,7 +34,7 @@ class WrittenPipeline:
     estimate: Estimate
 
 
-def written(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> WrittenPipeline:
+def pipeline_entries(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> PipelineEntries:
     """Return ``found`` in the terms of a plan.
 
     Args:
@@ -65,7 +65,7 @@ def written(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) 
         )
         for modules, stage in zip(held, found.stages(), strict=True)
     )
-    return WrittenPipeline(
+    return PipelineEntries(
         mesh=found.pipeline.whole_mesh,
         entries=entries.folded(module),
         modes=fold_names(modes, module.modules),

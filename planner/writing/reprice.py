@@ -24,11 +24,11 @@ from planner.run.mesh_space import check_mesh
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
-from planner.writing.block_grouping import groupings_of_plan
-from planner.writing.fqn_entries import entries_of
-from planner.writing.loss import WITHOUT_LOSS, gives_no_loss
-from planner.writing.notes import fused_note, other_notes, with_regather_note
-from planner.writing.token_order import check_order, order_of
+from planner.writing.block_grouping import plan_groupings
+from planner.writing.fqn_entries import decision_entries
+from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
+from planner.writing.notes import fused_ops_note, with_reallgather_note, without_fused_ops_note
+from planner.writing.token_order import check_token_order, zigzag_order
 
 
 def estimate_plan(
@@ -40,18 +40,18 @@ def estimate_plan(
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
-    opened = open_plan(model, plan, example_inputs=example_inputs, cluster=cluster)
+    opened = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
     read = opened.read
     with opened.clock.stage("costs_s"):
         priced = estimate(read.formulator, read.structure, read.decision)
     timings = dict(opened.clock.spent)
-    notes = dict.fromkeys(other_notes(plan.notes))
-    if plan.job.training and opened.without_loss:
-        notes[WITHOUT_LOSS] = None
+    notes = dict.fromkeys(without_fused_ops_note(plan.notes))
+    if plan.job.training and opened.returns_no_loss:
+        notes[NO_LOSS_NOTE] = None
     if plan.job.fused:
-        notes[fused_note(opened.search.model.graph)] = None
+        notes[fused_ops_note(opened.search.model.graph)] = None
     where = read.run.cluster.to_dict()
-    said = with_regather_note(notes, plan.input_plan, plan.job)
+    said = with_reallgather_note(notes, plan.input_plan, plan.job)
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
 
 
@@ -77,13 +77,13 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
         PlanKeyError: a key that matches nothing, or two that disagree.
     """
     said = json.loads(plan.to_json())
-    *coarser, finest = groupings_of_plan(plan, search.model.blocks, names)
+    *coarser, finest = plan_groupings(plan, search.model.blocks, names)
     for grouping in coarser:
         try:
             read = _read(search, plan, names, grouping)
         except PlanMismatchError:
             continue
-        rewritten = dataclasses.replace(plan, **entries_of(read.structure, read.decision, names).by_field())
+        rewritten = dataclasses.replace(plan, **decision_entries(read.structure, read.decision, names).by_field())
         if json.loads(rewritten.to_json()) == said:
             return read
     return _read(search, plan, names, finest)
@@ -115,27 +115,27 @@ def _read_on(
     with search.clock.stage("costs_s"):
         decision = decision_from_plan(structure, formulator, plan, names)
     reordering = search.model.reordering
-    check_order(plan, order_of(reordering, structure, decision, run, names), reordering)
+    check_token_order(plan, zigzag_order(reordering, structure, decision, run, names), reordering)
     return ReadPlan(run=run, formulator=formulator, structure=structure, decision=decision)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedPlan:
+class PricingContext:
     """A plan's model, traced, and what the plan writes down: what prices it and its neighbours.
 
     Attributes:
-        without_loss: whether the model's forward returns none.
+        returns_no_loss: whether the model's forward returns none.
     """
 
     search: RunPlanner
     read: ReadPlan
     clock: Clock
-    without_loss: bool
+    returns_no_loss: bool
 
 
-def open_plan(
+def open_for_pricing(
     model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
-) -> OpenedPlan:
+) -> PricingContext:
     """Return ``plan`` with its model, on its own cluster or another of the same size.
 
     Raises:
@@ -177,4 +177,4 @@ def open_plan(
     )
     search = RunPlanner(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.from_module(model))
-    return OpenedPlan(search=search, read=read, clock=clock, without_loss=gives_no_loss(model_traced))
+    return PricingContext(search=search, read=read, clock=clock, returns_no_loss=returns_no_loss(model_traced))

@@ -18,7 +18,7 @@ from planner.strategies.token_reordering import Reordering
 from planner.writing.fqn_entries import fold_names
 
 
-def order_of(
+def zigzag_order(
     reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
 ) -> ZigzagOrder | None:
     """Return the order that sequences have under ``decision``; None: their own."""
@@ -36,7 +36,7 @@ def order_of(
     )
 
 
-def check_order(plan: ShardingPlan, found: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
+def check_token_order(plan: ShardingPlan, found: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
     """Check that a plan says the order that its layouts ask for.
 
     Raises:
@@ -64,7 +64,7 @@ def _difference(said: ZigzagOrder | None, found: ZigzagOrder | None, reordering:
     return f"{', '.join(names)} of it would be {', '.join(str(getattr(found, name)) for name in names)}"
 
 
-def order_notes(reordering: Reordering | str | None, order: ZigzagOrder | None) -> list[str]:
+def token_order_notes(reordering: Reordering | str | None, order: ZigzagOrder | None) -> list[str]:
     """Return what a person should know of the order of sequences."""
     if isinstance(reordering, str):
         return [f"sequences stay in their own order: {reordering}."]

@@ -13,22 +13,22 @@ from planner.run.run_planner import Candidate, RunPlanner
 from planner.search.mesh_search import MeshSearchResult
 from planner.search.pipeline.search import PipelineSearchResult
 from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
-from planner.writing.fqn_entries import entries_of, fold_names
-from planner.writing.notes import with_regather_note
-from planner.writing.pipeline import written
-from planner.writing.token_order import order_notes, order_of
+from planner.writing.fqn_entries import decision_entries, fold_names
+from planner.writing.notes import with_reallgather_note
+from planner.writing.pipeline import pipeline_entries
+from planner.writing.token_order import token_order_notes, zigzag_order
 
-NOT_RUN = "a pipeline cannot be run here yet: --executable-only (executable_only=True) plans without."
+PIPELINE_NOT_RUN = "a pipeline cannot be run here yet: --executable-only (executable_only=True) plans without."
 
 
-def plan_of(
+def write_plan(
     search: RunPlanner, module: TracedModule, candidate: Candidate, report: SolverReport, notes: Sequence[str]
 ) -> ShardingPlan:
     """Return the plan of a decision about the whole model."""
     run = candidate.run
-    entries = entries_of(candidate.structure, candidate.decision, module.names)
+    entries = decision_entries(candidate.structure, candidate.decision, module.names)
     device, reordering = search.cluster.device, search.model.reordering
-    order = order_of(reordering, candidate.structure, candidate.decision, run, module.names)
+    order = zigzag_order(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
         mesh=PlanMesh.from_mesh(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
         **entries.by_field(),
@@ -42,16 +42,16 @@ def plan_of(
         ),
         cluster=search.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
-        notes=with_regather_note([*notes, *order_notes(reordering, order)], entries.input_plan, search.job),
+        notes=with_reallgather_note([*notes, *token_order_notes(reordering, order)], entries.input_plan, search.job),
     )
 
 
-def plan_of_pipeline(
+def write_pipeline_plan(
     search: RunPlanner, module: TracedModule, found: PlannedPipeline, report: SolverReport, notes: Sequence[str]
 ) -> ShardingPlan:
     """Return the plan of a pipeline."""
-    text = written(found, listed_blocks(search), module.names)
-    first = plan_of(search, module, found.stages()[0], report, [*notes, NOT_RUN])
+    text = pipeline_entries(found, listed_blocks(search), module.names)
+    first = write_plan(search, module, found.stages()[0], report, [*notes, PIPELINE_NOT_RUN])
     return dataclasses.replace(
         first,
         mesh=PlanMesh.from_mesh(text.mesh, first.mesh.device),
@@ -59,11 +59,11 @@ def plan_of_pipeline(
         activation_checkpointing=dict(text.modes),
         pipeline=text.pipeline,
         estimate=text.estimate,
-        notes=with_regather_note(first.notes, text.entries.input_plan, first.job),
+        notes=with_reallgather_note(first.notes, text.entries.input_plan, first.job),
     )
 
 
-def report_of(found: MeshSearchResult | None, piped: PipelineSearchResult | None, planner: str) -> SolverReport:
+def solver_report(found: MeshSearchResult | None, piped: PipelineSearchResult | None, planner: str) -> SolverReport:
     """Return how the best of both searches was found: ``piped``'s where it has a plan, which then is faster."""
     pipeline = None if piped is None else piped.plan
     if pipeline is not None:

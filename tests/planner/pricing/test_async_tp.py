@@ -19,7 +19,7 @@ from planner.plan.sharding_plan import Estimate, ShardingPlan
 from planner.pricing.overlap import Beside, Overlap, Products
 from planner.pricing.redistribution_costs import Communication, Exchange, Port, Price
 from planner.session import PlanningSession
-from planner.writing.notes import NOT_OVERLAPPED
+from planner.writing.notes import ASYNC_TP_NOTE
 from planner.writing.reprice import estimate_plan
 
 R, P, S1 = Replicate(), Partial(), Shard(1)
@@ -186,7 +186,7 @@ def test_the_search_keeps_its_bounds() -> None:
 def test_it_is_an_assumption_that_the_plan_states_and_nothing_runs() -> None:
     module, inputs, session = session_of("mlp", True)
     plan = session.plan(planner="tensor-parallel", mesh="tp=4")
-    assert NOT_OVERLAPPED in plan.notes
+    assert ASYNC_TP_NOTE in plan.notes
     with pytest.raises(PlanError, match="tensor_overlap"):
         plan.check_runs()
     with pytest.raises(JobError, match="--no-executable-only"):

@@ -20,7 +20,7 @@ from planner.plan.job import Checkpointing
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 from planner.regions.blocks import Blocks
 from planner.session import PlanningSession
-from planner.writing.block_grouping import groupings_of_plan
+from planner.writing.block_grouping import plan_groupings
 from planner.writing.reprice import estimate_plan
 
 BATCH = 8
@@ -143,7 +143,7 @@ def test_few_groupings_of_a_plan_are_tried(every: int, tried: int) -> None:
     blocks = Blocks(of_region={}, representatives=(names[0],), lists={"layers.*": names})
     again = dict.fromkeys((name for index, name in enumerate(names) if index % every == 0), "full")
     plan = ShardingPlan(mesh=PlanMesh(axes=(("dp", 4),)), activation_checkpointing=again)
-    found = groupings_of_plan(plan, blocks, ModuleNames(parameters=(), modules=("", *names)))
+    found = plan_groupings(plan, blocks, ModuleNames(parameters=(), modules=("", *names)))
     assert len(found) == tried
     assert dict(found[0].modes) == again
     assert len(dict.fromkeys(number for _, number in found[-1].parts)) == (0 if every == 1 else 12 if every == 2 else 4)
