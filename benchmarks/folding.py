@@ -139,8 +139,8 @@ def _groups(both: Both) -> Iterator[list[int]]:
     for parameter in folded.parameters:
         yield [node_of[value] for value in parameter.values]
     first = len(apart.regions.classes) + len(apart.parameters) + 1  # after the node of the axis
-    for gather in folded.gathers:
-        yield [first + index for index, block in enumerate(apart.gathers) if block.kind in gather.blocks]
+    for gather in folded.fsdp_groups:
+        yield [first + index for index, block in enumerate(apart.fsdp_groups) if block.kind in gather.blocks]
 
 
 def taken_apart(both: Both, decision: Decision) -> Decision:
@@ -156,8 +156,8 @@ def taken_apart(both: Both, decision: Decision) -> Decision:
         stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
         kept={
             block.kind: decision.kept[gather.kind]
-            for block in apart.gathers
-            for gather in folded.gathers
+            for block in apart.fsdp_groups
+            for gather in folded.fsdp_groups
             if gather.kind in decision.kept and block.kind in gather.blocks
         },
     )

@@ -159,7 +159,7 @@ class _Reader:
         self._refuse_empty()
         self._check_gathered_again()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
-        kept = {block.kind: self._kept[block.kind] for block in self._structure.gathers if block.kind in self._kept}
+        kept = {block.kind: self._kept[block.kind] for block in self._structure.fsdp_groups if block.kind in self._kept}
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
 
     def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:

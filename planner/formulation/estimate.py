@@ -15,7 +15,7 @@ from planner.formulation.formulate import Formulator, is_kept_as_made
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
-from planner.liveness.multiplicity import Tally
+from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import EdgeKey, Structure
 from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, Estimate, Phase
 from planner.pricing.redistribution_costs import Port, Price, add_prices, entering, leaving
@@ -42,48 +42,52 @@ class _Itemiser:
         for gather in self._formulator.gathers.chosen(self._decision.stored, self._decision.kept):
             yield self._formulator.gathers.price(gather)
         yield from self._redistributions()
-        if self._pricer.run.job.counts_moments:
+        if self._pricer.run.job.has_peak_candidates:
             yield from self._copies()
 
     def _ports(self, key: EdgeKey) -> tuple[Port, Port]:
         producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
         return leaving(producer, key.producer_slot), entering(consumer, key.consumer_slot)
 
-    def _value(self, tally: Tally) -> Value:
-        key = self._structure.edges[tally.edges[0]]
+    def _value(self, multiplicity: Multiplicity) -> Value:
+        key = self._structure.edges[multiplicity.edges[0]]
         return self._structure.representative(key.consumer).slots[key.consumer_slot].value
 
-    def _wanted(self, tally: Tally) -> list[tuple[Port, Port]]:
-        """Return each (source, target) that the tally's consumers want, once."""
-        return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in tally.edges))
+    def _wanted(self, multiplicity: Multiplicity) -> list[tuple[Port, Port]]:
+        """Return each (source, target) that the multiplicity's consumers want, once."""
+        return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in multiplicity.edges))
 
     def _redistributions(self) -> Iterator[Price]:
-        for tally in self._structure.forward:
-            value, beside = self._value(tally), self._formulator.beside(tally)
-            for source, target in self._wanted(tally):
+        for multiplicity in self._structure.redistributions:
+            value, beside = self._value(multiplicity), self._formulator.beside(multiplicity)
+            for source, target in self._wanted(multiplicity):
                 if source != target:
-                    yield _some(self._pricer.redistribution(value, source, target, tally.count, beside))
-        for tally in self._structure.recompute:
-            value, beside = self._value(tally), self._formulator.beside_again(tally)
-            for source, target in self._wanted(tally):
+                    yield _some(self._pricer.redistribution(value, source, target, multiplicity.count, beside))
+        for multiplicity in self._structure.recomputed_redistributions:
+            value, beside = self._value(multiplicity), self._formulator.beside_again(multiplicity)
+            for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout:
-                    yield self._pricer.recomputed_redistribution(value, source, target, tally.count, beside)
+                    yield self._pricer.recomputed_redistribution(value, source, target, multiplicity.count, beside)
 
     def _copies(self) -> Iterator[Price]:
         throughout = self._structure.timeline.throughout
-        for tally in self._structure.kept:
-            kept = (p.layout for p, q in self._wanted(tally) if tally.always or is_kept_as_made(p, q))
+        for multiplicity in self._structure.saved_tensors:
+            kept = (
+                p.layout
+                for p, q in self._wanted(multiplicity)
+                if multiplicity.in_producer_layout or is_kept_as_made(p, q)
+            )
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
-                yield self._pricer.copy(self._value(tally), layout, tally, throughout)
-        for tally in self._structure.copied:
-            for source, target in self._wanted(tally):
+                yield self._pricer.copy(self._value(multiplicity), layout, multiplicity, throughout)
+        for multiplicity in self._structure.saved_copies:
+            for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout and target.layout is not None:
-                    value, again = self._value(tally), target.again
-                    yield self._pricer.copy(value, target.layout, tally, throughout, again=again)
-        for tally in self._structure.passed:
-            gradient = self._wanted(tally)[0][0].gradient
-            if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(tally)):
-                yield self._pricer.copy(self._value(tally), gradient, tally, throughout)
+                    value, again = self._value(multiplicity), target.again
+                    yield self._pricer.copy(value, target.layout, multiplicity, throughout, again=again)
+        for multiplicity in self._structure.shared_gradients:
+            gradient = self._wanted(multiplicity)[0][0].gradient
+            if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(multiplicity)):
+                yield self._pricer.copy(self._value(multiplicity), gradient, multiplicity, throughout)
 
 
 def _some(price: Price | None) -> Price:
@@ -153,7 +157,7 @@ def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:
 _PHASES = ("param_gather", "forward", "recompute", "backward", "grad_reduce")
 
 
-ROLES_OF_MOMENTS = ("activations", "gradients", "recomputed_block", "transient")
+LIVE_ROLES = ("activations", "gradients", "recomputed_block", "transient")
 
 
 def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
@@ -163,7 +167,7 @@ def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
         for name, amount in total.items()
         if name.startswith(quantity.MEMORY)
     }
-    roles |= dict.fromkeys(ROLES_OF_MOMENTS, 0) | roles
+    roles |= dict.fromkeys(LIVE_ROLES, 0) | roles
     roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
     worst = max(quantity.bytes_by_moment(total).values(), key=lambda alive: sum(alive.values()), default={})
     for name, nbytes in worst.items():

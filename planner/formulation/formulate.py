@@ -14,7 +14,7 @@ from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
 from planner.ilp.shared_charges import Charges, meeting
-from planner.liveness.multiplicity import Tally
+from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import EdgeKey, Structure
 from planner.pricing.activation_costs import Pricer
@@ -127,8 +127,11 @@ class Formulator:
         charges = Charges()
         self._charge_redistributions(edges, charges)
         agree = self._ports.agree
-        agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.agreements]
-        edges += [*agreed, *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.alike)]
+        agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.same_producer_ports]
+        edges += [
+            *agreed,
+            *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.same_consumer_ports),
+        ]
         edges += list(self._parameter_edges(strategies, stored))
         edges += self.gathers.edges(len(strategies), stored, axes_node, len(edges), charges)
         if self._even_length is not None:
@@ -158,7 +161,7 @@ class Formulator:
         if job.phase != "training":
             return tuple(s for s in found if not slices_parameters(region, s))
         # It saves memory: where nobody asks for the peak, nothing.
-        if job.regather and self._structure.timeline.moments:
+        if job.regather and self._structure.timeline.candidates:
             return gathering_again(self._structure, region, found)
         return found
 
@@ -174,11 +177,11 @@ class Formulator:
             strategy,
             count=len(members),
             mode=structure.mode(region),
-            alive=structure.timeline.classes[index] if structure.timeline.moments else None,
+            alive=structure.timeline.classes[index] if structure.timeline.candidates else None,
             throughout=structure.timeline.throughout,
-            arguments=structure.arguments.get(index, ()),
-            sums=structure.sums[index],
-            joins=structure.joins[index],
+            arguments=structure.boundary_slots.get(index, ()),
+            sums=structure.autograd_sums[index],
+            joins=structure.gemm_sums[index],
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
@@ -233,13 +236,13 @@ class Formulator:
 
     # --- edges ---------------------------------------------------------------------------------------------------
 
-    def beside(self, tally: Tally) -> Beside | None:
-        """Return the products that hide a tally's redistributions; None where nothing does."""
-        return None if self._products is None else self._products.of(tally)
+    def beside(self, multiplicity: Multiplicity) -> Beside | None:
+        """Return the products that hide a multiplicity's redistributions; None where nothing does."""
+        return None if self._products is None else self._products.of(multiplicity)
 
-    def beside_again(self, tally: Tally) -> Beside | None:
+    def beside_again(self, multiplicity: Multiplicity) -> Beside | None:
         """Return the same of what checkpointed blocks repeat."""
-        return None if self._products is None else self._products.again(tally)
+        return None if self._products is None else self._products.again(multiplicity)
 
     def redistribution_price(self, value: Value, source: Port, target: Port) -> Price | None:
         """Return the price of one redistribution, forward and backward; None where it cannot be."""
@@ -265,53 +268,55 @@ class Formulator:
 
     def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, pricer = self._ports, self.pricer
-        for tally in self._structure.forward:
-            exchanged = pricer.exchange(self._value(tally), self.beside(tally))
-            for p, q, members in meeting(edges, tally.edges):
+        for multiplicity in self._structure.redistributions:
+            exchanged = pricer.exchange(self._value(multiplicity), self.beside(multiplicity))
+            for p, q, members in meeting(edges, multiplicity.edges):
                 price = pricer.communication.exchange(exchanged, p, q)
                 if price is not None:
-                    charges.add(members, price.charge, tally.count)
-        for tally in self._structure.recompute:
-            value, beside = self._value(tally), self.beside_again(tally)
-            for p, q, members in meeting(edges, tally.edges):
+                    charges.add(members, price.charge, multiplicity.count)
+        for multiplicity in self._structure.recomputed_redistributions:
+            value, beside = self._value(multiplicity), self.beside_again(multiplicity)
+            for p, q, members in meeting(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
-                    price = pricer.recomputed_redistribution(value, ports.port(p), ports.port(q), tally.count, beside)
+                    price = pricer.recomputed_redistribution(
+                        value, ports.port(p), ports.port(q), multiplicity.count, beside
+                    )
                     charges.add(members, price.charge)
-        if pricer.run.job.counts_moments:
+        if pricer.run.job.has_peak_candidates:
             self._charge_copies(edges, charges)
 
     def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
         ports, copy, throughout = self._ports, self.pricer.copy, self._structure.timeline.throughout
-        for tally in self._structure.kept:
-            value = self._value(tally)
+        for multiplicity in self._structure.saved_tensors:
+            value = self._value(multiplicity)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
-            for p, q, members in meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, multiplicity.edges):
                 source, target = ports.port(p), ports.port(q)
-                if source.layout is not None and (tally.always or is_kept_as_made(source, target)):
+                if source.layout is not None and (multiplicity.in_producer_layout or is_kept_as_made(source, target)):
                     by_layout[source.layout] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
-        for tally in self._structure.copied:
-            value = self._value(tally)
+                charges.add(tuple(found), copy(value, layout, multiplicity, throughout).charge)
+        for multiplicity in self._structure.saved_copies:
+            value = self._value(multiplicity)
             copies: dict[int, Charge] = {}
-            for p, q, members in meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, multiplicity.edges):
                 source, target = ports.port(p), ports.port(q)
                 if target.layout is not None and source.layout != target.layout:
                     if q not in copies:
-                        copies[q] = copy(value, target.layout, tally, throughout, again=target.again).charge
+                        copies[q] = copy(value, target.layout, multiplicity, throughout, again=target.again).charge
                     charges.add(members, copies[q])
-        for tally in self._structure.passed:
-            value = self._value(tally)
+        for multiplicity in self._structure.shared_gradients:
+            value = self._value(multiplicity)
             by_layout = defaultdict(list)
-            for p, q, members in meeting(edges, tally.edges):
+            for p, q, members in meeting(edges, multiplicity.edges):
                 gradient = ports.port(p).gradient
                 if gradient is not None and gradient != ports.port(q).gradient:
                     by_layout[gradient] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, tally, throughout).charge)
+                charges.add(tuple(found), copy(value, layout, multiplicity, throughout).charge)
 
-    def _value(self, tally: Tally) -> Value:
-        key = self._structure.edges[tally.edges[0]]
+    def _value(self, multiplicity: Multiplicity) -> Value:
+        key = self._structure.edges[multiplicity.edges[0]]
         return self._structure.representative(key.consumer).slots[key.consumer_slot].value
 
     # --- parameters ----------------------------------------------------------------------------------------------
@@ -345,7 +350,7 @@ class Formulator:
             count=len(parameter.values) * parameter.uses[use],
             saved=any(root in ops[o.op.name].saved for o in region.ops),
             recomputed=structure.mode(region) is not None,
-            first=index == structure.first_class,
+            first=index == structure.first_region_class,
             working=parameter.working[use],
             pending=parameter.pending[use],
             gradients=parameter.gradients,

@@ -17,7 +17,7 @@ from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
 from planner.ilp.problem import Charge, Edge, Node
 from planner.ilp.shared_charges import Charges
-from planner.liveness.parameter_classes import BlockGather, ParameterClass
+from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.reshard import ReshardAfter
 from planner.pricing.fsdp_group_costs import BlockGatherPricer
@@ -36,7 +36,7 @@ Size = tuple[tuple[int, ...], int]
 class Gather:
     """What the blocks of a kind gather under a decision: ``numel`` elements each, over mesh axes taken as one."""
 
-    block: BlockGather
+    block: FsdpGroup
     axes: tuple[int, ...]
     numel: int
     keeping: ReshardAfter
@@ -50,9 +50,9 @@ class Gathers:
         self._pricer = pricer
         self._mesh = mesh_shape
         self._over = gathering_axes(mesh_shape)
-        self._holders: dict[str, list[tuple[BlockGather, int]]] = defaultdict(list)
-        for block in structure.gathers:
-            for position, held in block.held.items():
+        self._holders: dict[str, list[tuple[FsdpGroup, int]]] = defaultdict(list)
+        for block in structure.fsdp_groups:
+            for position, held in block.parameter_counts.items():
                 self._holders[structure.parameters[position].values[0]].append((block, held))
 
     def use_price(self, parameter: ParameterClass, port: Port, gradient_nbytes: float) -> Price | None:
@@ -66,7 +66,7 @@ class Gathers:
         ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
         return [
             Node(name="gathering axes", charges=tuple({} for _ in self._over)),
-            *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.gathers),
+            *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.fsdp_groups),
         ]
 
     def edges(
@@ -80,9 +80,9 @@ class Gathers:
             first: number of the first edge.
         """
         edges = list(self._axes_edges(parameters, stored, axes_node))
-        for number, block in enumerate(self._structure.gathers):
+        for number, block in enumerate(self._structure.fsdp_groups):
             members: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = defaultdict(list)
-            for position in block.held:
+            for position in block.parameter_counts:
                 sizes = self._sizes(block, position, stored[position])
                 if any(sizes):
                     for size in dict.fromkeys(size for size in sizes if size is not None):
@@ -110,10 +110,10 @@ class Gathers:
                     pairs={(p, q): {} for p in (_APART, *over) for q in over if p in (_APART, q)},
                 )
 
-    def _sizes(self, block: BlockGather, position: int, choices: Sequence[StoredChoice]) -> list[Size | None]:
+    def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StoredChoice]) -> list[Size | None]:
         """Return, by choice of a parameter class, the axes and the elements that a block gathers of it, if it does."""
         value = self._value(self._structure.parameters[position])
-        numel = block.held[position] * (value.nbytes // value.dtype.itemsize)
+        numel = block.parameter_counts[position] * (value.nbytes // value.dtype.itemsize)
         return [
             None
             if (axes := choice.gathered_over) is None
@@ -121,7 +121,7 @@ class Gathers:
             for choice in choices
         ]
 
-    def _kept_edge(self, block: BlockGather, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
+    def _kept_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
         """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
         ways, itemsize = self._pricer.keepings, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
@@ -143,8 +143,8 @@ class Gathers:
         """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
         found = {
             block.kind: self._pricer.keepings[way]
-            for block, way in zip(self._structure.gathers, ways, strict=True)
-            if any(stored[position].gathered_over is not None for position in block.held)
+            for block, way in zip(self._structure.fsdp_groups, ways, strict=True)
+            if any(stored[position].gathered_over is not None for position in block.parameter_counts)
         }
         return {kind: keeping for kind, keeping in found.items() if keeping is not ReshardAfter.FORWARD}
 
@@ -155,8 +155,13 @@ class Gathers:
 
     def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, ReshardAfter]) -> Iterator[Gather]:
         """Yield what each kind of block gathers that gathers anything."""
-        for block in self._structure.gathers:
-            sizes = [size for p in block.held for size in self._sizes(block, p, stored[p : p + 1]) if size is not None]
+        for block in self._structure.fsdp_groups:
+            sizes = [
+                size
+                for p in block.parameter_counts
+                for size in self._sizes(block, p, stored[p : p + 1])
+                if size is not None
+            ]
             if sizes:
                 numel = sum(numel for _, numel in sizes)
                 keeping = kept.get(block.kind, ReshardAfter.FORWARD)
@@ -174,8 +179,8 @@ class Gathers:
     def _value(self, parameter: ParameterClass) -> Value:
         return self._structure.regions.graph.values[parameter.values[0]]
 
-    def _itemsize(self, block: BlockGather) -> int:
-        return self._value(self._structure.parameters[next(iter(block.held))]).dtype.itemsize
+    def _itemsize(self, block: FsdpGroup) -> int:
+        return self._value(self._structure.parameters[next(iter(block.parameter_counts))]).dtype.itemsize
 
 
 def _number(sizes: Sequence[Size | None], size: Size | None) -> int:

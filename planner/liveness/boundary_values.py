@@ -27,7 +27,7 @@ def first_reads(order: OpOrder) -> dict[tuple[int, int], int]:
     return found
 
 
-def handed_on(order: OpOrder) -> dict[tuple[int, int], int]:
+def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
     """Return (region, slot) -> entry of the region that the slot is, or is a view of that no other block reads."""
     entries = {
         (region.index, slot): slot

@@ -1,4 +1,4 @@
-"""What each class of regions has alive at which moments: tensors counted, and bytes added up by lifetime."""
+"""What each class of regions has alive at which candidates: tensors counted, and bytes added up by lifetime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.ilp.problem import Lifetime
-from planner.liveness.peak_candidates import Moment
+from planner.liveness.peak_candidates import PeakCandidate
 
 Counts = npt.NDArray[np.float64]
 
@@ -19,54 +19,55 @@ _ROLES = {
     "cached_extra": "activations",
     "recomputed": "recomputed_block",
     "recomputed_extra": "recomputed_block",
-    "runs": "recomputed_block",
+    "recompute_runs": "recomputed_block",
     "gradients": "transient",
-    "works": "transient",
+    "backward_runs": "transient",
 }
-"""Role of what is counted at moments."""
+"""Role of what is counted at candidates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTimeline:
-    """How many members of a class of regions have what alive, by moment.
+    """How many members of a class of regions have what alive, by candidate.
 
     Attributes:
-        moments: those that are counted at.
-        saved: [slots, moments]: autograd keeps the slot's tensor, from the forward on.
-        recomputed: [slots, moments]: it keeps the tensor since its block was run again.
-        saved_extra, recomputed_extra: [ops, moments]: likewise, of tensors that exist only inside an op.
-        cached_extra: [ops, moments]: of these, results that selective checkpointing caches.
-        gradients: [slots, moments]: the gradient of the slot's tensor is there.
-        works: [ops, moments]: the op's own backward runs.
-        runs: [ops, moments]: the op's own forward runs again.
-        held, held_extra: [slots] and [ops]: of ``saved`` and ``saved_extra``, at the end of the forward.
-        held_cached: [ops]: of ``cached_extra`` likewise.
+        candidates: those that are counted at.
+        saved: [slots, candidates]: autograd keeps the slot's tensor, from the forward on.
+        recomputed: [slots, candidates]: it keeps the tensor since its block was run again.
+        saved_extra, recomputed_extra: [ops, candidates]: likewise, of tensors that exist only inside an op.
+        cached_extra: [ops, candidates]: of these, results that selective checkpointing caches.
+        gradients: [slots, candidates]: the gradient of the slot's tensor is there.
+        backward_runs: [ops, candidates]: the op's own backward runs.
+        recompute_runs: [ops, candidates]: the op's own forward runs again.
+        saved_after_forward, saved_extra_after_forward: [slots] and [ops]: ``saved`` and ``saved_extra`` at the end of
+            the forward.
+        cached_extra_after_forward: [ops]: of ``cached_extra`` likewise.
     """
 
-    moments: tuple[Moment, ...]
+    candidates: tuple[PeakCandidate, ...]
     saved: Counts
     recomputed: Counts
     saved_extra: Counts
     recomputed_extra: Counts
     cached_extra: Counts
     gradients: Counts
-    works: Counts
-    runs: Counts
-    held: Counts
-    held_extra: Counts
-    held_cached: Counts
+    backward_runs: Counts
+    recompute_runs: Counts
+    saved_after_forward: Counts
+    saved_extra_after_forward: Counts
+    cached_extra_after_forward: Counts
     _lifetimes: tuple[Lifetime, ...] = field(init=False, repr=False, compare=False)
     _times: Counts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find which of what is counted is there at the same moments, in proportion."""
+        """Find which of what is counted is there at the same candidates, in proportion."""
         rows = [(role, counts) for name, role in _ROLES.items() for counts in getattr(self, name)]
         found: dict[Lifetime, int] = {}
         times: list[tuple[int, int, float]] = []
         for column, (role, counts) in enumerate(rows):
             if counts.any():
                 divisor = float(np.gcd.reduce(counts.astype(np.int64)))
-                lifetime = _lifetime(self.moments, role, counts / divisor)
+                lifetime = _lifetime(self.candidates, role, counts / divisor)
                 times.append((found.setdefault(lifetime, len(found)), column, divisor))
         matrix = np.zeros((len(found), len(rows)))
         for row, column, count in times:
@@ -99,10 +100,11 @@ class ClassTimeline:
                 yield lifetime, amount
 
 
-def _lifetime(moments: Sequence[Moment], role: str, counts: Counts) -> Lifetime:
-    return Lifetime.of({moment.quantity(role): count for moment, count in zip(moments, counts.tolist(), strict=True)})
+def _lifetime(candidates: Sequence[PeakCandidate], role: str, counts: Counts) -> Lifetime:
+    by_candidate = zip(candidates, counts.tolist(), strict=True)
+    return Lifetime.of({candidate.quantity(role): count for candidate, count in by_candidate})
 
 
-def throughout(moments: Sequence[Moment]) -> Lifetime:
+def throughout(candidates: Sequence[PeakCandidate]) -> Lifetime:
     """Return the lifetime of activations of other micro-batches: all of a step but the update."""
-    return Lifetime.of({moment.quantity("activations"): 1.0 for moment in moments if moment.position >= 0})
+    return Lifetime.of({candidate.quantity("activations"): 1.0 for candidate in candidates if candidate.position >= 0})

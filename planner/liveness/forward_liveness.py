@@ -1,9 +1,9 @@
-"""What is alive at each moment of a forward that nothing is kept for: inference.
+"""What is alive at each candidate of a forward that nothing is kept for: inference.
 
 A tensor is there from the op that makes it to the last op that reads it, or a view of it; what the forward is run for
-is there to the end. A copy in another layout is there from its first reader to its last. A *moment* is the forward of
-one op: as of the backward (`peak_candidates`), the first and the last two members of each class of regions have one, at
-the op at which most is alive.
+is there to the end. A copy in another layout is there from its first reader to its last. A *peak candidate* is the
+forward of one op: as of the backward (`peak_candidates`), the first and the last two members of each class of regions
+have one, at the op at which most is alive.
 
 Python may hold a tensor a little longer than its last reader, in a variable of the function that made it.
 """
@@ -17,15 +17,15 @@ import numpy as np
 
 from planner.ilp.problem import Lifetime
 from planner.liveness.backward_liveness import Timeline, positions_of_uses
-from planner.liveness.boundary_values import first_reads, handed_on, savers
+from planner.liveness.boundary_values import first_reads, passed_through, savers
 from planner.liveness.class_timeline import ClassTimeline, throughout
-from planner.liveness.multiplicity import Leaving, Tally
+from planner.liveness.multiplicity import Multiplicity, OutgoingLinks
 from planner.liveness.op_order import NEVER, OpOrder
-from planner.liveness.peak_candidates import ENDS, Moment
+from planner.liveness.peak_candidates import ENDS, PeakCandidate
 from planner.regions.regions import Region
 
 
-class Lifetimes:
+class LiveRanges:
     """From when to when each tensor of a forward is there, by the positions of ops."""
 
     def __init__(self, order: OpOrder) -> None:
@@ -61,39 +61,39 @@ class Lifetimes:
 
 
 def forward_timeline(order: OpOrder) -> Timeline:
-    """Return the moments at which the memory of a forward may be at its peak, and what is alive at each."""
-    moments, handed = forward_moments(order), handed_on(order)
+    """Return the candidates at which the memory of a forward may be at its peak, and what is alive at each."""
+    candidates, handed = forward_peak_candidates(order), passed_through(order)
     return Timeline(
-        moments=moments,
-        classes=_classes(order, moments),
+        candidates=candidates,
+        classes=_classes(order, candidates),
         blocks={},
         uses=positions_of_uses(order),
         savers=savers(order, handed),
-        handed_on=handed,
+        passed_through=handed,
         starts=order.starts,
         ends=order.ends,
         first_reads=first_reads(order),
-        passed={moment.key: frozenset() for moment in moments},
-        throughout=throughout(moments),
+        aliased_gradients={candidate.key: frozenset() for candidate in candidates},
+        throughout=throughout(candidates),
     )
 
 
-def forward_moments(order: OpOrder) -> tuple[Moment, ...]:
-    """Return the moments at which the memory of a forward may be at its peak, by position."""
-    lifetimes = Lifetimes(order)
+def forward_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
+    """Return the candidates at which the memory of a forward may be at its peak, by position."""
+    lifetimes = LiveRanges(order)
     found: set[int] = set()
     for region_class in order.regions.classes:
         members = [order.regions.regions[m] for m in region_class.members]
         members = [member for member in members if member.ops]
         for region in {m.index: m for m in (*members[:ENDS], *members[-ENDS:])}.values():
             found.add(max((order.position[r.op.name] for r in region.ops), key=lifetimes.alive_nbytes))
-    return tuple(Moment(key=str(position), position=position, block=None) for position in sorted(found))
+    return tuple(PeakCandidate(key=str(position), position=position, block=None) for position in sorted(found))
 
 
-def _classes(order: OpOrder, moments: Sequence[Moment]) -> tuple[ClassTimeline, ...]:
-    """Return what each class of regions has alive at ``moments``: what its ops made, and the op at work."""
-    lifetimes = Lifetimes(order)
-    at = np.array([moment.position for moment in moments])
+def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[ClassTimeline, ...]:
+    """Return what each class of regions has alive at ``candidates``: what its ops made, and the op at work."""
+    lifetimes = LiveRanges(order)
+    at = np.array([candidate.position for candidate in candidates])
     found = []
     for region_class in order.regions.classes:
         regions = [order.regions.regions[member] for member in region_class.members]
@@ -109,38 +109,38 @@ def _classes(order: OpOrder, moments: Sequence[Moment]) -> tuple[ClassTimeline, 
         slots, ops = np.zeros_like(saved), np.zeros_like(works)
         found.append(
             ClassTimeline(
-                moments=tuple(moments),
+                candidates=tuple(candidates),
                 saved=saved,
                 recomputed=slots,
                 saved_extra=ops,
                 recomputed_extra=ops,
                 cached_extra=ops,
                 gradients=slots,
-                works=works,
-                runs=ops,
-                held=slots[:, 0] if len(at) else np.zeros(len(slots)),
-                held_extra=ops[:, 0] if len(at) else np.zeros(len(ops)),
-                held_cached=ops[:, 0] if len(at) else np.zeros(len(ops)),
+                backward_runs=works,
+                recompute_runs=ops,
+                saved_after_forward=slots[:, 0] if len(at) else np.zeros(len(slots)),
+                saved_extra_after_forward=ops[:, 0] if len(at) else np.zeros(len(ops)),
+                cached_extra_after_forward=ops[:, 0] if len(at) else np.zeros(len(ops)),
             )
         )
     return tuple(found)
 
 
-def forward_copies(order: OpOrder, timeline: Timeline, leaving: Leaving) -> tuple[Tally, ...]:
-    """Return at which moments copies are there that redistributions make, by the edges that could share them."""
-    spans = _spans(order, timeline.handed_on)
+def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -> tuple[Multiplicity, ...]:
+    """Return at which candidates copies are there that redistributions make, by the edges that could share them."""
+    spans = _spans(order, timeline.passed_through)
     alive: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
     for links in leaving.values():
         read = [spans[consumer, entry] for _, consumer, entry in links]
         first, last = min(begin for begin, _ in read), max(end for _, end in read)
-        there = [m.quantity("activations") for m in timeline.moments if first <= m.position <= last]
+        there = [m.quantity("activations") for m in timeline.candidates if first <= m.position <= last]
         alive[tuple(sorted({edge for edge, _, _ in links}))].update(there)
-    return tuple(Tally(edges=edges, alive=Lifetime.of(counts)) for edges, counts in alive.items())
+    return tuple(Multiplicity(edges=edges, lifetime=Lifetime.of(counts)) for edges, counts in alive.items())
 
 
 def _spans(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
     """Return entry (region, slot) -> where it is first and last read, there or where it is handed on to."""
-    lifetimes = Lifetimes(order)
+    lifetimes = LiveRanges(order)
     found = {
         (region.index, slot): lifetimes.reads(region, slot)
         for region in order.regions.regions

@@ -10,54 +10,54 @@ from typing import NamedTuple
 from planner.ilp.problem import NEVER_ALIVE, Lifetime
 from planner.liveness.backward_liveness import Timeline
 from planner.liveness.op_order import NEVER
-from planner.liveness.peak_candidates import Moment
+from planner.liveness.peak_candidates import PeakCandidate
 from planner.plan.job import CheckpointingMode
 from planner.profile.op_profile import GraphProfile
 from planner.regions.blocks import Blocks
 from planner.regions.regions import Region, RegionGraph
 
-Leaving = Mapping[tuple[int, int], list[tuple[int, int, int]]]
+OutgoingLinks = Mapping[tuple[int, int], list[tuple[int, int, int]]]
 """(region, slot) -> where it goes: edge, region and entry there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class Multiplicity:
     """How often something is paid, for one set of edges that leave the same tensor.
 
     Attributes:
         count: of redistributions.
-        alive: of saved tensors: at which moments there are how many.
-        always: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
-        held: how many saved tensors there are at the end of the forward.
-        again: of copies: at which moments there are how many where they are made again for the backward of what keeps
-            them, if that is one op each.
+        lifetime: of saved tensors: at which candidates there are how many.
+        in_producer_layout: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
+        live_after_forward: how many saved tensors there are at the end of the forward.
+        reallgathered_lifetime: of copies: at which candidates there are how many where they are all-gathered again for
+            the backward of what saves them, if that is one op each.
     """
 
     edges: tuple[int, ...]
     count: int = 0
-    alive: Lifetime = NEVER_ALIVE
-    always: bool = False
-    held: int = 0
-    again: Lifetime = NEVER_ALIVE
+    lifetime: Lifetime = NEVER_ALIVE
+    in_producer_layout: bool = False
+    live_after_forward: int = 0
+    reallgathered_lifetime: Lifetime = NEVER_ALIVE
 
 
 class _Kept(NamedTuple):
-    """A tensor kept for the consumer at the end of an edge, from the moment ``since`` back to the start."""
+    """A tensor kept for the consumer at the end of an edge, from the candidate ``since`` back to the start."""
 
     edge: int
     since: int
 
 
-def count_tallies(
+def count_multiplicities(
     regions: RegionGraph,
     profile: GraphProfile,
     blocks: Blocks,
     modes: Mapping[str, CheckpointingMode],
-    leaving: Leaving,
+    leaving: OutgoingLinks,
     timeline: Timeline,
-) -> dict[str, tuple[Tally, ...]]:
+) -> dict[str, tuple[Multiplicity, ...]]:
     """Return how often redistributions and saved copies occur, by the names that they have in `Structure`."""
-    saves, present = timeline.savers, _Alive(timeline.moments)
+    saves, present = timeline.savers, _Alive(timeline.candidates)
     again_in = {region: block for region, block in blocks.of_region.items() if block in modes}
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
@@ -109,7 +109,7 @@ def count_tallies(
         for edges in again.values():
             recompute[_subset(edges)] += 1
         is_made = region.slots[slot].origin == "op"
-        owns = is_made and (producer, slot) not in timeline.handed_on
+        owns = is_made and (producer, slot) not in timeline.passed_through
         there = [m.quantity("transient") for m in _passed_at(regions, profile, timeline, region, slot, links)]
         if is_made and there:
             passed[_subset(edge for edge, _, _ in links)].update(there)
@@ -121,24 +121,31 @@ def count_tallies(
             copied[_subset(k.edge for k in found)].update(present.of(found, where))
             copied_held[_subset(k.edge for k in found)] += _is_held(found, where)
             if where is None:
-                copied_again[_subset(k.edge for k in found)].update(_while_read(found, timeline.moments))
+                copied_again[_subset(k.edge for k in found)].update(_while_read(found, timeline.candidates))
     return {
-        "forward": tuple(Tally(edges=edges, count=n) for edges, n in forward.items()),
-        "recompute": tuple(Tally(edges=edges, count=n) for edges, n in recompute.items()),
-        "kept": tuple(
-            Tally(edges=edges, always=always, alive=Lifetime.of(alive), held=kept_held[edges, always])
+        "redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in forward.items()),
+        "recomputed_redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in recompute.items()),
+        "saved_tensors": tuple(
+            Multiplicity(
+                edges=edges,
+                in_producer_layout=always,
+                lifetime=Lifetime.of(alive),
+                live_after_forward=kept_held[edges, always],
+            )
             for (edges, always), alive in kept.items()
         ),
-        "copied": tuple(
-            Tally(
+        "saved_copies": tuple(
+            Multiplicity(
                 edges=edges,
-                alive=Lifetime.of(alive),
-                held=copied_held[edges],
-                again=Lifetime.of(copied_again.get(edges, {})),
+                lifetime=Lifetime.of(alive),
+                live_after_forward=copied_held[edges],
+                reallgathered_lifetime=Lifetime.of(copied_again.get(edges, {})),
             )
             for edges, alive in copied.items()
         ),
-        "passed": tuple(Tally(edges=edges, alive=Lifetime.of(alive)) for edges, alive in passed.items()),
+        "shared_gradients": tuple(
+            Multiplicity(edges=edges, lifetime=Lifetime.of(alive)) for edges, alive in passed.items()
+        ),
     }
 
 
@@ -147,26 +154,28 @@ def _subset(edges: Iterable[int]) -> tuple[int, ...]:
 
 
 class _Alive:
-    """At which moments tensors are there: made again in a block, or kept all along."""
+    """At which candidates tensors are there: made again in a block, or kept all along."""
 
-    def __init__(self, moments: Sequence[Moment]) -> None:
-        self._kept = [(moment.position, moment.quantity("activations")) for moment in moments]
+    def __init__(self, candidates: Sequence[PeakCandidate]) -> None:
+        self._kept = [(candidate.position, candidate.quantity("activations")) for candidate in candidates]
         self._again: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        for moment in moments:
-            if moment.block is not None:
-                self._again[moment.block].append((moment.made, moment.quantity("recomputed_block")))
+        for candidate in candidates:
+            if candidate.block is not None:
+                self._again[candidate.block].append(
+                    (candidate.recomputed_until, candidate.quantity("recomputed_block"))
+                )
 
     def of(self, kept: Sequence[_Kept], block: str | None) -> list[str]:
-        """Return the moments' quantities at which a tensor is there: made again in ``block``, or all along (None)."""
+        """Return the quantities of candidates at which a tensor is alive: recomputed in ``block``, or saved (None)."""
         since = min(k.since for k in kept)
-        moments = self._kept if block is None else self._again.get(block, ())
-        return [name for position, name in moments if position >= since]
+        candidates = self._kept if block is None else self._again.get(block, ())
+        return [name for position, name in candidates if position >= since]
 
 
-def _while_read(kept: Sequence[_Kept], moments: Sequence[Moment]) -> list[str]:
-    """Return the quantities of the moments between the backward of the last op that reads a tensor and the first."""
+def _while_read(kept: Sequence[_Kept], candidates: Sequence[PeakCandidate]) -> list[str]:
+    """Return the quantities of the candidates between the backward of the last op that reads a tensor and the first."""
     first, last = min(k.since for k in kept), max(k.since for k in kept)
-    return [moment.quantity("transient") for moment in moments if first <= moment.position <= last]
+    return [candidate.quantity("transient") for candidate in candidates if first <= candidate.position <= last]
 
 
 def _is_held(kept: Sequence[_Kept], block: str | None) -> bool:
@@ -184,7 +193,7 @@ def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, pos
 def _further(
     regions: RegionGraph,
     profile: GraphProfile,
-    leaving: Leaving,
+    leaving: OutgoingLinks,
     timeline: Timeline,
     region_index: int,
     entry: int,
@@ -192,7 +201,7 @@ def _further(
     """Yield the links (edge, consumer, position) to regions that keep a tensor which other regions only hand on."""
     region = regions.regions[region_index]
     for slot in range(len(region.slots)):
-        if timeline.handed_on.get((region_index, slot)) != entry:
+        if timeline.passed_through.get((region_index, slot)) != entry:
             continue
         for edge, consumer, position in leaving.get((region_index, slot), ()):
             if _self_saved(regions, profile, regions.regions[consumer], position):
@@ -204,7 +213,7 @@ def _further(
 def _kept_by_others(
     regions: RegionGraph,
     again_in: Mapping[int, str],
-    leaving: Leaving,
+    leaving: OutgoingLinks,
     timeline: Timeline,
     region_index: int,
     entry: int,
@@ -213,7 +222,7 @@ def _kept_by_others(
     home = again_in.get(region_index)
     since = NEVER
     for slot in range(len(regions.regions[region_index].slots)):
-        if timeline.handed_on.get((region_index, slot)) != entry:
+        if timeline.passed_through.get((region_index, slot)) != entry:
             continue
         for _, consumer, position in leaving.get((region_index, slot), ()):
             block = again_in.get(consumer)
@@ -230,20 +239,20 @@ def _passed_at(
     region: Region,
     slot: int,
     links: Sequence[tuple[int, int, int]],
-) -> list[Moment]:
-    """Return the moments at which a tensor's gradient has come, in memory shared with another's, and is redistributed.
+) -> list[PeakCandidate]:
+    """Return the candidates at which a tensor's gradient has come, in shared memory, and is redistributed.
 
     Autograd runs backward in the order opposite to the forward's: what was redistributed just before its first reader
     when the backward of all readers is done, and what its producer's module redistributed just before its producer's.
     """
     name = region.slots[slot].value.name
-    there = [moment for moment in timeline.moments if name in timeline.passed[moment.key]]
+    there = [candidate for candidate in timeline.candidates if name in timeline.aliased_gradients[candidate.key]]
     boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
     if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
         first = min(timeline.first_reads[consumer, position] for _, consumer, position in links)
-        return [moment for moment in there if moment.position < first]
+        return [candidate for candidate in there if candidate.position < first]
     ops = regions.graph.ops
-    outputs = {moment.position: ops[moment.position].outputs for moment in there if moment.position >= 0}
+    outputs = {candidate.position: ops[candidate.position].outputs for candidate in there if candidate.position >= 0}
     return [m for m in there if name in {profile.root[output] for output in outputs.get(m.position, ())}]
 
 

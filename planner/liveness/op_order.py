@@ -22,10 +22,10 @@ class OpOrder:
     Attributes:
         position: name of an op -> where it runs.
         region_op: position -> the region that the op is in, and the op there.
-        inside: block -> positions of its ops, in order.
+        ops_in_block: block -> positions of its ops, in order.
         starts, ends: block -> position of its first op, and of its last.
         gradients: position -> values whose gradients have come from later ops.
-        passed: position -> of these, those whose gradients are in memory that they share with another's.
+        aliased_gradients: position -> of these, those whose gradients are in memory that they share with another's.
         chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
     """
 
@@ -43,11 +43,11 @@ class OpOrder:
             block = blocks.of_region.get(region.index)
             if block is not None:
                 inside[block].append(position)
-        self.inside = dict(inside)
+        self.ops_in_block = dict(inside)
         self.starts = {block: positions[0] for block, positions in inside.items()}
         self.ends = {block: positions[-1] for block, positions in inside.items()}
         self.gradients: dict[int, tuple[str, ...]] = {}
-        self.passed: dict[int, frozenset[str]] = {}
+        self.aliased_gradients: dict[int, frozenset[str]] = {}
         self.chunks: tuple[int, ...] = tuple(self._find_chunks())
         self._follow_gradients()
 
@@ -69,7 +69,7 @@ class OpOrder:
         """Return the value whose storage a value shares."""
         return self.profile.root.get(name, name)
 
-    def keeps(self, op: Op) -> bool:
+    def saves(self, op: Op) -> bool:
         """Tell whether autograd keeps anything for an op."""
         profile = self.profile.ops[op.name]
         return bool(profile.saved or profile.saved_extra_nbytes)
@@ -82,18 +82,18 @@ class OpOrder:
         """Tell whether an op's results lie in memory of what it reads."""
         return all(self.root(name) in self.reads(position) for name in self.ops[position].outputs)
 
-    def works(self, op: Op) -> bool:
+    def has_backward(self, op: Op) -> bool:
         """Tell whether an op has a backward."""
         return any(self.regions.graph.values[name].requires_grad for name in op.outputs)
 
-    def passes_on(self, op: Op) -> bool:
+    def passes_gradient_on(self, op: Op) -> bool:
         """Tell whether an op's backward hands its gradient on as it is."""
         return self.profile.ops[op.name].nbytes == 0 or op.target_name in ("aten.add.Tensor", "aten.alias.default")
 
     def new_gradients(self, op: Op) -> list[str]:
         """Return the values, by root, for which the backward of ``op`` makes a gradient of its own."""
         values = self.regions.graph.values
-        if self.passes_on(op):
+        if self.passes_gradient_on(op):
             return []
         return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
 
@@ -137,8 +137,8 @@ class OpOrder:
                 held |= arriving.pop()
             op = self.ops[position]
             self.gradients[position] = tuple(dict.fromkeys(held.values()))
-            self.passed[position] = frozenset(name for name, owner in held.items() if name != owner)
-            if not self.works(op):
+            self.aliased_gradients[position] = frozenset(name for name, owner in held.items() if name != owner)
+            if not self.has_backward(op):
                 continue
             outputs = {self.root(name) for name in op.outputs}
             arrived = next((held[name] for name in outputs if name in held), None)

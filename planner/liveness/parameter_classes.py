@@ -1,4 +1,4 @@
-"""Parameters that share a decision, those that are gathered together, and what of them is there at each moment."""
+"""Parameters that share a decision, those that are gathered together, and what of them is there at each candidate."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ParameterClass:
     Attributes:
         values: the parameters.
         uses: (region class, slot) -> number of uses by each of the parameters.
-        gradients: at which moments how many of the parameters have their gradients.
-        working: use -> at which moments an op uses how many of them.
-        pending: use -> at which moments how many have a gradient from that use, the last of several, which waits for
+        gradients: at which candidates how many of the parameters have their gradients.
+        working: use -> at which candidates an op uses how many of them.
+        pending: use -> at which candidates how many have a gradient from that use, the last of several, which waits for
             those of the others.
-        unreduced: at which moments how many have their gradients, but not their block all of its own.
+        unreduced: at which candidates how many have their gradients, but not their block all of its own.
     """
 
     values: tuple[str, ...]
@@ -36,40 +36,40 @@ class ParameterClass:
     pending: Mapping[tuple[int, int], Lifetime]
     unreduced: Lifetime
 
-    def without_moments(self) -> ParameterClass:
-        """Return it with nothing to add up at any moment."""
+    def without_peak_candidates(self) -> ParameterClass:
+        """Return it with nothing to add up at any candidate."""
         nothing = dict.fromkeys(self.uses, NEVER_ALIVE)
         return dataclasses.replace(self, gradients=NEVER_ALIVE, working=nothing, pending=nothing, unreduced=NEVER_ALIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockGather:
+class FsdpGroup:
     """A kind of block whose parameters can be gathered together: one flat collective for each.
 
     Attributes:
         kind: FQN of the kind's representative.
         blocks: FQNs of all of the kind.
-        held: index of a parameter class -> how many of its parameters one such block holds.
+        parameter_counts: index of a parameter class -> how many of its parameters one such block holds.
         numel: elements of all of them.
         is_first: whether it is the first such kind in the model.
-        leading: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
-        whole: at which moments inside such blocks how many blocks' parameters are whole (its own, and that of the block
-            before it).
-        reducing: likewise, how many buffers gradients are being reduced in (that of the block after it).
-        gathered: at which moments how many copies of such a block's parameters are there if they are kept from forward
-            to backward.
-        unreduced: at which moments inside such blocks what part of its block's gradients has come.
+        chunk_heads: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
+        unsharded: at which candidates inside such blocks how many blocks' parameters are whole (its own, and that of
+            the block before it).
+        reduce_buffers: likewise, how many buffers gradients are being reduced in (that of the block after it).
+        unsharded_until_backward: at which candidates how many copies of such a block's parameters are there if they
+            stay unsharded from forward to backward.
+        unreduced: at which candidates inside such blocks what part of its block's gradients has come.
     """
 
     kind: str
     blocks: tuple[str, ...]
-    held: Mapping[int, int]
+    parameter_counts: Mapping[int, int]
     numel: int
     is_first: bool
-    leading: int
-    whole: Lifetime
-    reducing: Lifetime
-    gathered: Lifetime
+    chunk_heads: int
+    unsharded: Lifetime
+    reduce_buffers: Lifetime
+    unsharded_until_backward: Lifetime
     unreduced: Lifetime
 
     @property
@@ -77,10 +77,14 @@ class BlockGather:
         """How many blocks are of the kind."""
         return len(self.blocks)
 
-    def without_moments(self) -> BlockGather:
-        """Return it with nothing to add up at any moment."""
+    def without_peak_candidates(self) -> FsdpGroup:
+        """Return it with nothing to add up at any candidate."""
         return dataclasses.replace(
-            self, whole=NEVER_ALIVE, reducing=NEVER_ALIVE, gathered=NEVER_ALIVE, unreduced=NEVER_ALIVE
+            self,
+            unsharded=NEVER_ALIVE,
+            reduce_buffers=NEVER_ALIVE,
+            unsharded_until_backward=NEVER_ALIVE,
+            unreduced=NEVER_ALIVE,
         )
 
 
@@ -108,15 +112,15 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
 
 
 def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:
-    """Return at which moments how many of the parameters are used by later ops only."""
+    """Return at which candidates how many of the parameters are used by later ops only."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     return Lifetime.of({
-        moment.quantity("gradients"): len(first) - bisect_right(first, moment.position) for moment in timeline.moments
+        c.quantity("gradients"): len(first) - bisect_right(first, c.position) for c in timeline.candidates
     })  # fmt: skip
 
 
 def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which moments how many of the parameters wait with the gradient of their last use, in a class.
+    """Return at which candidates how many of the parameters wait with the gradient of their last use, in a class.
 
     Autograd adds the gradients of all uses up before it hands them to the parameter.
     """
@@ -126,37 +130,37 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
     for value in values:
         uses = timeline.uses[value]
         if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
-            waiting = (m for m in timeline.moments if min(uses) <= m.position < max(uses))
-            found.update(moment.quantity("gradients") for moment in waiting)
+            waiting = (m for m in timeline.candidates if min(uses) <= m.position < max(uses))
+            found.update(candidate.quantity("gradients") for candidate in waiting)
     return Lifetime.of(found)
 
 
 def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
-    """Return at which moments how many of the parameters are used later in the block that the moment is in."""
+    """Return at which candidates how many of the parameters are used later in the block that the candidate is in."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     found: dict[str, int] = {}
-    for block, moments in timeline.blocks.items():
-        for moment in moments:
-            later = bisect_right(first, timeline.ends[block]) - bisect_right(first, moment.position)
+    for block, candidates in timeline.blocks.items():
+        for candidate in candidates:
+            later = bisect_right(first, timeline.ends[block]) - bisect_right(first, candidate.position)
             if later > 0:
-                found[moment.quantity("gradients")] = later
+                found[candidate.quantity("gradients")] = later
     return Lifetime.of(found)
 
 
 def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which moments how many of the parameters an op of a class of regions uses."""
+    """Return at which candidates how many of the parameters an op of a class of regions uses."""
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
     found = {}
-    for moment in timeline.moments:
-        if regions.graph.ops[moment.position].name in inside:
-            found[moment.quantity("transient")] = sum(moment.position in timeline.uses[value] for value in values)
+    for candidate in timeline.candidates:
+        if regions.graph.ops[candidate.position].name in inside:
+            found[candidate.quantity("transient")] = sum(candidate.position in timeline.uses[value] for value in values)
     return Lifetime.of(found)
 
 
-def block_gathers(
+def find_fsdp_groups(
     regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass], timeline: Timeline
-) -> tuple[BlockGather, ...]:
+) -> tuple[FsdpGroup, ...]:
     """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
     home: dict[str, str] = {}
     contents: dict[str, list[int]] = defaultdict(list)
@@ -175,7 +179,7 @@ def block_gathers(
         if used_once and all(value.requires_grad and value.name in home for value in values):
             for value in values:
                 held[home[value.name]][index] += 1
-    found: list[BlockGather] = []
+    found: list[FsdpGroup] = []
     in_order = sorted(held, key=lambda block: timeline.starts[block])
     last = in_order[-1] if in_order else ""
     # The first of all begins a later chunk where the first chunk has no block, and is exposed as the first already.
@@ -190,21 +194,21 @@ def block_gathers(
             alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
             ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
             inside = {
-                moment.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
+                candidate.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
                 for b in alike
-                for moment in timeline.blocks.get(b, ())
+                for candidate in timeline.blocks.get(b, ())
             }
             found.append(
-                BlockGather(
+                FsdpGroup(
                     kind=block,
                     blocks=tuple(alike),
-                    held=dict(held[block]),
+                    parameter_counts=dict(held[block]),
                     numel=numel,
                     is_first=not found,
-                    leading=len(leading.intersection(alike)),
-                    whole=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
-                    reducing=Lifetime.of({name: reducing for name, (_, reducing) in inside.items()}),
-                    gathered=_gathered(alike, last, timeline),
+                    chunk_heads=len(leading.intersection(alike)),
+                    unsharded=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
+                    reduce_buffers=Lifetime.of({name: reducing for name, (_, reducing) in inside.items()}),
+                    unsharded_until_backward=_gathered(alike, last, timeline),
                     unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),
                 )
             )
@@ -212,7 +216,7 @@ def block_gathers(
 
 
 def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
-    """Return at which moments how many blocks of ``alike`` have run forward, not backward.
+    """Return at which candidates how many blocks of ``alike`` have run forward, not backward.
 
     One more after the ``last`` of all blocks: until the root's forward ends, torch holds the buffer that it was last
     gathered in.
@@ -220,19 +224,19 @@ def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
     starts = [timeline.starts[block] for block in alike]
     buffer_from = timeline.ends[last] if last in alike else NEVER
     return Lifetime.of({
-        moment.quantity("parameters"): sum(start <= moment.position for start in starts)
-        + (moment.position > buffer_from)
-        for moment in timeline.moments
+        candidate.quantity("parameters"): sum(start <= candidate.position for start in starts)
+        + (candidate.position > buffer_from)
+        for candidate in timeline.candidates
     })  # fmt: skip
 
 
 def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which moments inside one of the blocks what part of its gradients later ops have made."""
+    """Return at which candidates inside one of the blocks what part of its gradients later ops have made."""
     found: dict[str, float] = {}
     for block in blocks:
         sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
         whole = sum(nbytes for _, nbytes in sizes)
-        for moment in timeline.blocks[block]:
-            later = sum(nbytes for position, nbytes in sizes if position > moment.position)
-            found[moment.quantity("gradients")] = later / whole
+        for candidate in timeline.blocks[block]:
+            later = sum(nbytes for position, nbytes in sizes if position > candidate.position)
+            found[candidate.quantity("gradients")] = later / whole
     return Lifetime.of(found)

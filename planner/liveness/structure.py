@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from planner.graph.op_graph import Crossing
 from planner.ilp.problem import NEVER_ALIVE
 from planner.liveness.backward_liveness import Timeline, build_timeline
-from planner.liveness.forward_liveness import forward_copies, forward_moments, forward_timeline
-from planner.liveness.multiplicity import Tally, count_tallies
+from planner.liveness.forward_liveness import forward_copies, forward_peak_candidates, forward_timeline
+from planner.liveness.multiplicity import Multiplicity, count_multiplicities
 from planner.liveness.op_order import OpOrder
-from planner.liveness.parameter_classes import BlockGather, ParameterClass, block_gathers, parameter_classes
-from planner.liveness.peak_candidates import find_moments
+from planner.liveness.parameter_classes import FsdpGroup, ParameterClass, find_fsdp_groups, parameter_classes
+from planner.liveness.peak_candidates import find_peak_candidates
 from planner.plan.job import CheckpointingMode
 from planner.profile.op_profile import GraphProfile
 from planner.regions.blocks import Blocks
@@ -38,13 +38,13 @@ class Structure:
 
     Attributes:
         modes: block -> how it is checkpointed, of those that are.
-        agreements, alike: pairs of edges that one key of the plan names: they show the same ports where they come from,
-            and where they lead.
-        arguments: region class -> slots that show what the model is called with, or hands to the next stage, each
+        same_producer_ports, same_consumer_ports: pairs of edges that one key of the plan names: they show the same
+            ports where they come from, and where they lead.
+        boundary_slots: region class -> slots that show what the model is called with, or hands to the next stage, each
             tensor once.
-        sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of an earlier
-            use: of what many blocks read, the first has nothing to add to.
-        joins: likewise, in how many members the op's product adds to a gradient that is there.
+        autograd_sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of
+            an earlier use: of what many blocks read, the first has nothing to add to.
+        gemm_sums: likewise, in how many members the op's product adds to a gradient that is there.
     """
 
     regions: RegionGraph
@@ -53,30 +53,30 @@ class Structure:
     modes: Mapping[str, CheckpointingMode]
     edges: tuple[EdgeKey, ...]
     parameters: tuple[ParameterClass, ...]
-    forward: tuple[Tally, ...]
-    recompute: tuple[Tally, ...]
-    kept: tuple[Tally, ...]
-    copied: tuple[Tally, ...]
-    passed: tuple[Tally, ...]
-    agreements: tuple[tuple[int, int], ...]
-    alike: tuple[tuple[int, int], ...]
-    first_class: int | None
-    arguments: Mapping[int, tuple[int, ...]]
-    sums: tuple[tuple[Mapping[int, int], ...], ...]
-    joins: tuple[tuple[Mapping[int, int], ...], ...]
-    gathers: tuple[BlockGather, ...]
+    redistributions: tuple[Multiplicity, ...]
+    recomputed_redistributions: tuple[Multiplicity, ...]
+    saved_tensors: tuple[Multiplicity, ...]
+    saved_copies: tuple[Multiplicity, ...]
+    shared_gradients: tuple[Multiplicity, ...]
+    same_producer_ports: tuple[tuple[int, int], ...]
+    same_consumer_ports: tuple[tuple[int, int], ...]
+    first_region_class: int | None
+    boundary_slots: Mapping[int, tuple[int, ...]]
+    autograd_sums: tuple[tuple[Mapping[int, int], ...], ...]
+    gemm_sums: tuple[tuple[Mapping[int, int], ...], ...]
+    fsdp_groups: tuple[FsdpGroup, ...]
     timeline: Timeline
 
-    def without_moments(self) -> Structure:
-        """Return it for a problem whose peak is not asked for: with no moment at which memory would be added up."""
+    def without_peak_candidates(self) -> Structure:
+        """Return it for a problem whose peak is not asked for: with no candidate at which memory would be added up."""
         return dataclasses.replace(
             self,
-            parameters=tuple(parameter.without_moments() for parameter in self.parameters),
-            gathers=tuple(block.without_moments() for block in self.gathers),
-            timeline=dataclasses.replace(self.timeline, moments=(), throughout=NEVER_ALIVE),
-            kept=(),
-            copied=(),
-            passed=(),
+            parameters=tuple(parameter.without_peak_candidates() for parameter in self.parameters),
+            fsdp_groups=tuple(block.without_peak_candidates() for block in self.fsdp_groups),
+            timeline=dataclasses.replace(self.timeline, candidates=(), throughout=NEVER_ALIVE),
+            saved_tensors=(),
+            saved_copies=(),
+            shared_gradients=(),
         )
 
     def representative(self, region_class: int) -> Region:
@@ -109,9 +109,9 @@ def build_structure(
         leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
     op_order = OpOrder(regions, profile, blocks, modes)
     timeline = forward_timeline(op_order) if op_order.is_forward else build_timeline(op_order)
-    tallies = count_tallies(regions, profile, blocks, modes, leaving, timeline)
+    multiplicities = count_multiplicities(regions, profile, blocks, modes, leaving, timeline)
     if op_order.is_forward:
-        tallies["copied"] = forward_copies(op_order, timeline, leaving)
+        multiplicities["saved_copies"] = forward_copies(op_order, timeline, leaving)
     parameters = parameter_classes(regions, timeline)
     with_parameters = [
         (region.ops[0].op.name, regions.class_of[region.index])
@@ -127,22 +127,22 @@ def build_structure(
         modes=modes,
         edges=tuple(edge_index),
         parameters=parameters,
-        agreements=_agreements(regions, edge_index),
-        alike=_alike(regions, edge_index),
-        first_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
-        arguments=_arguments(regions),
-        sums=tuple(_counted(regions, members.members, summed) for members in regions.classes),
-        joins=tuple(_counted(regions, members.members, joined) for members in regions.classes),
-        gathers=block_gathers(regions, blocks, parameters, timeline),
+        same_producer_ports=_agreements(regions, edge_index),
+        same_consumer_ports=_alike(regions, edge_index),
+        first_region_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
+        boundary_slots=_arguments(regions),
+        autograd_sums=tuple(_counted(regions, members.members, summed) for members in regions.classes),
+        gemm_sums=tuple(_counted(regions, members.members, joined) for members in regions.classes),
+        fsdp_groups=find_fsdp_groups(regions, blocks, parameters, timeline),
         timeline=timeline,
-        **tallies,
+        **multiplicities,
     )
 
 
 def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
     """Return ``known`` for the regions of the same model at another batch; None where that has a structure of its own.
 
-    A structure counts tensors and weighs none, but to choose the moments. At a batch of 1, autograd may keep others.
+    A structure counts tensors and weighs none, but to choose the candidates. At a batch of 1, autograd may keep others.
     """
     seen = known.regions
     if (regions.classes, regions.class_of, regions.links) != (seen.classes, seen.class_of, seen.links):
@@ -150,7 +150,9 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
     if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
         return None
     order = OpOrder(regions, profile, known.blocks, known.modes)
-    if (forward_moments(order) if order.is_forward else find_moments(order)) != known.timeline.moments:
+    if (
+        forward_peak_candidates(order) if order.is_forward else find_peak_candidates(order)
+    ) != known.timeline.candidates:
         return None
     return dataclasses.replace(known, regions=regions, profile=profile)
 
@@ -171,8 +173,8 @@ def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
     sent = {output.value for output in regions.graph.outputs if output.is_sent}
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
-            handed_on = slot.value.name in sent and is_sent(region, slot)
-            if (slot.value.kind == "input" and slot.source is None) or handed_on:
+            passed_through = slot.value.name in sent and is_sent(region, slot)
+            if (slot.value.kind == "input" and slot.source is None) or passed_through:
                 found.setdefault(slot.value.name, (regions.class_of[region.index], position))
     slots: dict[int, list[int]] = defaultdict(list)
     for region_class, position in found.values():

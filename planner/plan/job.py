@@ -138,8 +138,8 @@ class Job:
             raise JobError(f"optimizer is {self.optimizer!r}.", what_to_do=advice, field="optimizer")
 
     @property
-    def counts_moments(self) -> bool:
-        """Whether memory is added up at moments: of the backward, or of a forward that was traced for inference."""
+    def has_peak_candidates(self) -> bool:
+        """Whether memory is added up at candidates: of the backward, or of a forward that was traced for inference."""
         return self.training or self.phase != "training"
 
     @property

@@ -20,7 +20,7 @@ from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import Lifetime
 from planner.liveness.class_timeline import ClassTimeline
-from planner.liveness.multiplicity import Tally
+from planner.liveness.multiplicity import Multiplicity
 from planner.model_rewrites import experts
 from planner.plan.estimate import Phase
 from planner.plan.job import CheckpointingMode
@@ -189,8 +189,8 @@ class Pricer:
 
         Args:
             mode: how the block that the region is in is checkpointed, None where it is in none that is.
-            alive: what of the regions is alive at which moments; None where nobody asks for the peak.
-            throughout: of what is alive at all moments of a forward and backward.
+            alive: what of the regions is alive at which candidates; None where nobody asks for the peak.
+            throughout: of what is alive at all candidates of a forward and backward.
             arguments: slots that show what the model is called with; the caller holds that, for every micro-batch in
                 flight. Of a stage also what it hands on, which waits for its gradient.
             sums: for each op, input -> in how many of the regions its gradient is added to that of an earlier use.
@@ -215,7 +215,7 @@ class Pricer:
                 charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if again else 0.0))
                 charge[quantity.COMPUTE_BACKWARD] += self.run.passes * self._sums_s(region, region_op, strategy, *added)
             prices += self._inner(region, region_op, strategy, calls, mode)
-        if self.run.job.counts_moments:
+        if self.run.job.has_peak_candidates:
             if alive is not None:
                 charge.update(self._alive(region, strategy, alive, throughout))
         else:
@@ -333,7 +333,11 @@ class Pricer:
             found[lifetime] += nbytes
         others = self.run.in_flight - 1
         if others:
-            held = made @ alive.held + extra @ alive.held_extra + cached @ alive.held_cached
+            held = (
+                made @ alive.saved_after_forward
+                + extra @ alive.saved_extra_after_forward
+                + cached @ alive.cached_extra_after_forward
+            )
             found[throughout] += others * float(held)
         return found
 
@@ -347,16 +351,18 @@ class Pricer:
         inside = 0.0 if context is None else context.forward_peak_nbytes - context.result_nbytes
         return inside + sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
 
-    def copy(self, value: Value, layout: Layout, tally: Tally, throughout: Lifetime, *, again: bool = False) -> Price:
-        """Return the price of keeping copies of ``value`` in ``layout`` as often as ``tally`` says.
+    def copy(
+        self, value: Value, layout: Layout, multiplicity: Multiplicity, throughout: Lifetime, *, again: bool = False
+    ) -> Price:
+        """Return the price of keeping copies of ``value`` in ``layout`` as often as ``multiplicity`` says.
 
         Args:
             again: whether they are made again in the backward instead, and there for as long as it reads them.
         """
         nbytes = self.local_nbytes(value, layout)
         if again:
-            return Price(charge=tally.again.charge(nbytes))
-        others = tally.held * (self.run.in_flight - 1)
+            return Price(charge=multiplicity.reallgathered_lifetime.charge(nbytes))
+        others = multiplicity.live_after_forward * (self.run.in_flight - 1)
         return add_prices([
-            Price(charge=tally.alive.charge(nbytes)), Price(charge=throughout.charge(others * nbytes))
+            Price(charge=multiplicity.lifetime.charge(nbytes)), Price(charge=throughout.charge(others * nbytes))
         ])  # fmt: skip

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from cost_model.kernels.gemm import gemm_rate_flops_per_s
 from cost_model.kernels.in_step import in_step
-from planner.liveness.multiplicity import Tally
+from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import EdgeKey, Structure
 from planner.pricing.overlap import Beside, Products
 from planner.pricing.regather_variants import is_linear
@@ -58,14 +58,14 @@ class ProductsBeside:
             )
             self._of_edge[key].append(link)
 
-    def of(self, tally: Tally) -> Beside:
-        """Return the products beside a tally's redistributions: where there are several tensors, the least.
+    def of(self, multiplicity: Multiplicity) -> Beside:
+        """Return the products beside a multiplicity's redistributions: where there are several tensors, the least.
 
         All that read a tensor are beside its gather, in whichever layout each wants it: that of queries needs no gather
         to be done when keys and values wait for one.
         """
         readers: dict[tuple[int, int], list[Products]] = defaultdict(list)
-        for edge in tally.edges:
+        for edge in multiplicity.edges:
             for link in self._of_edge[self._structure.edges[edge]]:
                 found = self._reading(link.consumer, link.consumer_slot)
                 readers[link.producer, link.producer_slot].append(found)
@@ -73,12 +73,12 @@ class ProductsBeside:
         making = [self._making(producer, slot) for producer, slot in readers]
         return Beside(self._least_s(reading), self._least_s(making))
 
-    def again(self, tally: Tally) -> Beside | None:
+    def again(self, multiplicity: Multiplicity) -> Beside | None:
         """Return the products beside what a checkpointed block repeats; None where it does not repeat products."""
-        key, structure = self._structure.edges[tally.edges[0]], self._structure
+        key, structure = self._structure.edges[multiplicity.edges[0]], self._structure
         if structure.mode(structure.representative(key.consumer)) != "full":
             return None
-        found = self.of(tally)
+        found = self.of(multiplicity)
         made_again = structure.mode(structure.representative(key.producer)) == "full"
         return found if made_again else found._replace(making=NONE)
 

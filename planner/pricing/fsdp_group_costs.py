@@ -16,7 +16,7 @@ from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import Lifetime
-from planner.liveness.parameter_classes import BlockGather
+from planner.liveness.parameter_classes import FsdpGroup
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.reshard import ReshardAfter
@@ -64,7 +64,7 @@ class BlockGatherPricer:
         self,
         value: Value,
         use: Port,
-        blocks: tuple[tuple[BlockGather, int], ...],
+        blocks: tuple[tuple[FsdpGroup, int], ...],
         gradients: tuple[float, Lifetime],
     ) -> Price:
         """Return the price of parameters that are gathered with their blocks: bytes that it takes to reduce them.
@@ -72,7 +72,7 @@ class BlockGatherPricer:
         Args:
             use: to which `fully_shard` takes them.
             blocks: each kind of block that such parameters are in, and how many of them one such block holds.
-            gradients: bytes of one that is reduced; and at which moments how many are there whole, waiting for their
+            gradients: bytes of one that is reduced; and at which candidates how many are there whole, waiting for their
                 block's.
         """
         assert use.layout is not None
@@ -80,7 +80,7 @@ class BlockGatherPricer:
         prices = []
         for block, held in blocks:
             reducing = numel * held * self._reduce_itemsize
-            prices.append(Price(charge=block.reducing.charge(float(reducing))))
+            prices.append(Price(charge=block.reduce_buffers.charge(float(reducing))))
         if self._run.micro_batches == 1:
             # In place of the shards that rest.
             more = max(numel * value.dtype.itemsize - gradients[0], 0.0)
@@ -88,7 +88,7 @@ class BlockGatherPricer:
         return add_prices(prices)
 
     def by_size(
-        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
+        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
     ) -> Price:
         """Return what it costs that a kind of block gathers and reduces ``numel`` elements: that of bytes alone.
 
@@ -100,14 +100,14 @@ class BlockGatherPricer:
         charge = self._times(block, axes, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
         nbytes = float(numel * itemsize)
         if keeping is ReshardAfter.FORWARD:
-            charge |= block.whole.charge(nbytes)
+            charge |= block.unsharded.charge(nbytes)
         elif keeping is ReshardAfter.BACKWARD:
-            charge |= block.gathered.charge(nbytes)
+            charge |= block.unsharded_until_backward.charge(nbytes)
         else:
             charge |= self._for_the_step(block, axes, numel, itemsize)
         return Price(charge=charge)
 
-    def _for_the_step(self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int) -> dict[str, float]:
+    def _for_the_step(self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int) -> dict[str, float]:
         """Return the bytes that are there from the first forward to the last backward, and the seconds of adding up.
 
         Whole gradients are there in place of the shards that `ParameterPricer.resting` counts. While a block runs
@@ -126,13 +126,13 @@ class BlockGatherPricer:
         charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
         return charge
 
-    def latency(self, block: BlockGather, axes: tuple[int, ...], itemsize: int, keeping: ReshardAfter) -> Price:
+    def latency(self, block: FsdpGroup, axes: tuple[int, ...], itemsize: int, keeping: ReshardAfter) -> Price:
         """Return what a kind of block's gathers and reductions cost before their first byte."""
         gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
         return Price(charge=self._times(block, axes, gather.latency_s, reduce.latency_s, keeping))
 
     def collectives(
-        self, block: BlockGather, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
+        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
     ) -> Price:
         """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
         name, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), keeping is ReshardAfter.STEP
@@ -157,7 +157,7 @@ class BlockGatherPricer:
         return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
 
     def _times(
-        self, block: BlockGather, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: ReshardAfter
+        self, block: FsdpGroup, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: ReshardAfter
     ) -> dict[str, float]:
         """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
@@ -167,7 +167,7 @@ class BlockGatherPricer:
         link, for_step = self._communication.flat_link(axes), keeping is ReshardAfter.STEP
         passes = 1 if for_step else self._run.passes
         calls = block.count * passes
-        exposed_gathers = passes * (block.is_first + (0 if for_step else block.leading))
+        exposed_gathers = passes * (block.is_first + (0 if for_step else block.chunk_heads))
         exposed_reductions = int(block.is_first)
         forward_s = (calls - exposed_gathers) * gather_s
         backward_s = (calls - exposed_reductions) * reduce_s + (
@@ -182,7 +182,7 @@ class BlockGatherPricer:
             quantity.SLOWDOWN_BACKWARD: overlap.slowdown_s(backward_s),
         }
 
-    def _reduction(self, axes: tuple[int, ...], block: BlockGather) -> CollectiveLine:
+    def _reduction(self, axes: tuple[int, ...], block: FsdpGroup) -> CollectiveLine:
         return self._line("reduce_scatter", axes, block, self._reduce_itemsize)
 
     @property
@@ -197,7 +197,7 @@ class BlockGatherPricer:
     def _ranks(self, axes: tuple[int, ...]) -> int:
         return math.prod(self._run.mesh.shape[axis] for axis in axes)
 
-    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], block: BlockGather, itemsize: int) -> CollectiveLine:
+    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], block: FsdpGroup, itemsize: int) -> CollectiveLine:
         high = block.numel * itemsize
         key = (kind, axes, high, itemsize)
         if key not in self._lines:

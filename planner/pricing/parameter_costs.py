@@ -51,9 +51,9 @@ class ParameterUse:
         saved: whether autograd keeps the parameter for the backward, which then gathers it again.
         recomputed: whether the use is inside a checkpointed block.
         first: whether nothing is left of the backward that could hide its gradient's reduction.
-        working: moment's quantity -> how many of them an op uses at that moment, backward, or forward in inference.
-        pending: moment's quantity -> how many of their gradients from this use wait for those from others.
-        gradients: moment's quantity -> how many of them have their gradients by then.
+        working: candidate's quantity -> how many of them an op uses there, backward, or forward in inference.
+        pending: candidate's quantity -> how many of their gradients from this use wait for those from others.
+        gradients: candidate's quantity -> how many of them have their gradients by then.
     """
 
     value: Value
@@ -80,7 +80,7 @@ class ParameterPricer:
         """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
 
         Args:
-            gradients: moment's quantity -> how many of them have their gradients by then.
+            gradients: candidate's quantity -> how many of them have their gradients by then.
         """
         price = self.kept(value, choice.stored, count)
         if self._run.job.training and value.requires_grad:
@@ -97,7 +97,7 @@ class ParameterPricer:
         return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
 
     def _arriving(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> dict[str, float]:
-        """Return the bytes of the gradients that a backward leaves, by moment.
+        """Return the bytes of the gradients that a backward leaves, by candidate.
 
         Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
         Then the casts, which `_cast` charges throughout, give way to gradients in the stored dtype.

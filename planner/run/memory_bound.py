@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from cost_model.kernels.optimizer_memory import parameter_state_bytes
-from planner.liveness.multiplicity import Tally
+from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.job import BYTES_PER_ELEMENT, Job
@@ -19,12 +19,12 @@ from planner.strategies.context_parallel import ContextWork
 
 
 def least_alive_bytes(structure: Structure) -> float:
-    """Return the most activations alive at any moment of the backward, of all devices together.
+    """Return the most activations alive at any candidate of the backward, of all devices together.
 
     The tensors of each region are counted once, as if no device held what another has, and so is what regions keep of
     each other's: as it was made or, where it was redistributed on the way, as it came.
     """
-    profile, most = structure.profile, np.zeros(len(structure.timeline.moments))
+    profile, most = structure.profile, np.zeros(len(structure.timeline.candidates))
     for index, alive in enumerate(structure.timeline.classes):
         region = structure.representative(index)
         slots = [slot.value for slot in region.slots]
@@ -34,8 +34,8 @@ def least_alive_bytes(structure: Structure) -> float:
         most += np.array([saved for saved, _ in extras]) @ (alive.saved_extra + alive.recomputed_extra)
         most += np.array([cached for _, cached in extras]) @ alive.cached_extra
     at = {
-        moment.quantity(role): index
-        for index, moment in enumerate(structure.timeline.moments)
+        candidate.quantity(role): index
+        for index, candidate in enumerate(structure.timeline.candidates)
         for role in ("activations", "recomputed_block")
     }
     for _, nbytes, counts, _ in _kept_of_others(structure):
@@ -59,10 +59,12 @@ def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None
         region = structure.representative(index)
         if not counts(region):
             continue
-        for slot, count in zip(region.slots, alive.held, strict=True):
+        for slot, count in zip(region.slots, alive.saved_after_forward, strict=True):
             value = slot.value
             total += count * min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes))
-        for region_op, extra, cached in zip(region.ops, alive.held_extra, alive.held_cached, strict=True):
+        for region_op, extra, cached in zip(
+            region.ops, alive.saved_extra_after_forward, alive.cached_extra_after_forward, strict=True
+        ):
             least_saved, least_cached = _least_extras(region, region_op, profile)
             total += extra * least_saved + cached * least_cached
     total += sum(held * nbytes for maker, nbytes, _, held in _kept_of_others(structure) if counts(maker))
@@ -70,30 +72,32 @@ def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None
 
 
 def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[str, float], int]]:
-    """Yield what regions keep of a tensor that another made: which, its bytes, moment's quantity -> how many, and how
-    many at the end of the forward.
+    """Yield what regions save of tensors that another makes: that one, bytes, candidate's quantity -> how many, and
+    how many after the forward.
 
     Each is there as its maker has it, or for every edge on which it is redistributed as it comes out there.
     """
-    copies: dict[int, list[Tally]] = defaultdict(list)
-    for tally in structure.copied:
-        for edge in tally.edges:
-            copies[edge].append(tally)
+    copies: dict[int, list[Multiplicity]] = defaultdict(list)
+    for multiplicity in structure.saved_copies:
+        for edge in multiplicity.edges:
+            copies[edge].append(multiplicity)
     counted = set[int]()
-    for tally in structure.kept:
-        key = structure.edges[tally.edges[0]]
+    for multiplicity in structure.saved_tensors:
+        key = structure.edges[multiplicity.edges[0]]
         value = structure.representative(key.consumer).slots[key.consumer_slot].value
         if value.kind != "activation":
             continue
-        alive, held = tally.alive.counts, tally.held
-        if not tally.always:
-            # Of the tallies that an edge may count in place of this one, one, and none of them twice.
-            others = [c for edge in tally.edges for c in copies[edge] if id(c) not in counted]
+        alive, held = multiplicity.lifetime.counts, multiplicity.live_after_forward
+        if not multiplicity.in_producer_layout:
+            # Of the multiplicities that an edge may count in place of this one, one, and none of them twice.
+            others = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in counted]
             if not others:
                 continue
-            other = max(others, key=lambda copied: sum(_less(tally.alive.counts, copied.alive.counts).values()))
+            other = max(
+                others, key=lambda copied: sum(_less(multiplicity.lifetime.counts, copied.lifetime.counts).values())
+            )
             counted.add(id(other))
-            alive, held = _less(alive, other.alive.counts), min(held, other.held)
+            alive, held = _less(alive, other.lifetime.counts), min(held, other.live_after_forward)
         yield structure.representative(key.producer), float(value.nbytes), alive, held
 
 

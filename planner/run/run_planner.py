@@ -190,7 +190,7 @@ class RunPlanner:
         micro_batch = self.micro_batch(run)
         structure = self.model.structure(micro_batch, run.grouping)
         if not peak:
-            structure = structure.without_moments()
+            structure = structure.without_peak_candidates()
         if run.mesh not in self._communication:
             self._communication[run.mesh] = Communication(run.mesh, run.cluster)
         pricer = Pricer(run, self.model.profile(micro_batch), self._communication[run.mesh], self.op_times)

@@ -198,7 +198,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                     if port.grad is not None or path not in ports:
                         ports[path] = port
     found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
-    for gather in structure.gathers:
+    for gather in structure.fsdp_groups:
         if gather.kind in decision.kept:
             found.kept.update(dict.fromkeys(gather.blocks, decision.kept[gather.kind]))
     return found

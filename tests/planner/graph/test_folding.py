@@ -84,7 +84,7 @@ def check_decisions(session: PlanningSession, both: folding.Both, seeds: int) ->
     ],
 )
 def test_any_decision_costs_the_same(name: str, ac: str, micro_batches: int) -> None:
-    """Seconds, collectives, and the peak: moments at the ends of equal blocks are enough to find it."""
+    """Seconds, collectives, and the peak: candidates at the ends of equal blocks are enough to find it."""
     check_prices(name, ac, micro_batches, seeds=2)
 
 
@@ -123,7 +123,7 @@ def test_what_all_blocks_read_is_added_up_as_often_folded() -> None:
         dtype="fp32",
     )
     both = folding.both_ways(module, "dp=2,tp=2", session)
-    uneven = [sums for members in both.folded.structure.sums for sums in members if 1 < sum(sums.values()) < 8]
+    uneven = [sums for members in both.folded.structure.autograd_sums for sums in members if 1 < sum(sums.values()) < 8]
     assert uneven, "all of a class add up, or none does: nothing is shown"
     check_decisions(session, both, seeds=2)
 

@@ -69,5 +69,5 @@ def test_of_a_class_those_members_are_counted_that_join() -> None:
     )
     structure = session._traced.structure(16)
     assert {len(members.members) for members in structure.regions.classes} == {1, 2}
-    assert sum(sum(op.values()) for ops in structure.joins for op in ops) == 1
-    assert sum(sum(op.values()) for ops in structure.sums for op in ops) == 0
+    assert sum(sum(op.values()) for ops in structure.gemm_sums for op in ops) == 1
+    assert sum(sum(op.values()) for ops in structure.autograd_sums for op in ops) == 0

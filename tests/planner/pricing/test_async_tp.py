@@ -203,10 +203,10 @@ def test_a_gather_hides_behind_all_products_that_read_it() -> None:
     run = session._search.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
     formulator, structure = session._search.formulator(run)
     read_by: dict[tuple[str, ...], float] = {}
-    for tally in structure.forward:
-        readers = [structure.edges[edge].consumer for edge in tally.edges]
+    for multiplicity in structure.redistributions:
+        readers = [structure.edges[edge].consumer for edge in multiplicity.edges]
         names = sorted({structure.regions.classes[index].pattern.rpartition(".")[2] for index in readers})
-        beside = formulator.beside(tally)
+        beside = formulator.beside(multiplicity)
         assert beside is not None
         read_by[tuple(names)] = beside.reading.forward
     flops = {

@@ -150,7 +150,7 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
     assert chunks == 3
     for kind in pipeline.kinds:
         structure = stages.of(kind, 2).traced.structure(4)
-        assert [sum(block.is_first + block.leading for block in structure.gathers)] == [chunks]
+        assert [sum(block.is_first + block.leading for block in structure.fsdp_groups)] == [chunks]
         order = OpOrder(structure.regions, structure.profile, structure.blocks, {})
         assert len(order.chunks) == chunks - 1
         graph = structure.regions.graph
