@@ -132,7 +132,7 @@ def test_whole_models_cost_alike_in_program_and_estimator(family: str, micro_bat
     search = session._search
     formulator, layer, full = search.formulate(search.run_of(MeshSpec.parse("dp=1,tp=4"), micro_batches, ac), None)
     assert full is not None
-    assert layer.recompute
+    assert layer.recomputed_redistributions
     for seed in range(4):
         assignment = random_assignment(full.problem, seed, lambda node, choice: True)
         assert assignment is not None

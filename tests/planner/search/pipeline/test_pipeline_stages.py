@@ -171,7 +171,7 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
     for kind in pipeline.kinds:
         search = stages.of(kind, 4)
         ends = 0 if kind.role == "middle" else 1
-        assert [sum(b.is_first + b.leading for b in search.model.structure(2).gathers)] == [chunks - ends]
+        assert [sum(b.is_first + b.chunk_heads for b in search.model.structure(2).fsdp_groups)] == [chunks - ends]
         run = stages.run(search, kind, pipeline)
         assert run.in_flight == 4  # all of them: the schedule would hold as many or more
         assert run.place is not None
