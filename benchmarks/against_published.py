@@ -101,12 +101,12 @@ class PublishedRun:
     @property
     def reduce_dtype(self) -> str:
         """In which the run reduced its gradients."""
-        return "bf16" if self.parallel.implementation.reduce_nbytes == 2 else "fp32"
+        return "bf16" if self.parallel.implementation.data_parallel.reduce_nbytes == 2 else "fp32"
 
     @property
     def attention_kernel(self) -> AttentionKernel | None:
         """In which the run's attention ran, where torch would not choose that."""
-        named = self.parallel.implementation.attention
+        named = self.parallel.implementation.kernels.attention
         return "flash3" if named == "flash3" and runs_kernel(named, self.cluster.device) else None
 
     @property
@@ -224,7 +224,7 @@ def same_as_a_plan(run: PublishedRun) -> float | None:
     """Return what the run's own configuration is priced at as a plan; None where no plan is the same."""
     parallel = run.parallel
     split = parallel.zero != 3 or parallel.replicate > 1 or parallel.shard != run.cluster.size
-    if split or parallel.checkpointing == "attention" or parallel.implementation.optimizer_on_host:
+    if split or parallel.checkpointing == "attention" or parallel.implementation.state.optimizer_on_host:
         return None
     # torchtitan's selective checkpointing runs every other product again, ours none, full checkpointing all of them.
     modes = ("selective", "full") if parallel.checkpointing == "selective" else (parallel.checkpointing,)
@@ -232,7 +232,7 @@ def same_as_a_plan(run: PublishedRun) -> float | None:
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         for mode in modes:
-            fused = parallel.implementation.fused
+            fused = parallel.implementation.kernels.fused_ops
             session = session_of(run, source.module, micro_batches=parallel.micro_batches, ac=mode, fused=fused)
             # Whether it fits is another question: memory is judged row by row in accuracy.py.
             estimate = session.plan(planner="fully-sharded", memory_bytes=2**50).estimate

@@ -12,11 +12,23 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from api.requests.model_configs import ModelConfig, find_config
+from cost_model.configuration.implementation import (
+    EAGER_LOGIT_NBYTES,
+    EAGER_LOSS_TRAFFIC_NBYTES,
+    AllocatorOptions,
+    DataParallelOptions,
+    Implementation,
+    KernelOptions,
+    LossOptions,
+    SavingOptions,
+    StateOptions,
+    TensorParallelOptions,
+)
 from cost_model.configuration.memory import ROLES, StepMemory, step_memory
 from cost_model.configuration.optimizer_states import optimizer_state_nbytes
-from cost_model.configuration.parallelism import Checkpointing, Implementation, ParallelSpec, Schedule, TrainingDtype
+from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.configuration.step import StepTime, step_time
-from cost_model.configuration.transformer import Experts, LatentAttention, TransformerSpec
+from cost_model.configuration.transformer import Experts, MultiHeadLatentAttention, TransformerSpec
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
 from planner.errors import ClusterInputError, JobError, MeshError, ModelError
 
@@ -72,7 +84,7 @@ class PricedConfiguration:
                 "peak": self.memory.peak.name,
                 **{role: getattr(self.memory.peak, role) for role in ROLES},
             },
-            "timeline_bytes": {moment.name: moment.allocated for moment in self.memory.timeline},
+            "timeline_bytes": {phase.name: phase.allocated for phase in self.memory.phases},
         }
 
 
@@ -215,7 +227,7 @@ def transformer_of(config: ModelConfig) -> TransformerSpec:
         layer_norm=plain,
         query_norm=kind.startswith("qwen3"),
         experts=_experts(find, bool(values.get("n_routed_experts"))) if find(*_EXPERTS, default=0) else None,
-        latent=LatentAttention(
+        mla=MultiHeadLatentAttention(
             query_rank=find("q_lora_rank", default=0),
             kv_rank=find("kv_lora_rank"),
             nope_dim=find("qk_nope_head_dim"),
@@ -245,19 +257,22 @@ def _experts(find: Any, shared_by_count: bool) -> Experts:
 def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implementation:
     """Return the executor's own: FSDP2 and DTensor, float32 parameters and gradients, torch's fused kernels."""
     return Implementation(
-        attention="flash2" if device.startswith(("a100", "a10", "l4", "rtx")) else "cudnn",
-        fused=compiled,
-        recomputes_cheap=compiled,
-        reduce_each_micro_batch=True,  # fully_shard does
-        host_ops_per_layer=20 if compiled else 60,
-        tensor_copies=True,
-        attention_copies=4.0,
-        state_nbytes=optimizer_state_nbytes(optimizer),
-        loss_nbytes=4.0 if compiled else 12.0,
-        loss_hole_nbytes=0.0 if compiled else 2.0,
-        gather_stream=True,
-        reduce_stream=True,
-        loss_traffic_nbytes=8.0 if compiled else 36.0,
+        kernels=KernelOptions(
+            attention="flash2" if device.startswith(("a100", "a10", "l4", "rtx")) else "cudnn",
+            fused_ops=compiled,
+            attention_copies=4.0,
+            host_ops_per_layer=20 if compiled else 60,
+        ),
+        tensor_parallel=TensorParallelOptions(copies=True),
+        data_parallel=DataParallelOptions(reduces_each_micro_batch=True),  # fully_shard does
+        state=StateOptions(optimizer_nbytes=optimizer_state_nbytes(optimizer)),
+        loss=LossOptions(
+            logit_nbytes=4.0 if compiled else EAGER_LOGIT_NBYTES,
+            logit_hole_nbytes=0.0 if compiled else 2.0,
+            traffic_nbytes=8.0 if compiled else EAGER_LOSS_TRAFFIC_NBYTES,
+        ),
+        saving=SavingOptions(recomputes_elementwise=compiled),
+        allocator=AllocatorOptions(gather_stream=True, reduce_stream=True),
     )
 
 

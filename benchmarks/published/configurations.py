@@ -56,8 +56,8 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         raise UnknownConfigurationError("micro-batch not stated")
     stated_zero = number(row, "zero_stage")
     zero = assumed.zero if stated_zero is None else int(stated_zero)
-    if not assumed.implementation.reshards:
-        zero = 3  # parameters rest sharded, and stay gathered from forward to backward
+    if not assumed.implementation.data_parallel.reshard_after_forward:
+        zero = 3  # parameters are stored sharded, and are not resharded after forward
     replicate = int(number(row, "dp_replicate") or 1) if row.get("fsdp") else 1
     if zero == 3 and data % replicate == 0:
         shard = data // replicate
@@ -86,7 +86,7 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         schedule=_schedule(row, virtual, pipeline),
         context=context,
         expert=int(number(row, "ep") or assumed.model_experts.get(row["model"], 1)),
-        expert_tensor=int(number(row, "etp") or (1 if row.get("ep") and not assumed.experts_cut else tensor)),
+        expert_tensor=int(number(row, "etp") or (1 if row.get("ep") and not assumed.experts_split else tensor)),
         checkpointing=_checkpointing(row.get("act_ckpt", ""), assumed),
         dtype=_dtype(row.get("precision", "")),
         implementation=assumed.implementation,

@@ -1,29 +1,45 @@
-"""Defaults of each framework, and what is assumed of it where a row's columns are blank. The one place for them."""
+"""The defaults of each framework, which hold where a row's columns are blank. No other module has any."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cost_model.configuration.parallelism import Checkpointing, Implementation
+from cost_model.configuration.implementation import (
+    AllocatorOptions,
+    DataParallelOptions,
+    ExpertOptions,
+    Implementation,
+    KernelOptions,
+    LossOptions,
+    LowPrecisionOptions,
+    StateOptions,
+    TensorParallelOptions,
+)
+from cost_model.configuration.parallelism import Checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """A framework's defaults, and what to say of them.
+    """A framework's defaults.
 
     Attributes:
-        micro_batch: where a row states none; 0 for unknown.
         checkpointing: where a row states none.
-        experts_cut: whether experts are cut over tensor ranks where a row does not state their tensor degree
-            (Megatron-Core: expert_tensor_parallel_size None stands for the tensor degree).
+        micro_batch: sequences where a row states none; 0 for unknown.
+        seq: tokens where a row states none; 0 for unknown.
+        zero: ZeRO stage where a row states none.
+        experts_split: whether tensor ranks split experts where a row does not state their tensor degree (Megatron-Core:
+            expert_tensor_parallel_size None means the tensor degree).
+        sequence_parallel: where a row states nothing.
+        dropout: whether models without a gated MLP have dropout.
+        interleaved_chunks: model chunks per pipeline rank where a row states an interleaved schedule without them.
+        layers_per_chunk: layers per chunk of an interleaved pipeline whose chunks are not stated; 0 where pipelines are
+            not interleaved.
         packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
-        model_experts: ranks over which experts are spread, of models for which a row states none.
-        model_batches: micro-batch of models whose own configuration in the framework says another.
-        printed_gigabyte: bytes of what the framework's log calls a gigabyte, for rows that quote it as printed.
-        interleaved_chunks: model chunks per pipeline rank where a row says that they are interleaved and not how many.
-        layers_per_chunk: of an interleaved pipeline whose chunks are not stated; 0 for a pipeline that is not.
+        model_experts: ranks that experts are spread over, by model, where a row states none.
+        model_batches: micro-batch by model, where the framework's configuration of that model has its own.
+        printed_gigabyte: bytes of a gigabyte in the framework's log, for rows that quote it as printed.
+        note: the assumptions in words, which the accuracy table prints.
     """
 
     implementation: Implementation
@@ -31,7 +47,7 @@ class Assumptions:
     micro_batch: int = 0
     seq: int = 0
     zero: int = 0
-    experts_cut: bool = False
+    experts_split: bool = False
     sequence_parallel: bool = True
     dropout: bool = False
     interleaved_chunks: int = 1
@@ -44,51 +60,40 @@ class Assumptions:
 
 
 MEGATRON = Implementation(
-    attention="cudnn",
-    fused=True,
-    host_ops_per_layer=20,
-    tensor_overlap=True,
-    reduce_nbytes=2,
-    gradient_nbytes=2,
-    cast_nbytes=4.0,
-    parameter_nbytes=2,
-    master_nbytes=4,
-    loss_traffic_nbytes=30.0,
-    loss_nbytes=6.0,  # 16-bit logits and their float32 copy, which softmax overwrites
-    keeps_gathered=False,
-    gradients_persist=True,
-    saves_cast=True,
-    expert_bias_kernels=True,
+    kernels=KernelOptions(attention="cudnn", fused_ops=True, host_ops_per_layer=20),
+    low_precision=LowPrecisionOptions(cast_nbytes=4.0, saves_cast_inputs=True),
+    tensor_parallel=TensorParallelOptions(async_tp=True, saves_gathered_inputs=False),
+    experts=ExpertOptions(bias_kernels=True),
+    data_parallel=DataParallelOptions(reduce_nbytes=2),
+    state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, gradients_persist=True, master_nbytes=4),
+    # 16-bit logits and their float32 copy, which softmax overwrites
+    loss=LossOptions(logit_nbytes=6.0, traffic_nbytes=30.0),
 )
 MEGATRON_2021 = Implementation(
-    attention="unfused",
-    host_ops_per_layer=50,
-    data_overlap=False,
-    reduce_nbytes=2,
-    gradient_nbytes=2,
-    parameter_nbytes=2,
-    master_nbytes=4,
-    state_nbytes=12,
-    loss_traffic_nbytes=52.0,
-    loss_nbytes=6.0,
+    kernels=KernelOptions(attention="unfused", host_ops_per_layer=50),
+    data_parallel=DataParallelOptions(overlaps=False, reduce_nbytes=2),
+    state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, master_nbytes=4, optimizer_nbytes=12),
+    loss=LossOptions(logit_nbytes=6.0, traffic_nbytes=52.0),
 )
 FSDP2 = Implementation(
-    attention="flash2",
-    fused=False,
-    separate_linears=True,
-    gather_stream=True,
-    host_ops_per_layer=60,
-    reduce_stream=True,
-    tensor_copies=True,
-    attention_copies=4.0,
-    loss_hole_nbytes=2.0,
+    kernels=KernelOptions(attention="flash2", separate_linears=True, attention_copies=4.0, host_ops_per_layer=60),
+    tensor_parallel=TensorParallelOptions(copies=True),
+    loss=LossOptions(logit_hole_nbytes=2.0),
+    allocator=AllocatorOptions(gather_stream=True, reduce_stream=True),
+)
+FSDP2_BF16 = replace(FSDP2, state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, optimizer_nbytes=4))
+CUDA_GRAPHED_MEGATRON = replace(
+    MEGATRON,
+    kernels=replace(MEGATRON.kernels, host_ops_per_layer=0, expert_host_ops=0),
+    experts=replace(MEGATRON.experts, sends_once_per_node=True),
 )
 
 DEEPSPEED_REUSE = 1e9
-"""Default of ``stage3_max_reuse_distance`` (deepspeed/runtime/zero/config.py). In 2021 fetch_sub_module of
-deepspeed/runtime/zero/stage3.py gathered, waited and synchronized the device before each module; it fetched ahead only
-below 1e9 parameters alive (``stage3_max_live_parameters``), of which one layer of 530B has 5e9; ``overlap_comm`` was
-off."""
+"""Parameters; default of ``stage3_max_reuse_distance`` (deepspeed/runtime/zero/config.py).
+
+In 2021, fetch_sub_module of deepspeed/runtime/zero/stage3.py all-gathered, waited and synchronized the device before
+each module. It prefetched only below 1e9 live parameters (``stage3_max_live_parameters``); one layer of 530B has 5e9.
+``overlap_comm`` was off."""
 
 TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
@@ -98,7 +103,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
             checkpointing="full",
             sequence_parallel=False,
             dropout=True,
-            note="unfused attention, dropout on, gradients reduced in fp16 after backward, sends not overlapped",
+            note="unfused attention, dropout, gradients reduced in fp16 after backward, sends exposed",
         ),
     ),
     (
@@ -124,7 +129,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "Megatron-DeepSpeed",
         Assumptions(
-            implementation=dataclasses.replace(MEGATRON_2021, host_ops_per_layer=60),
+            implementation=replace(MEGATRON_2021, kernels=replace(MEGATRON_2021.kernels, host_ops_per_layer=60)),
             checkpointing="full",
             sequence_parallel=False,
             dropout=True,
@@ -135,30 +140,32 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
         "DeepSpeed ZeRO-3",
         Assumptions(
             implementation=Implementation(
-                attention="unfused",
-                fused=False,
-                host_ops_per_layer=60,
-                reduce_nbytes=2,
-                gradient_nbytes=2,
-                parameter_nbytes=2,
-                master_nbytes=4,
-                reduce_each_micro_batch=True,
-                data_overlap=False,
-                root_holds_ends=False,
-                gather_pieces=4,  # a module at a time: the four linears of a layer
-                reuse_numel=DEEPSPEED_REUSE,
+                kernels=KernelOptions(attention="unfused", host_ops_per_layer=60),
+                data_parallel=DataParallelOptions(
+                    overlaps=False,
+                    reduces_each_micro_batch=True,
+                    reduce_nbytes=2,
+                    root_holds_ends=False,
+                    collectives_per_layer=4,  # one per linear
+                    max_reuse_numel=DEEPSPEED_REUSE,
+                ),
+                state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, master_nbytes=4),
             ),
             checkpointing="full",
             zero=3,
             dropout=True,
-            note="as Megatron-LM 2021; a module's parameters are waited for when it begins, gradients reduced likewise",
+            note="as Megatron-LM 2021; all-gathers and reductions of each module are exposed",
         ),
     ),
     (
         "Megatron-Core CI",
         Assumptions(
-            implementation=dataclasses.replace(
-                MEGATRON, tensor_overlap=False, host_ops_per_layer=60, reduce_nbytes=4, gradient_nbytes=4
+            implementation=replace(
+                MEGATRON,
+                kernels=replace(MEGATRON.kernels, host_ops_per_layer=60),
+                tensor_parallel=replace(MEGATRON.tensor_parallel, async_tp=False),
+                data_parallel=replace(MEGATRON.data_parallel, reduce_nbytes=4),
+                state=replace(MEGATRON.state, gradient_nbytes=4),
             ),
             sequence_parallel=False,
             note="no overlap unless stated; gradients reduced in fp32",
@@ -167,22 +174,16 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "NeMo AutoModel",
         Assumptions(
-            implementation=dataclasses.replace(
-                FSDP2,
-                attention="cudnn",
-                fused=True,
-                reduce_nbytes=4,
-                parameter_nbytes=2,
-                gradient_nbytes=2,
-                state_nbytes=4,
-                expert_overlap=False,
-                defers_reduce=True,
+            implementation=replace(
+                FSDP2_BF16,
+                kernels=replace(FSDP2.kernels, attention="cudnn", fused_ops=True),
+                data_parallel=replace(FSDP2.data_parallel, defers_reduction=True),
             ),
             zero=3,
             model_experts={"GPT-OSS-20B": 8, "GPT-OSS-120B": 64},
             note="Transformer Engine layers, bf16 parameters and states, no recomputation; expert ranks of GPT-OSS as "
             "in examples/llm_benchmark @36044ad3d; gradients reduced with the last micro-batch (config.py, "
-            "defer_fsdp_grad_sync); models with experts keep parameters gathered between micro-batches "
+            "defer_fsdp_grad_sync); models with experts do not reshard parameters between micro-batches "
             "(reshard_after_forward: false in examples/llm_benchmark; moe/fsdp_mixin.py)",
         ),
     ),
@@ -191,19 +192,19 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
         Assumptions(
             implementation=MEGATRON,
             zero=1,
-            experts_cut=True,
+            experts_split=True,
             layers_per_chunk=1,
             packed_document=256,
             note="Transformer Engine, tp-comm-overlap, gradients reduced in bf16, no recomputation where blank, "
             "fine-tuning on packed SQuAD examples of about 256 tokens, "
-            "one layer in each interleaved chunk and experts cut over tensor ranks where blank; latent attention "
-            "unfused on Blackwell before July 2025",
+            "one layer in each interleaved chunk and experts split over tensor ranks where blank; multi-head latent "
+            "attention unfused on Blackwell before July 2025",
         ),
     ),
     (
         "Megatron-Bridge",
         Assumptions(
-            implementation=dataclasses.replace(MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
+            implementation=CUDA_GRAPHED_MEGATRON,
             zero=1,
             printed_gigabyte=10**9,  # report_memory in src/megatron/bridge/training/utils/train_utils.py @067f987df
             note="as NeMo; CUDA graphs; DeepEP or HybridEP; GPT-OSS as its recipes say; no recomputation where blank; "
@@ -213,25 +214,20 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "NVIDIA dgxc",
         Assumptions(
-            implementation=dataclasses.replace(MEGATRON, host_ops_per_layer=0, expert_host_ops=0, expert_once=True),
+            implementation=CUDA_GRAPHED_MEGATRON,
             zero=1,
             note="as Megatron-Bridge",
         ),
     ),
-    ("Megatron-Core", Assumptions(implementation=MEGATRON, zero=1, experts_cut=True, note="as NeMo")),
+    ("Megatron-Core", Assumptions(implementation=MEGATRON, zero=1, experts_split=True, note="as NeMo")),
     (
         "Composer",
         Assumptions(
             implementation=Implementation(
-                attention="flash1",
-                fused=False,
-                host_ops_per_layer=25,
-                reduce_each_micro_batch=True,
-                backward_gather_hidden=False,
-                attention_copies=8.0,
-                optimizer_passes=2.3,
-                loss_traffic_nbytes=10.0,
-                loss_nbytes=6.0,
+                kernels=KernelOptions(attention="flash1", attention_copies=8.0, host_ops_per_layer=25),
+                data_parallel=DataParallelOptions(reduces_each_micro_batch=True, prefetches_backward=False),
+                state=StateOptions(optimizer_passes=2.3),
+                loss=LossOptions(logit_nbytes=6.0, traffic_nbytes=10.0),
             ),
             zero=3,
             note="FlashAttention-1, fused cross-entropy, unfused decoupled AdamW, gradients reduced every "
@@ -241,9 +237,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "FSDP1 (fms",
         Assumptions(
-            implementation=dataclasses.replace(
-                FSDP2, parameter_nbytes=4, fused=True, gather_stream=False, reduce_stream=False
-            ),
+            implementation=replace(FSDP2, kernels=replace(FSDP2.kernels, fused_ops=True), allocator=AllocatorOptions()),
             zero=3,
             note="compiled; FSDP1",
         ),
@@ -251,7 +245,7 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "torchtitan",
         Assumptions(
-            implementation=dataclasses.replace(FSDP2, context_merges=True),
+            implementation=replace(FSDP2, kernels=replace(FSDP2.kernels, torch_ring_attention=True)),
             checkpointing="selective",
             micro_batch=1,
             seq=8192,
@@ -261,16 +255,16 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
             note="fp32 parameters, gradients reduced in fp32, SDPA's FlashAttention-2, local batch 1 and selective "
             "checkpointing where blank; with a pipeline as many micro-batches as ranks until #1073 (2025-04-07), then "
             "of 1 sequence, "
-            "parameters kept gathered and gradients reduced once a step; two stages per rank where they are "
-            "interleaved (pipelining_utils.py @ba2469780, pipeline_parallel.py @36a4b6942); the loss "
-            "compiled with the model since #1033 (2025-04-02) and cut into 8 pieces since #2937 (2026-04-27); "
-            "expandable segments since #643 (2024-10-22) where no other command is known",
+            "parameters not resharded after forward and gradients reduced once a step; two stages per rank where they "
+            "are interleaved (pipelining_utils.py @ba2469780, pipeline_parallel.py @36a4b6942); the loss "
+            "compiled with the model since #1033 (2025-04-02) and computed in 8 chunks since #2937 (2026-04-27); "
+            "expandable segments since #643 (2024-10-22) unless the source shows another command",
         ),
     ),
     (
         "torchtune",
         Assumptions(
-            implementation=dataclasses.replace(FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
+            implementation=FSDP2_BF16,
             zero=3,
             note="bf16 parameters and states",
         ),
@@ -278,22 +272,15 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "DeepSpeed",
         Assumptions(
-            implementation=dataclasses.replace(
+            implementation=replace(
                 FSDP2,
-                attention="flash3",
-                gather_stream=False,
-                reduce_stream=False,
-                root_holds_ends=False,
-                optimizer_on_host=True,
-                parameter_nbytes=2,
-                gradient_nbytes=2,
-                reduce_nbytes=2,
-                master_nbytes=4,
-                loss_traffic_nbytes=8.0,
-                loss_nbytes=0.5,
-                loss_hole_nbytes=0.0,
-                fused=True,
-                reuse_numel=DEEPSPEED_REUSE,
+                kernels=replace(FSDP2.kernels, attention="flash3", fused_ops=True),
+                data_parallel=DataParallelOptions(
+                    reduce_nbytes=2, root_holds_ends=False, max_reuse_numel=DEEPSPEED_REUSE
+                ),
+                state=StateOptions(parameter_nbytes=2, gradient_nbytes=2, master_nbytes=4, optimizer_on_host=True),
+                loss=LossOptions(logit_nbytes=0.5, traffic_nbytes=8.0),
+                allocator=AllocatorOptions(),
             ),
             zero=3,
             note="Liger kernels, optimizer on the CPU",
@@ -302,27 +289,32 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     (
         "HF transformers",
         Assumptions(
-            implementation=dataclasses.replace(FSDP2, parameter_nbytes=2, gradient_nbytes=2, state_nbytes=4),
+            implementation=FSDP2_BF16,
             note="bf16 parameters and states, one device",
         ),
     ),
     (
         "nanotron",
         Assumptions(
-            implementation=dataclasses.replace(
+            implementation=replace(
                 MEGATRON,
-                attention="flash2",
-                tensor_overlap=False,
-                reduce_nbytes=4,
-                gradient_nbytes=4,
-                host_ops_per_layer=50,
-                fused=False,
+                kernels=KernelOptions(attention="flash2", host_ops_per_layer=50),
+                tensor_parallel=replace(MEGATRON.tensor_parallel, async_tp=False),
+                data_parallel=replace(MEGATRON.data_parallel, reduce_nbytes=4),
+                state=replace(MEGATRON.state, gradient_nbytes=4),
             ),
             zero=1,
             note="FlashAttention-2, gradients in fp32",
         ),
     ),
-    ("Primus", Assumptions(implementation=dataclasses.replace(MEGATRON, attention="flash2"), zero=1, note="as NeMo")),
-    ("Meta internal", Assumptions(implementation=dataclasses.replace(MEGATRON), zero=2, note="as NeMo")),
+    (
+        "Primus",
+        Assumptions(
+            implementation=replace(MEGATRON, kernels=replace(MEGATRON.kernels, attention="flash2")),
+            zero=1,
+            note="as NeMo",
+        ),
+    ),
+    ("Meta internal", Assumptions(implementation=MEGATRON, zero=2, note="as NeMo")),
 )
-"""First match of the start of the row's framework wins."""
+"""(start of the row's framework, its defaults); the first match holds."""

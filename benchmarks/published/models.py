@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from cost_model.configuration.transformer import Experts, LatentAttention, TransformerSpec
+from cost_model.configuration.transformer import Experts, MultiHeadLatentAttention, TransformerSpec
 from published.rows import number
 
 KNOWN: dict[str, dict[str, float]] = {
@@ -27,8 +27,8 @@ NOT_GATED_EXCEPT = ("GPT-OSS",)
 HEAD_DIMS = {"Qwen3": 128, "GPT-OSS": 64, "Grok1": 128, "Llama4": 128}
 """Where a head is not hidden / heads: the models' config.json files."""
 
-DEEPSEEK_V3 = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-DEEPSEEK_V2_LITE = LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+DEEPSEEK_V3 = MultiHeadLatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+DEEPSEEK_V2_LITE = MultiHeadLatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 """arXiv 2412.19437 section 4.2, and arXiv 2405.04434 appendix B, whose dimensions torchtitan's 16B model has."""
 
 
@@ -58,9 +58,9 @@ def model_of(row: Mapping[str, str], *, old_dropout: bool = False) -> Transforme
     if missing:
         raise UnknownModelError(f"dimensions not stated: {', '.join(missing)}")
     hidden, heads = int(dims["hidden"]), int(dims["heads"])
-    latent = DEEPSEEK_V3 if name == "DeepSeek-V3" else DEEPSEEK_V2_LITE if name.startswith("DeepSeek-V3-16B") else None
-    if latent is None and name.lower().startswith(("deepseek", "kimi", "glm")):
-        raise UnknownModelError("latent attention whose dimensions the file does not give")
+    mla = DEEPSEEK_V3 if name == "DeepSeek-V3" else DEEPSEEK_V2_LITE if name.startswith("DeepSeek-V3-16B") else None
+    if mla is None and name.lower().startswith(("deepseek", "kimi", "glm")):
+        raise UnknownModelError("multi-head latent attention whose dimensions the file does not give")
     spec = TransformerSpec(
         layers=int(dims["layers"]),
         hidden=hidden,
@@ -77,7 +77,7 @@ def model_of(row: Mapping[str, str], *, old_dropout: bool = False) -> Transforme
         squared_relu=name.startswith("Nemotron4"),
         dropout=old_dropout and not gated,
         window=128 if name.startswith("GPT-OSS") else 0,
-        latent=latent,
+        mla=mla,
     )
     return dataclasses.replace(spec, experts=_experts(name, dims, spec))
 

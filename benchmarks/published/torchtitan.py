@@ -1,20 +1,28 @@
-"""What torchtitan did at a row's date, its quantized linears, its graph_trainer: what ``frameworks`` makes of its rows.
+"""torchtitan's choices at a row's date, those of torchao's quantized linears, and those of its graph_trainer.
 
 Dates are those of commits to pytorch/torchtitan, read at b5bcd76.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 
-from cost_model.configuration.parallelism import Implementation
+from cost_model.configuration.implementation import (
+    EAGER_LOGIT_NBYTES,
+    EAGER_LOSS_TRAFFIC_NBYTES,
+    AllocatorOptions,
+    DataParallelOptions,
+    ExpertOptions,
+    Implementation,
+    LossOptions,
+    PipelineOptions,
+)
 from published.dates import date_of
 from published.rows import number
 
-LATENT = ("DeepSeek-V3", "Kimi")
-"""How the names of models with latent attention start: queries and keys are wider than values."""
-
+MLA_MODELS = ("DeepSeek-V3", "Kimi")
+"""Starts of the names of models with multi-head latent attention: queries and keys are wider than values."""
 
 OWN_COMMANDS = (
     "aws-samples/awsome-distributed-training",
@@ -25,166 +33,218 @@ OWN_COMMANDS = (
 """Sources whose command is torchrun without torchtitan's run_train.sh: AWS's sbatch script @7217859f, the commands of
 benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md and of nvfp4.md, whose code is #3914 (bcc09297a)."""
 
+LOSS_PARALLEL_LOGIT_NBYTES = 16.0
+"""Bytes per logit of DTensor's loss parallelism: log-softmax, two float32 tensors of its gradient, and their sum
+(_nll_loss_and_log_softmax_backward in torch's distributed/tensor/parallel/loss.py)."""
+
+NVFP4_SHARE = 0.85
+"""Share of the layers whose linears torchtitan's recipes run in NVFP4; the last ones stay in 16 bits (its
+components/quantization/nvfp4.md @b5bcd76)."""
+
+GRAPH_TRAINER = ("graph_trainer", "graph sac", "message (#2564)")
+"""Texts that mark rows of torchtitan's graph_trainer: its name, its selective checkpointing, and the pull request whose
+message shows MODULE=graph_trainer while the row does not."""
+
 
 def torchtitan(
     row: Mapping[str, str], implementation: Implementation, eager: Implementation, *, compiled: bool
 ) -> Implementation:
-    """Return what torchtitan did at the row's date, in the parts that cost memory; ``eager`` is torchtitan uncompiled.
-
-    - The loss: in eager torch 12 bytes per logit in backward, and 2 that are no use to it; until #391 (2024-06-12) the
-      float32 logits were alive, too. Compiled since #1033 (2025-04-02): logits and their gradient in 16 bits.
-    - Tensor-parallel logits were whole before May 2024. Since then DTensor's loss parallelism: log-softmax, two float32
-      tensors of its gradient and their sum (_nll_loss_and_log_softmax_backward in torch's
-      distributed/tensor/parallel/loss.py).
-    - In 8 pieces since #2937 (2026-04-27): per value of the hidden state 2 bytes, 2 of its pieces' copies, 4 of a
-      float32 gradient and 2 of that in 16 bits (components/loss.py @bcc09297a, ChunkedLossWrapper).
-    - Embedding and head were the root's until #1094 (2025-07-28), of models with experts until #1561 (2025-08-13), gave
-      each a fully_shard of its own.
-    - Shared experts were a stack of one expert until #1561, which fully_shard gives to the first rank whole.
-    - Experts' results were put back whole and in float32 from #1974 (2025-11-21) to #2775 (2026-04-06); the router
-      reads its input in float32 since #2389 (2026-03-04).
-    - A pipeline keeps parameters gathered, and so does ZeRO-2. Results of all-to-alls are kept since #1672.
-    - torch's pipelining keeps what the last stage returns of each micro-batch until the step ends; since #1922
-      (2025-10-22) torchtitan declines it.
-    """
+    """Return torchtitan's choices at the row's date, as far as they cost memory; ``eager`` is torchtitan uncompiled."""
     date = date_of(row)
-    changes: dict[str, object] = {"expandable_segments": _expandable(row, date)}
-    if (compiled or row.get("compile") == "loss only") and date >= "2025-04-02":
-        changes |= {"loss_traffic_nbytes": 8.0, "loss_nbytes": 4.0, "loss_hole_nbytes": 0.0}
-    elif "0000" < date < "2024-06-12":
-        changes |= {"loss_nbytes": 16.0, "loss_parallel": date >= "2024-05-01"}
-    if date >= "2026-04-27":
-        changes |= {"loss_chunks": 8, "loss_hidden_nbytes": 10.0}
-    if date >= ("2025-08-13" if number(row, "n_experts") else "2025-07-28"):
-        changes["root_holds_ends"] = False
-    if date >= "2025-09-06":
-        changes["keeps_exchanged"] = True  # #1672
-    if "0000" < date < "2025-08-13":
-        changes["shards_shared_experts"] = False
-    changes |= {"unsorts_whole": "2025-11-21" <= date < "2026-04-06", "router_nbytes": 4 if date >= "2026-03-04" else 0}
-    if (number(row, "pp") or 1) > 1:
-        changes |= {"receives_ahead": True, "keeps_outputs": "0000" < date < "2025-10-22"}
-    if (number(row, "pp") or 1) > 1 or row.get("zero_stage") == "2":
-        changes["reshards"] = False
-    found = dataclasses.replace(implementation, **changes)  # type: ignore[arg-type]
+    found = replace(
+        implementation,
+        experts=_experts(implementation.experts, date),
+        data_parallel=_data_parallel(row, implementation.data_parallel, date),
+        loss=_loss(row, implementation.loss, date, compiled=compiled),
+        # Results of all-to-alls are saved since #1672.
+        saving=replace(implementation.saving, selective_all_to_all=date >= "2025-09-06"),
+        allocator=replace(implementation.allocator, expandable_segments=_expandable(row, date)),
+        pipeline=_pipeline(row, date),
+    )
     found = torchao(row, found)
-    if (number(row, "tp") or 1) > 1 and found.loss_parallel and found.loss_nbytes == Implementation.loss_nbytes:
-        found = dataclasses.replace(found, loss_nbytes=16.0)
+    loss = found.loss
+    if (number(row, "tp") or 1) > 1 and loss.vocabulary_parallel and loss.logit_nbytes == EAGER_LOGIT_NBYTES:
+        found = replace(found, loss=replace(loss, logit_nbytes=LOSS_PARALLEL_LOGIT_NBYTES))
     return graph_trainer(row, found, eager)
+
+
+def _loss(row: Mapping[str, str], loss: LossOptions, date: str, *, compiled: bool) -> LossOptions:
+    """Return the loss at a date.
+
+    - Eager torch holds 12 bytes per logit in backward, and 2 more that it cannot use. Until #391 (2024-06-12), the
+      float32 logits were live, too. Compiled since #1033 (2025-04-02): logits and their gradient in 16 bits.
+    - Tensor-parallel logits were whole before May 2024; since then DTensor's loss parallelism splits them.
+    - In 8 chunks since #2937 (2026-04-27). Per value of the projection's input: 2 bytes, 2 of its chunks' copies, 4 of
+      a float32 gradient and 2 of that in 16 bits (components/loss.py @bcc09297a, ChunkedLossWrapper).
+    """
+    if (compiled or row.get("compile") == "loss only") and date >= "2025-04-02":
+        loss = replace(loss, traffic_nbytes=8.0, logit_nbytes=4.0, logit_hole_nbytes=0.0)
+    elif "0000" < date < "2024-06-12":
+        loss = replace(loss, logit_nbytes=16.0, vocabulary_parallel=date >= "2024-05-01")
+    if date >= "2026-04-27":
+        loss = replace(loss, chunks=8, input_nbytes=10.0)
+    return loss
+
+
+def _data_parallel(row: Mapping[str, str], options: DataParallelOptions, date: str) -> DataParallelOptions:
+    """Return the FSDP choices at a date.
+
+    Embedding and head were the root's group until #1094 (2025-07-28), or for models with experts until #1561
+    (2025-08-13), gave each a fully_shard of its own. A pipeline does not reshard after forward, and nor does ZeRO-2.
+    """
+    if date >= ("2025-08-13" if number(row, "n_experts") else "2025-07-28"):
+        options = replace(options, root_holds_ends=False)
+    if (number(row, "pp") or 1) > 1 or row.get("zero_stage") == "2":
+        options = replace(options, reshard_after_forward=False)
+    return options
+
+
+def _experts(options: ExpertOptions, date: str) -> ExpertOptions:
+    """Return the choices of experts at a date.
+
+    Shared experts were a stack of one expert until #1561, which fully_shard gives to the first rank as a whole. Results
+    of experts were combined whole and in float32 from #1974 (2025-11-21) to #2775 (2026-04-06). The router reads its
+    input in float32 since #2389 (2026-03-04).
+    """
+    return replace(
+        options,
+        shards_shared_experts=not "0000" < date < "2025-08-13",
+        float32_combine="2025-11-21" <= date < "2026-04-06",
+        router_nbytes=4 if date >= "2026-03-04" else 0,
+    )
+
+
+def _pipeline(row: Mapping[str, str], date: str) -> PipelineOptions:
+    """Return the buffers of torch's pipelining, whose last stage retains its outputs until the step ends.
+
+    torchtitan declines them since #1922 (2025-10-22).
+    """
+    if (number(row, "pp") or 1) == 1:
+        return PipelineOptions()
+    return PipelineOptions(preallocates_receives=True, retains_outputs="0000" < date < "2025-10-22")
 
 
 def _expandable(row: Mapping[str, str], date: str) -> bool:
     """Return whether the row ran with expandable segments.
 
-    run_train.sh (before run_llama_train.sh) sets them since #643 (2024-10-22); ROCm has them since torch 2.12
-    (pytorch/pytorch#177974, 2026-03). Assumed alike on several nodes: multinode_trainer.slurm does not set them, but it
-    is for AWS's network, and the rows' runs were elsewhere.
+    run_train.sh (before that run_llama_train.sh) sets them since #643 (2024-10-22). ROCm has them since torch 2.12
+    (pytorch/pytorch#177974, 2026-03). Assumed to hold on several nodes too: multinode_trainer.slurm does not set them,
+    but it is for AWS's network, and the rows' runs were elsewhere.
     """
     rocm = row.get("gpu", "").startswith("MI") and date < "2026-03-20"
     return date >= "2024-10-22" and not rocm and not row.get("source", "").startswith(OWN_COMMANDS)
 
 
-GRAPH_TRAINER = ("graph_trainer", "graph sac", "message (#2564)")
-"""How rows of torchtitan's graph_trainer are told: its name, its selective checkpointing, and the pull request whose
-message shows MODULE=graph_trainer while the row does not."""
-
-
 def graph_trainer(row: Mapping[str, str], implementation: Implementation, eager: Implementation) -> Implementation:
-    """Return what torchtitan's experiment graph_trainer does, where a row ran it; ``eager`` is torchtitan uncompiled.
+    """Return the choices of torchtitan's experiment graph_trainer, where a row ran it; ``eager`` is torchtitan
+    uncompiled.
 
-    - At first (README @72f89d206, 2026-03) the graph ran as it was traced: overlap of collectives with compute
-      (bucketing passes) and compilation of FlexAttention (regional_inductor) had to be asked for, which the commands of
-      the rows do not. FlexAttention is latent attention's default, and without a compiler it is dense, in float32
+    - At first (README @72f89d206, 2026-03) the graph ran as traced. The overlap of collectives with compute (bucketing
+      passes) and the compilation of FlexAttention (regional_inductor) were optional, and the rows' commands do not ask
+      for them. FlexAttention is the default for multi-head latent attention; without a compiler it is dense, in float32
       (torch's _higher_order_ops/flex_attention.py).
-    - In that graph aten._to_copy casts shards, not prims.convert_element_type, which is all that
-      reshard_after_forward.py looks for, so that the casts are kept for backward. Without checkpointing so are the
-      transposed views of gathered parameters, which no pass marks, and with them the parameters
-      (torch._functorch.partitioners.default_partition, seen on a model of two linears with torch 2.13). What the graph
-      keeps stays until its backward returns: graph_utils.py gives GraphModules for compiled callables, which take no
-      boxed arguments.
+    - In that graph aten._to_copy casts shards, while reshard_after_forward.py looks for prims.convert_element_type
+      only. So the casts are saved for backward. Without checkpointing, so are the transposed views of all-gathered
+      parameters, which no pass marks, and with them the parameters (torch._functorch.partitioners.default_partition,
+      seen on a model of two linears with torch 2.13). Saved tensors live until backward returns: graph_utils.py gives
+      GraphModules for compiled callables, which take no boxed arguments.
     - Since #3060 (2026-04-23; passes.py and memory_policy.py @27aa49077) collectives are bucketed, CUDA graphs run the
-      step (but for grouped products before Blackwell, cudagraph.py), and the default policy keeps all products; only
-      FlexAttention is compiled, all else is interpreted. The full policy (#3429, 2026-06-02) keeps results of ops that
-      are tagged nondeterministic_seeded, as those of scaled_dot_product_attention are.
+      step (except grouped GEMMs before Blackwell, cudagraph.py), and the default policy saves all GEMMs' results. Only
+      FlexAttention is compiled; all else is interpreted. The full policy (#3429, 2026-06-02) saves results of ops with
+      the tag nondeterministic_seeded, which scaled_dot_product_attention has.
     - Without a CUDA graph's own pool, the first step allocates gradients and optimizer states between each other.
-    - Its collectives are functional: what they return is allocated on the stream that computes. Its loss is not cut
-      into pieces (configs.py @27aa49077, @9d3c7d205: "doesn't yet support ChunkedCELoss"); where it is traced with the
-      model, its parts are dropped after their last use.
+    - Its collectives are functional: their results are allocated on the stream that computes. Its loss is not chunked
+      (configs.py @27aa49077, @9d3c7d205: "doesn't yet support ChunkedCELoss"). Where the loss is traced with the model,
+      its tensors are freed after their last use.
     """
     text = " ".join(row.get(key, "") for key in ("source", "framework", "compile", "config_notes", "act_ckpt")).lower()
     if not any(mark in text for mark in GRAPH_TRAINER):
         return implementation
-    traced = dataclasses.replace(
+    mla = row.get("model", "").startswith(MLA_MODELS)
+    traced = replace(
         eager,
-        loss_nbytes=implementation.loss_nbytes,
-        loss_hole_nbytes=2.0,
-        keeps_unread=False,
-        keeps_exchanged=implementation.keeps_exchanged,
-        unsorts_whole=implementation.unsorts_whole,
-        router_nbytes=implementation.router_nbytes,
-        gather_stream=False,
-        reduce_stream=False,
-        root_holds_ends=False,
-        expandable_segments=implementation.expandable_segments,
+        experts=replace(
+            eager.experts,
+            float32_combine=implementation.experts.float32_combine,
+            router_nbytes=implementation.experts.router_nbytes,
+        ),
+        data_parallel=replace(eager.data_parallel, root_holds_ends=False),
+        loss=replace(eager.loss, logit_nbytes=implementation.loss.logit_nbytes, logit_hole_nbytes=2.0),
+        saving=replace(
+            eager.saving,
+            selective_unread=False,
+            selective_all_to_all=implementation.saving.selective_all_to_all,
+        ),
+        allocator=AllocatorOptions(expandable_segments=implementation.allocator.expandable_segments),
     )
-    latent = row.get("model", "").startswith(LATENT)
     if date_of(row) >= "2026-04-23":
-        graphed = not number(row, "n_experts") or row.get("gpu", "").startswith(("B", "GB"))
-        return dataclasses.replace(
-            traced,
-            gradient_holes=not graphed,
-            full_keeps_attention=not latent,
-            host_ops_per_layer=0 if graphed else eager.host_ops_per_layer,
-            expert_host_ops=0 if graphed else eager.expert_host_ops,
-            kept_products="all",
-            loss_nbytes=Implementation.loss_nbytes,
-        )
-    return dataclasses.replace(
+        return _bucketed_graph(row, traced, mla=mla)
+    return replace(
         traced,
-        data_overlap=False,
-        gather_pieces=7,
-        attention="dense" if latent else traced.attention,
-        reshards=row.get("act_ckpt") != "none",
-        releases_saved=False,
-        gradient_holes=True,
-        keeps_cast_shards=True,
+        kernels=replace(traced.kernels, attention="dense") if mla else traced.kernels,
+        data_parallel=replace(
+            traced.data_parallel,
+            overlaps=False,
+            collectives_per_layer=7,
+            reshard_after_forward=row.get("act_ckpt") != "none",
+            saves_cast_shards=True,
+        ),
+        saving=replace(traced.saving, frees_in_backward=False),
+        allocator=replace(traced.allocator, gradient_holes=True),
     )
 
 
-NVFP4_SHARE = 0.85
-"""Share of the layers whose linears torchtitan's recipes run in NVFP4, the last ones stay in 16 bits (its
-components/quantization/nvfp4.md @b5bcd76)."""
+def _bucketed_graph(row: Mapping[str, str], traced: Implementation, *, mla: bool) -> Implementation:
+    """Return graph_trainer's choices since #3060; see `graph_trainer`."""
+    graphed = not number(row, "n_experts") or row.get("gpu", "").startswith(("B", "GB"))
+    kernels = replace(traced.kernels, host_ops_per_layer=0, expert_host_ops=0) if graphed else traced.kernels
+    return replace(
+        traced,
+        kernels=kernels,
+        loss=replace(traced.loss, logit_nbytes=EAGER_LOGIT_NBYTES),
+        saving=replace(traced.saving, selective_gemms="all", full_attention=not mla),
+        allocator=replace(traced.allocator, gradient_holes=not graphed),
+    )
 
 
 def torchao(row: Mapping[str, str], implementation: Implementation) -> Implementation:
-    """Return what torchao's 8- and 4-bit linears do in torchtitan, by recipe.
+    """Return the choices of torchao's 8- and 4-bit linears in torchtitan, by recipe.
 
-    - Scaled by tensor: inputs are cast before tensor parallelism gathers them, gradients likewise (torchao's
-      float8_tensor_parallel.py); parameters too where the row says so (float8 all-gather of FSDP2).
-    - Scaled by row: everything is gathered in 16 bits (torchtitan's parallelize_llama.py: for rowwise recipes regular
-      TP). A tensor is scaled along both dims: read and written along the one (3 bytes), read twice and written along
-      the other (5). Backward's products are those of tensors, rescaled afterwards by a kernel of their own, two bytes
-      read and two written (torchao's float8_ops.py @36027d82d, post_inverse_scale; pytorch/ao#2184). Before #820
-      selective checkpointing kept the absolute values of gathered weights (its message; one row says so).
-    - NVFP4's product is not on the list of ops whose results selective checkpointing keeps: it is _scaled_mm_v2
-      (torchao's nvfp4_linear.py calls torch.nn.functional.scaled_mm), the list has _scaled_mm
-      (torch._functorch.partitioners.get_default_op_list, torch 2.13). Its recipes compile the model alone, not the
-      loss (models/llama3/config_registry.py @bcc09297a, components=["model"]).
+    - Tensorwise scales: inputs are cast before tensor parallelism all-gathers them, gradients likewise (torchao's
+      float8_tensor_parallel.py), and parameters where the row says so (float8 all-gather of FSDP2).
+    - Rowwise scales: everything is all-gathered in 16 bits (torchtitan's parallelize_llama.py: for rowwise recipes
+      regular TP). A tensor is scaled along both dims: read and written along the first (3 bytes), read twice and
+      written along the second (5). Results of backward GEMMs are rescaled by a separate kernel, two bytes read and two
+      written (torchao's float8_ops.py @36027d82d, post_inverse_scale; pytorch/ao#2184). Before #820, selective
+      checkpointing saved the absolute values of all-gathered weights (its message; one row says so).
+    - NVFP4: its GEMM is not among the ops whose results selective checkpointing saves. It is _scaled_mm_v2 (torchao's
+      nvfp4_linear.py calls torch.nn.functional.scaled_mm); the list has _scaled_mm
+      (torch._functorch.partitioners.get_default_op_list, torch 2.13). Its recipes compile the model only, not the loss
+      (models/llama3/config_registry.py @bcc09297a, components=["model"]).
     """
     precision = row.get("precision", "").lower()
+    low, saving = implementation.low_precision, implementation.saving
     if "nvfp4" in precision:
-        return dataclasses.replace(
+        loss = replace(
+            implementation.loss,
+            logit_nbytes=EAGER_LOGIT_NBYTES,
+            logit_hole_nbytes=2.0,
+            traffic_nbytes=EAGER_LOSS_TRAFFIC_NBYTES,
+        )
+        return replace(
             implementation,
-            cast_share=NVFP4_SHARE,
-            cast_kept_products="none",
-            loss_nbytes=Implementation.loss_nbytes,
-            loss_hole_nbytes=2.0,
-            loss_traffic_nbytes=Implementation.loss_traffic_nbytes,
+            low_precision=replace(low, layer_share=NVFP4_SHARE),
+            saving=replace(saving, selective_cast_gemms="none"),
+            loss=loss,
         )
     if "rowwise" in precision:
-        kept = 2.0 if "saves abs() of weights" in row.get("notes", "") else 0.0
-        return dataclasses.replace(implementation, cast_nbytes=8.0, rescale_nbytes=4.0, kept_weight_nbytes=kept)
+        weight_nbytes = 2.0 if "saves abs() of weights" in row.get("notes", "") else 0.0
+        return replace(
+            implementation,
+            low_precision=replace(low, cast_nbytes=8.0, rescale_nbytes=4.0),
+            saving=replace(saving, selective_weight_nbytes=weight_nbytes),
+        )
     if "tensorwise" in precision or "fp8 all-gather" in precision:
-        sharded = "fp8 all-gather" in precision or "fp8 ag" in precision
-        return dataclasses.replace(implementation, gathers_cast=True, shards_cast=sharded)
+        shards = "fp8 all-gather" in precision or "fp8 ag" in precision
+        return replace(implementation, low_precision=replace(low, casts_before_gather=True, casts_shards=shards))
     return implementation

@@ -1,14 +1,14 @@
-"""Bytes that torch's caching allocator holds beyond what is allocated: pools of other streams, holes, split segments.
+"""Bytes that torch's caching allocator holds beyond the allocated bytes: pools of other streams, holes, split segments.
 
-A block serves only the stream that it was allocated on (c10/cuda/CUDACachingAllocator.cpp), so that each stream's own
-peak is held for good, whenever it was. fully_shard has two beside the default one (torch's
-distributed/fsdp/_fully_shard/_fsdp_collectives.py, 2.13): parameters are gathered on one and copied out into the
-default stream's, and the results of reduce-scatters, of which the gradients are views, are allocated on the other.
+A block serves only the stream that it was allocated on (c10/cuda/CUDACachingAllocator.cpp), so each stream's own peak
+stays reserved, whenever it occurred. fully_shard uses two streams besides the default one (torch's
+distributed/fsdp/_fully_shard/_fsdp_collectives.py, 2.13). Parameters are all-gathered on the first and copied to the
+default stream. The results of reduce-scatters, of which the gradients are views, are allocated on the second.
 
-Where gradients have no stream of their own, optimizer states are allocated between them in the first step.
+Where gradients have no stream of their own, the first step allocates optimizer states between them.
 
-Known error: segments that are split for good are taken as one share of the peak, while they depend on the order of
-sizes: 2 to 26 % in the runs that the share was fitted to.
+Known error: split segments are one share of the peak, although they depend on the order of sizes: 2 to 26 % in the runs
+that the share was fitted to.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.kernels.step_constants import StepConstants
 
 
-class MomentBytes(Protocol):
-    """Bytes at one moment of a step, as ``step_memory.Moment`` has them."""
+class PhaseBytes(Protocol):
+    """Bytes in one phase of a step; see ``memory.MemoryPhase``."""
 
     @property
     def allocated(self) -> float: ...
@@ -36,7 +36,7 @@ class MomentBytes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FullBytes:
-    """Bytes of parameters in the compute dtype on one tensor and pipeline rank, not split over the data axis."""
+    """Bytes of parameters in the compute dtype on one tensor and pipeline rank, not sharded over the data axis."""
 
     layer: float
     embedding: float
@@ -44,58 +44,55 @@ class FullBytes:
 
     @property
     def ends(self) -> float:
-        """Embedding and head together."""
+        """Bytes of embedding and head."""
         return self.embedding + self.head
 
 
-def stream_pools(parallel: ParallelSpec, timeline: Sequence[MomentBytes], full: FullBytes) -> float:
+def stream_pool_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], full: FullBytes) -> float:
     """Return the bytes that the pools of other streams add to the allocated peak.
 
-    Of gathers the largest two that follow each other; of reductions the gradients, which are there still when the
-    default stream has its own peak and no gradient is alive.
+    For all-gathers, these are the two largest that follow each other. For reductions, these are the gradients, whose
+    blocks are still reserved when the default stream peaks and no gradient is live.
     """
-    kept = max(_default_stream(parallel, moment) for moment in timeline) - max(moment.allocated for moment in timeline)
-    if _reduces_apart(parallel):
-        kept += max(moment.gradients for moment in timeline)
-    return max(0.0, kept) + _gather_pool(parallel, full)
+    pool = max(_default_stream(parallel, phase) for phase in phases) - max(phase.allocated for phase in phases)
+    if _reduces_on_own_stream(parallel):
+        pool += max(phase.gradients for phase in phases)
+    return max(0.0, pool) + _gather_pool(parallel, full)
 
 
-def fragments(parallel: ParallelSpec, timeline: Sequence[MomentBytes], constants: StepConstants) -> float:
-    """Return the bytes of the default stream's pool that are free and that nothing at its peak fits in."""
-    peak = max(_default_stream(parallel, moment) for moment in timeline)
-    gradients = max(moment.gradients for moment in timeline)
+def fragmentation_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], constants: StepConstants) -> float:
+    """Return the bytes of the default stream's pool that are free, and too small for any allocation of its peak."""
+    peak = max(_default_stream(parallel, phase) for phase in phases)
+    gradients = max(phase.gradients for phase in phases)
     with_holes = max(
-        _default_stream(parallel, moment) + moment.holes + _gradient_holes(parallel, moment, gradients)
-        for moment in timeline
+        _default_stream(parallel, phase) + phase.holes + _gradient_holes(parallel, phase, gradients) for phase in phases
     )
-    split = 0.0 if parallel.implementation.expandable_segments else constants.fragmentation_share * peak
+    expandable = parallel.implementation.allocator.expandable_segments
+    split = 0.0 if expandable else constants.fragmentation_share * peak
     return with_holes - peak + split
 
 
-def _gradient_holes(parallel: ParallelSpec, moment: MomentBytes, gradients: float) -> float:
-    """Return the bytes of blocks that gradients left between the optimizer's states and that nothing fills.
+def _gradient_holes(parallel: ParallelSpec, phase: PhaseBytes, gradients: float) -> float:
+    """Return the bytes of the blocks that freed gradients leave between the optimizer's states.
 
-    Blocks of kept activations fit in them, the logits' do not.
+    Saved activations fill these blocks; the logits do not fit.
     """
-    if not parallel.implementation.gradient_holes:
+    if not parallel.implementation.allocator.gradient_holes:
         return 0.0
-    return max(0.0, gradients - moment.gradients - moment.activations)
+    return max(0.0, gradients - phase.gradients - phase.activations)
 
 
 def _gather_pool(parallel: ParallelSpec, full: FullBytes) -> float:
-    if not parallel.implementation.gather_stream or not _sharded(parallel):
+    if not (parallel.implementation.allocator.gather_stream and parallel.fully_sharded):
         return 0.0
-    ends = (full.ends,) if parallel.implementation.root_holds_ends else (full.embedding, full.head)
+    together = parallel.implementation.data_parallel.root_holds_ends
+    ends = (full.ends,) if together else (full.embedding, full.head)
     return full.layer + max(full.layer, *ends)
 
 
-def _default_stream(parallel: ParallelSpec, moment: MomentBytes) -> float:
-    return moment.allocated - (moment.gradients if _reduces_apart(parallel) else 0.0)
+def _default_stream(parallel: ParallelSpec, phase: PhaseBytes) -> float:
+    return phase.allocated - (phase.gradients if _reduces_on_own_stream(parallel) else 0.0)
 
 
-def _reduces_apart(parallel: ParallelSpec) -> bool:
-    return parallel.implementation.reduce_stream and _sharded(parallel)
-
-
-def _sharded(parallel: ParallelSpec) -> bool:
-    return parallel.zero == 3 and parallel.shard * parallel.context > 1
+def _reduces_on_own_stream(parallel: ParallelSpec) -> bool:
+    return parallel.implementation.allocator.reduce_stream and parallel.fully_sharded

@@ -1,4 +1,11 @@
-"""Seconds of context parallelism in one layer: keys and values around the ring, and what is made of each block."""
+"""Seconds of context parallelism in one layer: keys and values sent around the ring, and the merging of the blocks.
+
+Every hop overlaps with attention to the block that has arrived. The exposed part of a hop is what exceeds that
+attention; the overlapped part slows attention by the processors that messages take (``kernels.in_step``).
+
+Known error: rows with context parallelism are within those of the accuracy table (benchmarks/results/accuracy.md);
+torchtitan's over 4 and 8 ranks in 8 bits are 19 to 30 % too fast.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +18,30 @@ from cost_model.kernels.in_step import message_share
 from cost_model.kernels.step_constants import StepConstants
 
 MERGE_FORWARD, MERGE_BACKWARD = 32.5, 50.5
-"""Bytes that torch's _context_parallel/_attention.py (2.13) moves per value of the queries and block of keys, counted
-2026-11-21, half of the blocks being whole and half of them half, as its load balancing has it.
+"""Bytes that torch's _context_parallel/_attention.py (2.13) moves per value of the queries and block of keys.
 
-Forward, after the first block: the result cast (2 read, 4 written), its difference from the sum (8, 4), times the
-weight (4, 4), their difference (8, 4); half of that, and the sum written again (4, 4). Backward: gradients of queries,
-keys and values added (6, 4 each); where half, half of that, and the sum written again; those of keys and values joined
-to be sent (4, 4 each)."""
+Half of the blocks are whole and half of them are half blocks, by its load balancing. Forward, after the first block:
+the result is cast (2 read, 4 written), subtracted from the sum (8, 4), multiplied by the weight (4, 4), subtracted
+again (8, 4); half of that; and the sum is written again (4, 4). Backward: gradients of queries, keys and values are
+added (6, 4 each); for half blocks, half of that, and the sum is written again; those of keys and values are
+concatenated for sending (4, 4 each). Counted 2026-11-21."""
 
 FIRST_BLOCK, LATER_BLOCK = 4.0, 6.0
-"""The same of Transformer Engine, each way: of results forward, of queries, keys and values backward, for the first
-block (2 read, 2 written) and for each later one (2 and 2 read, 2 written). Each is one kernel. Under a causal mask half
-of the later ones are of half of the rows. Counted 2026-11-24 in
-attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P."""
+"""Bytes that Transformer Engine moves per value and block, in each pass.
+
+Values are those of results in forward, and of queries, keys and values in backward: 2 read and 2 written for the first
+block; 2 and 2 read, 2 written for each later one. Each is one kernel. Under a causal mask, half of the later blocks
+cover half of the rows. Counted 2026-11-24 in attention/dot_product_attention/context_parallel.py,
+AttnFuncWithCPAndKVP2P."""
 
 
 def merge_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
 ) -> tuple[float, float]:
-    """Return the seconds in which results, and gradients, of the blocks of keys are added up."""
+    """Return the seconds of merging results (forward) and gradients (backward) over the blocks of keys."""
     if parallel.context == 1:
         return 0.0, 0.0
-    blocks, fused = parallel.context, not parallel.implementation.context_merges
+    blocks, fused = parallel.context, not parallel.implementation.kernels.torch_ring_attention
     results, queries, keys = (
         parallel.tokens * dim / parallel.tensor
         for dim in (spec.attention_out_dim, spec.query_dim, spec.key_dim + spec.value_dim)
@@ -51,23 +60,22 @@ def merge_seconds(
 def context_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, attention: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return what keys and values that go once around the context ring add, forward, and with gradients backward.
-
-    Each hop runs beside attention to the block that is there: what is longer shows, what hides slows that down.
+    """Return the seconds that sending around the ring adds: keys and values in forward, with gradients in backward.
 
     Args:
-        attention: seconds of one rank's, forward and backward.
+        attention: seconds of attention on one rank, forward and backward.
     """
     if parallel.context == 1:
         return 0.0, 0.0
-    width = 2 * spec.query_dim if parallel.implementation.context_merges else spec.key_dim + spec.value_dim
+    repeated = parallel.implementation.kernels.torch_ring_attention
+    width = 2 * spec.query_dim if repeated else spec.key_dim + spec.value_dim
     nbytes = 2.0 * parallel.tokens * width / parallel.tensor
     hop = group_time_s("send_recv", nbytes, size=parallel.context, stride=parallel.tensor, cluster=cluster)
     group = strided_group(parallel.context, parallel.tensor, cluster.devices_per_node)
     hops, taken = parallel.context - 1, message_share(cluster.device, nodes=group.nodes)
 
-    def added(moved: float, computed: float) -> float:
-        shown = max(0.0, moved - computed / parallel.context)
-        return hops * (shown + taken * (moved - shown))
+    def added(hop_s: float, attention_s: float) -> float:
+        exposed = max(0.0, hop_s - attention_s / parallel.context)
+        return hops * (exposed + taken * (hop_s - exposed))
 
     return added(hop, attention[0]), added(2 * hop, attention[1])

@@ -1,7 +1,8 @@
-"""Seconds of the kernels of a training step: matrix products, attention and streams, as they run inside a step.
+"""Seconds of the kernels of a training step, as they run inside a step: GEMMs, attention and streams.
 
-Alone and on an idle device kernels are faster than inside a step, where the device is hot and its caches are cold; the
-shares of ``StepConstants`` say by how much, by architecture.
+Inside a step the device is hot and its caches are cold, so kernels are slower than in a benchmark of one kernel.
+``StepConstants`` holds the shares of the stand-alone rate that are reached, by architecture: fitted to published
+training runs, see step_constants.toml. Known error: see ``step``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from cost_model.configuration.parallelism import AttentionKernel
+from cost_model.configuration.implementation import AttentionKernel
 from cost_model.hardware.devices import DeviceSpec
 from cost_model.kernels.attention import attention_time_s
 from cost_model.kernels.compute import stream_bytes_per_s
@@ -17,13 +18,13 @@ from cost_model.kernels.gemm import gemm_time_s
 from cost_model.kernels.step_constants import StepConstants, gemm_share
 
 EARLIER_FLASH = 2.0
-"""How much longer FlashAttention-1 and the memory-efficient kernel take than FlashAttention-2: arXiv 2307.08691,
-abstract. Both are priced as FlashAttention-2 times this."""
+"""Seconds of FlashAttention-1 and of the memory-efficient kernel over those of FlashAttention-2. Source: arXiv
+2307.08691, abstract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """``groups`` products of [m, k] by [k, n]; positional, as there are hundreds in a price."""
+    """``groups`` GEMMs ``[m, k] @ [k, n]``. Fields are positional: one price has hundreds of GEMMs."""
 
     m: float
     n: float
@@ -32,16 +33,16 @@ class Gemm:
 
     @property
     def flops(self) -> float:
-        """Multiply-adds count twice."""
+        """FLOPs; a multiply-add is two."""
         return 2.0 * self.m * self.n * self.k * self.groups
 
     def transposed(self) -> tuple[Gemm, Gemm]:
-        """Return the two products of backward: the gradient of the input and that of the weight."""
+        """Return the two GEMMs of backward: the gradient of the input and that of the weight."""
         return Gemm(self.m, self.k, self.n, self.groups), Gemm(self.k, self.n, self.m, self.groups)
 
 
 def gemm_s(gemm: Gemm, *, device: DeviceSpec, dtype: str, constants: StepConstants) -> float:
-    """Return the seconds of a matrix product inside a step; 8 bits stand for 4, for which no kernel was measured."""
+    """Return the seconds of a GEMM inside a step; 4 bits are priced as 8 bits (no kernel was measured)."""
     eight_bits = dtype in ("fp8", "fp4") and "fp8" in device.peak_flops
     alone = _gemm_alone_s(gemm, device, "fp8" if eight_bits else "bf16" if dtype in ("fp8", "fp4") else dtype)
     return alone / gemm_share(constants, device)
@@ -82,9 +83,10 @@ def attention_s(
     backward: bool,
     device: DeviceSpec,
 ) -> float:
-    """Return the seconds of one layer's attention over whole sequences, as it runs alone: it leaves power to spare.
+    """Return the seconds of one layer's attention over whole sequences.
 
-    Heads that tensor parallelism leaves in fractions are rounded up.
+    The stand-alone time holds inside a step, because attention stays below the power limit. Fractions of heads, which
+    tensor parallelism may leave, are rounded up.
     """
     whole, whole_kv = max(1, -int(-heads // 1)), max(1, -int(-kv_heads // 1))
     return _attention_alone_s(
@@ -93,6 +95,6 @@ def attention_s(
 
 
 def stream_s(nbytes: float, *, fused: bool, device: DeviceSpec, constants: StepConstants) -> float:
-    """Return the seconds in which kernels that only move memory, fused or not, read and write ``nbytes``."""
+    """Return the seconds of memory-bound kernels, fused or not, that read and write ``nbytes``."""
     share = constants.fused_stream_share if fused else constants.stream_share
     return nbytes / (stream_bytes_per_s(device) * share)

@@ -1,7 +1,8 @@
-"""What one transformer layer computes on one rank for one micro-batch: matrix products and streamed bytes.
+"""The GEMMs and the streamed bytes of one transformer layer on one rank, for one micro-batch.
 
-Bytes of element-wise kernels are counted in values of two bytes that they read and write, kernel by kernel, for a chain
-that is fused (one read of each input, one write of each output) and for one that is not.
+Element-wise kernels are counted in values of two bytes that they read and write, kernel by kernel: for a fused chain
+(each input read once, each output written once) and for an unfused one. Source: the frameworks' kernels; known error:
+see ``step``.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 
 BIAS_FORWARD, BIAS_BACKWARD = 14.0, 20.0
-"""Values of two bytes that Megatron-Core's TEGroupedMLP._apply_bias moves for each value of the experts' result.
+"""Values of two bytes that Megatron-Core's TEGroupedMLP._apply_bias moves per value of the experts' result.
 
 Forward, in float32: bias times probability (4 bytes written), their sum with the result (6 read, 4 written), the
 concatenation over experts (4, 4), the cast back (4, 2). Backward: the cast (2, 4), the result's gradient cast (4, 2)
-and concatenated (2, 2), and for each of bias and probability a product (4, 4) and its sum (4). Counted 2026-11-21."""
+and concatenated (2, 2), and for each of bias and probability a multiplication (4, 4) and its sum (4). Counted
+2026-11-21."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """One layer on one rank and micro-batch, forward.
+    """The forward work of one layer on one rank for one micro-batch.
 
     Attributes:
-        attention_gemms: projections around attention, the one into the residual last.
-        mlp_gemms: of the MLP, shared experts and router.
-        expert_gemms: of the routed experts on this rank.
-        forward_nbytes, backward_nbytes: moved by element-wise kernels.
-        routed_tokens: tokens that this rank's experts see.
+        attention_gemms: projections around attention; the last one writes to the residual.
+        mlp_gemms: GEMMs of the MLP, or of shared experts and router.
+        expert_gemms: GEMMs of the routed experts on this rank.
+        forward_nbytes, backward_nbytes: bytes moved by element-wise kernels.
+        routed_tokens: tokens that this rank's experts process.
     """
 
     attention_gemms: tuple[Gemm, ...]
@@ -41,14 +43,14 @@ class LayerWork:
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
-        """All of them."""
+        """All GEMMs."""
         return self.attention_gemms + self.mlp_gemms + self.expert_gemms
 
 
 def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> LayerWork:
     """Return the work of a layer with (``sparse``) or without experts."""
     tokens, tensor = parallel.tokens, parallel.tensor
-    separate = parallel.implementation.separate_linears
+    separate = parallel.implementation.kernels.separate_linears
     mlp: tuple[Gemm, ...] = ()
     expert: tuple[Gemm, ...] = ()
     routed = 0.0
@@ -82,21 +84,21 @@ def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
 
 def _attention_gemms(spec: TransformerSpec, tokens: float, tensor: int, *, separate: bool) -> tuple[Gemm, ...]:
     out = Gemm(tokens, spec.hidden, spec.attention_out_dim / tensor)
-    if spec.latent is None and separate:
+    if spec.mla is None and separate:
         key = Gemm(tokens, spec.key_dim / tensor, spec.hidden)
         value = Gemm(tokens, spec.value_dim / tensor, spec.hidden)
         return Gemm(tokens, spec.query_dim / tensor, spec.hidden), key, value, out
-    if spec.latent is None:
+    if spec.mla is None:
         return (Gemm(tokens, (spec.query_dim + spec.key_dim + spec.value_dim) / tensor, spec.hidden), out)
-    latent = spec.latent
+    mla = spec.mla
     query: tuple[Gemm, ...] = (Gemm(tokens, spec.query_dim / tensor, spec.hidden),)
-    if latent.query_rank:
+    if mla.query_rank:
         query = (
-            Gemm(tokens, latent.query_rank, spec.hidden),
-            Gemm(tokens, spec.query_dim / tensor, latent.query_rank),
+            Gemm(tokens, mla.query_rank, spec.hidden),
+            Gemm(tokens, spec.query_dim / tensor, mla.query_rank),
         )
-    down = Gemm(tokens, latent.kv_rank + latent.rope_dim, spec.hidden)
-    up = Gemm(tokens, spec.heads * (latent.nope_dim + latent.value_dim) / tensor, latent.kv_rank)
+    down = Gemm(tokens, mla.kv_rank + mla.rope_dim, spec.hidden)
+    up = Gemm(tokens, spec.heads * (mla.nope_dim + mla.value_dim) / tensor, mla.kv_rank)
     return (*query, down, up, out)
 
 
@@ -111,17 +113,17 @@ def _streamed_values(
     spec: TransformerSpec, parallel: ParallelSpec, ffn_values: float, routed: float
 ) -> tuple[float, float]:
     """Return the two-byte values that element-wise kernels read and write, forward and backward."""
-    fused = parallel.implementation.fused
-    shared = parallel.tensor if parallel.sequence_parallel else 1
-    residual = parallel.tokens * spec.hidden / shared
+    kernels = parallel.implementation.kernels
+    fused = kernels.fused_ops
+    residual = parallel.tokens * spec.hidden / parallel.sequence_shards
     # Two norms (read, write) and two residual additions (read two, write one; dropout adds a byte of mask).
-    slow_norm = parallel.implementation.float32_norm and not fused
+    slow_norm = kernels.float32_norm and not fused
     norm, norm_backward = (19.0, 40.0) if slow_norm else (2.0, 3.0)
     forward = residual * 2 * (norm + 3.0 + (0.5 if spec.dropout else 0.0))
     backward = residual * 2 * (norm_backward + 3.0 + (1.5 if spec.dropout else 0.0))
-    copies = parallel.implementation.attention_copies * parallel.tokens * spec.query_dim / parallel.tensor
+    copies = kernels.attention_copies * parallel.tokens * spec.query_dim / parallel.tensor
     forward, backward = forward + copies, backward + copies
-    if spec.gated and not fused:  # q, k, v and gate, up are separate linears, whose input gradients are added up
+    if spec.gated and not fused:  # q, k, v and gate, up are separate linears, whose input gradients are summed
         backward += 9.0 * parallel.tokens * spec.hidden
     gate_forward, gate_backward = (3.0, 5.0) if spec.gated else (2.0, 3.0)
     if spec.squared_relu:
@@ -130,20 +132,20 @@ def _streamed_values(
         gate_forward, gate_backward = 5.0, 9.0
     forward += gate_forward * ffn_values
     backward += gate_backward * ffn_values
-    if not spec.positions and not spec.layer_norm:  # rotary
+    if not spec.positions and not spec.layer_norm:  # rotary embedding
         rotated = parallel.tokens * (spec.query_dim + spec.key_dim) / parallel.tensor
         forward += rotated * (2.0 if fused else 10.0)
         backward += rotated * (2.0 if fused else 10.0)
     if spec.query_norm:
         normed = parallel.tokens * (spec.query_dim + spec.key_dim) / parallel.tensor
         forward, backward = forward + normed * norm, backward + normed * norm_backward
-    if spec.latent is not None:  # keys are assembled from two parts
+    if spec.mla is not None:  # MLA assembles keys from two parts
         forward += 3.0 * parallel.tokens * spec.key_dim / parallel.tensor
         backward += 3.0 * parallel.tokens * spec.key_dim / parallel.tensor
-    moved = routed * spec.hidden  # tokens are sorted by expert and back, and weighed
-    passes = 8.0 if fused else 20.0  # unfused: gathered, padded, weighed in float32, scattered, kernel by kernel
+    moved = routed * spec.hidden  # tokens are sorted by expert and back, and weighted
+    passes = 8.0 if fused else 20.0  # unfused: index, pad, weight in float32, scatter, each a kernel
     forward += moved * passes
     backward += moved * passes
-    if spec.experts is not None and spec.experts.bias and parallel.implementation.expert_bias_kernels:
+    if spec.experts is not None and spec.experts.bias and parallel.implementation.experts.bias_kernels:
         forward, backward = forward + BIAS_FORWARD * moved, backward + BIAS_BACKWARD * moved
     return forward, backward

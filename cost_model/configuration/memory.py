@@ -1,12 +1,13 @@
-"""Bytes on one device over a training step, by role, and their peak: allocated, reserved, and as the device shows them.
+"""Bytes on one device over a training step, by role, and their peak: allocated, reserved, and shown by the device.
 
-Moments of a step at which memory peaks: the loss (all activations and the logits alive), backward of the last layer
-(gathered weights, recomputed activations, first gradients), backward of the first (all gradients), and the optimizer's
-step. Of a pipeline, the first and the last rank are looked at; the larger peak counts.
+Memory is computed in four phases of a step, one of which is the peak: the loss (all activations and the logits are
+live), backward of the last layer (all-gathered weights, recomputed activations, first gradients), backward of the first
+layer (all gradients), and the optimizer's step. In a pipeline, the first and the last rank are computed; the larger
+peak counts.
 
-Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): 3 % on average, 2 % in the
-median, 12 % too low at worst. Layers are taken to be spread evenly over a pipeline. Fixed buffers of DeepSpeed are not
-counted (half of what an 8B model holds on 8 devices at 8,192 tokens).
+Known error (2026-11, benchmarks/accuracy.py, sources that no constant was fitted to): mean 3 %, median 2 %, at worst
+12 % too low. Layers are assumed to be spread evenly over a pipeline. Fixed buffers of DeepSpeed are not counted (half
+of the memory of an 8B model on 8 devices at 8,192 tokens).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cost_model.configuration.activations import layer_bytes
-from cost_model.configuration.allocator import FullBytes, fragments, stream_pools
+from cost_model.configuration.allocator import FullBytes, fragmentation_bytes, stream_pool_bytes
+from cost_model.configuration.implementation import StateOptions
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.pipeline_schedules import micro_batches_in_flight
 from cost_model.configuration.transformer import TransformerSpec
@@ -24,13 +26,19 @@ from cost_model.kernels.step_constants import StepConstants, shipped_constants
 
 ROLES = ("parameters", "gradients", "optimizer_state", "activations", "logits", "gathered", "workspace")
 
+VISIBLE_SHARE = 1.063
+"""Bytes that the driver shows, over the label's: 79.19 GiB on an 80 GB H100 (devices.csv, mem_gib_visible)."""
+
+NCCL_COMMUNICATOR_BYTES = 250_000_000
+"""Bytes of the buffers of one communicator. Assumed; see ``optimizer_memory.NCCL_BYTES``."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Bytes by role at one moment of a step.
+class MemoryPhase:
+    """Bytes by role in one phase of a step.
 
     Attributes:
-        holes: bytes of free blocks that are too small for what is allocated at this moment; in no role.
+        holes: bytes of free blocks that are too small for the allocations of this phase; in no role.
     """
 
     name: str
@@ -45,53 +53,53 @@ class Moment:
 
     @property
     def allocated(self) -> float:
-        """All roles together."""
+        """Bytes of all roles."""
         return float(sum(getattr(self, role) for role in ROLES))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The moments of a step on the fullest rank, in order, and what lies around them.
+    """The phases of a step on the fullest rank, in order, and the bytes outside of them.
 
     Attributes:
-        pools: bytes that the allocator holds for streams of their own beyond what is allocated there at the peak; no
-            other stream can use them.
+        pools: bytes that the allocator holds for other streams, beyond their allocated bytes at the peak; the default
+            stream cannot use them.
         fragmentation: bytes that the caching allocator holds beyond the peak: holes, and split segments.
-        context: CUDA context and NCCL's buffers, outside the allocator.
+        context: bytes of the CUDA context and of NCCL's buffers, outside the allocator.
     """
 
     rank: int
-    timeline: tuple[Moment, ...]
+    phases: tuple[MemoryPhase, ...]
     pools: float
     fragmentation: float
     context: float
 
     @property
-    def peak(self) -> Moment:
-        """The moment at which most is allocated."""
-        return max(self.timeline, key=lambda moment: moment.allocated)
+    def peak(self) -> MemoryPhase:
+        """The phase with the most allocated bytes."""
+        return max(self.phases, key=lambda phase: phase.allocated)
 
     @property
     def allocated(self) -> float:
-        """Peak of ``torch.cuda.max_memory_allocated``."""
+        """Peak of ``torch.cuda.max_memory_allocated``, in bytes."""
         return self.peak.allocated
 
     @property
     def reserved(self) -> float:
-        """Peak of ``torch.cuda.max_memory_reserved``."""
+        """Peak of ``torch.cuda.max_memory_reserved``, in bytes."""
         return self.allocated + self.pools + self.fragmentation
 
     @property
     def device(self) -> float:
-        """What ``nvidia-smi`` shows."""
+        """Bytes that ``nvidia-smi`` shows."""
         return self.reserved + self.context
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """Parameters of one pipeline rank on one tensor rank, before anything is split over the data axis.
+class _RankParameters:
+    """Parameters of one pipeline rank on one tensor rank, not sharded over the data axis.
 
-    ``shared`` (experts) are a part of ``plain``.
+    ``shared`` (experts) are a part of ``plain``; ``experts`` are the routed ones.
     """
 
     layers: float
@@ -106,6 +114,11 @@ class _Rank:
     def ends(self) -> float:
         return self.embedding + self.head
 
+    @property
+    def full_bytes(self) -> FullBytes:
+        layer = 2.0 * (self.plain + self.experts) / max(1.0, self.layers)
+        return FullBytes(layer=layer, embedding=2.0 * self.embedding, head=2.0 * self.head)
+
 
 def step_memory(
     spec: TransformerSpec,
@@ -116,38 +129,25 @@ def step_memory(
     rank: int | None = None,
 ) -> StepMemory:
     """Return the bytes of a step on pipeline rank ``rank``, or on the fuller of the first and the last."""
-    fitted = constants or shipped_constants()
+    constants = constants or shipped_constants()
     ranks = {0, parallel.pipeline - 1} if rank is None else {rank}
-    found = [_on_rank(spec, parallel, cluster, fitted, one) for one in sorted(ranks)]
-    return max(found, key=lambda memory: memory.allocated)
+    memories = [_rank_memory(spec, parallel, cluster, constants, one) for one in sorted(ranks)]
+    return max(memories, key=lambda memory: memory.allocated)
 
 
-def _on_rank(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants, rank: int
+def _rank_memory(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants, rank: int
 ) -> StepMemory:
-    share = _rank_share(spec, parallel, rank)
-    states = _states(spec, parallel, share)
-    timeline = _timeline(spec, parallel, share, states, rank)
-    peak = max(moment.allocated for moment in timeline)
+    owned = _rank_parameters(spec, parallel, rank)
+    phases = _phases(spec, parallel, owned, _states(parallel, owned), rank)
+    peak = max(phase.allocated for phase in phases)
     if cluster.device.kind == "cpu":
-        return StepMemory(rank=rank, timeline=timeline, pools=0.0, fragmentation=0.0, context=0.0)
+        return StepMemory(rank=rank, phases=phases, pools=0.0, fragmentation=0.0, context=0.0)
     context = CONTEXT_BYTES + _nccl_bytes(parallel)
     room = max(0.0, cluster.device.memory_bytes * VISIBLE_SHARE - context - peak)
-    pools = min(stream_pools(parallel, timeline, _full(share)), room)
-    fragmentation = min(fragments(parallel, timeline, fitted), room - pools)
-    return StepMemory(rank=rank, timeline=timeline, pools=pools, fragmentation=fragmentation, context=context)
-
-
-def _full(share: _Rank) -> FullBytes:
-    layer = 2.0 * (share.plain + share.experts) / max(1.0, share.layers)
-    return FullBytes(layer=layer, embedding=2.0 * share.embedding, head=2.0 * share.head)
-
-
-VISIBLE_SHARE = 1.063
-"""Bytes that the driver shows over the label's: 79.19 GiB on an 80 GB H100 (devices.csv, mem_gib_visible)."""
-
-NCCL_COMMUNICATOR_BYTES = 250_000_000
-"""Buffers of one communicator; see ``memory.NCCL_BYTES``."""
+    pools = min(stream_pool_bytes(parallel, phases, owned.full_bytes), room)
+    fragmentation = min(fragmentation_bytes(parallel, phases, constants), room - pools)
+    return StepMemory(rank=rank, phases=phases, pools=pools, fragmentation=fragmentation, context=context)
 
 
 def _nccl_bytes(parallel: ParallelSpec) -> float:
@@ -155,13 +155,13 @@ def _nccl_bytes(parallel: ParallelSpec) -> float:
     return float(NCCL_COMMUNICATOR_BYTES * sum(1 for size in axes if size > 1))
 
 
-def _rank_share(spec: TransformerSpec, parallel: ParallelSpec, rank: int) -> _Rank:
+def _rank_parameters(spec: TransformerSpec, parallel: ParallelSpec, rank: int) -> _RankParameters:
     stages = parallel.pipeline
     layers, sparse = spec.layers / stages, spec.sparse_layers / stages
     plain = layers * (spec.attention_parameters + spec.norm_parameters)
     plain += (layers - sparse) * spec.dense_mlp_parameters + sparse * spec.shared_mlp_parameters
     last = rank == stages - 1
-    return _Rank(
+    return _RankParameters(
         layers=layers,
         sparse=sparse,
         plain=plain / parallel.tensor,
@@ -172,141 +172,152 @@ def _rank_share(spec: TransformerSpec, parallel: ParallelSpec, rank: int) -> _Ra
     )
 
 
-def _states(spec: TransformerSpec, parallel: ParallelSpec, share: _Rank) -> Moment:
-    """Return parameters, whole gradients and optimizer state of the rank, as the data axis splits them."""
-    implementation = parallel.implementation
+def _states(parallel: ParallelSpec, owned: _RankParameters) -> MemoryPhase:
+    """Return the bytes of parameters, reduced gradients and optimizer state, as the data axis shards them."""
+    state = parallel.implementation.state
     shards = (parallel.shard if parallel.zero == 3 else parallel.data) * parallel.context
     expert_shards = max(1.0, shards * parallel.tensor / (parallel.expert * parallel.expert_tensor))
-    plain = share.plain + share.ends
-    if not implementation.shards_shared_experts:
-        plain += (shards - 1) * share.shared
+    plain = owned.plain + owned.ends
+    if not parallel.implementation.experts.shards_shared_experts:
+        plain += (shards - 1) * owned.shared
 
-    def held(nbytes: float, level: int) -> float:
+    def sharded_from(level: int, nbytes: float) -> float:
         if parallel.zero >= level:
-            return nbytes * (plain / shards + share.experts / expert_shards)
-        return nbytes * (plain + share.experts)
+            return nbytes * (plain / shards + owned.experts / expert_shards)
+        return nbytes * (plain + owned.experts)
 
-    if implementation.lora:
-        return Moment(name="states", parameters=held(2, 3), workspace=0.0)
-    state = implementation.master_nbytes + implementation.state_nbytes
-    return Moment(
+    if parallel.implementation.lora:
+        return MemoryPhase(name="states", parameters=sharded_from(3, 2))
+    optimizer_state = sharded_from(1, state.master_nbytes + state.optimizer_nbytes)
+    return MemoryPhase(
         name="states",
-        parameters=held(implementation.parameter_nbytes, 3),
-        gradients=held(implementation.gradient_nbytes, 2),
-        optimizer_state=0.0 if implementation.optimizer_on_host else held(state, 1),
+        parameters=sharded_from(3, state.parameter_nbytes),
+        gradients=sharded_from(2, state.gradient_nbytes),
+        optimizer_state=0.0 if state.optimizer_on_host else optimizer_state,
     )
 
 
-def _timeline(
-    spec: TransformerSpec, parallel: ParallelSpec, share: _Rank, states: Moment, rank: int
-) -> tuple[Moment, ...]:
+def _phases(
+    spec: TransformerSpec, parallel: ParallelSpec, owned: _RankParameters, states: MemoryPhase, rank: int
+) -> tuple[MemoryPhase, ...]:
     implementation = parallel.implementation
-    dense, sparse = layer_bytes(spec, parallel, sparse=False), layer_bytes(spec, parallel, sparse=share.sparse > 0)
-    flight = micro_batches_in_flight(parallel, rank)
-    one = (share.layers - share.sparse) * dense.saved + share.sparse * sparse.saved
-    residual = 2.0 * parallel.tokens * spec.hidden / (parallel.tensor if parallel.sequence_parallel else 1)
-    activations = flight * (one + residual) + _receive_buffers(parallel, residual, flight)
-    transient = max(dense.transient if share.layers > share.sparse else 0.0, sparse.transient)
-    persistent = implementation.gradients_persist or parallel.micro_batches > 1
-    whole = _unsharded_gradients(parallel, share)
-    early = (states.gradients + whole) if persistent else 0.0
-    full, sharded = _full(share), parallel.zero == 3 and parallel.shard * parallel.context > 1
-    gathered = _gathered(parallel, share, full) if sharded else (0.0, 0.0, 0.0)
-    if sharded and implementation.keeps_cast_shards:
-        casts = 2.0 * states.parameters / implementation.parameter_nbytes
-        left = 0.0 if implementation.releases_saved else casts
-        gathered = gathered[0] + casts, gathered[1] + casts, gathered[2] + left
-    reduced = _reduced(parallel, full, accumulated=whole > 0) if sharded else (0.0, 0.0)
-    remaining = activations - one + one / max(1.0, share.layers) if implementation.releases_saved else activations
-    logits = head = holes = returned = 0.0
-    if rank == parallel.pipeline - 1:
-        values = parallel.tokens * spec.vocab / implementation.loss_chunks
-        values /= parallel.tensor if implementation.loss_parallel else 1
-        logits, holes = implementation.loss_nbytes * values, implementation.loss_hole_nbytes * values
-        if parallel.pipeline > 1 and implementation.keeps_outputs:
-            returned = 2.0 * values * (parallel.micro_batches - 1)
-        head = implementation.loss_hidden_nbytes * parallel.tokens * spec.hidden
-        if sharded and implementation.loss_chunks > 1:  # the head's gradient of one piece, and the sum of all
-            head += (1 + implementation.reduce_nbytes / 2) * full.head
+    saving, state = implementation.saving, implementation.state
+    dense, sparse = layer_bytes(spec, parallel, sparse=False), layer_bytes(spec, parallel, sparse=owned.sparse > 0)
+    in_flight = micro_batches_in_flight(parallel, rank)
+    one = (owned.layers - owned.sparse) * dense.saved + owned.sparse * sparse.saved
+    residual = 2.0 * parallel.tokens * spec.hidden / parallel.sequence_shards
+    activations = in_flight * (one + residual) + _receive_buffers(parallel, residual, in_flight)
+    transient = max(dense.transient if owned.layers > owned.sparse else 0.0, sparse.transient)
+    unsharded = _unsharded_gradients(parallel, owned)
+    early = states.gradients + unsharded if state.gradients_persist or parallel.micro_batches > 1 else 0.0
+    gathered = _gathered(parallel, owned, states) if parallel.fully_sharded else (0.0, 0.0, 0.0)
+    reducing = _reducing(parallel, owned.full_bytes, accumulated=unsharded > 0)
+    remaining = activations - one + one / max(1.0, owned.layers) if saving.frees_in_backward else activations
+    logits, head, holes, outputs = _loss_bytes(spec, parallel, owned) if rank == parallel.pipeline - 1 else (0.0,) * 4
     base = {"parameters": states.parameters, "optimizer_state": states.optimizer_state}
     return (
-        Moment(
-            name="loss", gradients=early, activations=activations, logits=logits + returned,
-            gathered=gathered[0],
+        MemoryPhase(
+            name="loss", gradients=early, activations=activations, logits=logits + outputs, gathered=gathered[0],
             workspace=head, holes=holes, **base,
         ),
-        Moment(
-            name="backward of the last layer", gradients=max(early, _head_gradient(parallel, share)),
-            activations=activations + transient, logits=returned, gathered=gathered[1], workspace=reduced[0], **base,
+        MemoryPhase(
+            name="backward of the last layer", gradients=max(early, _head_gradient(parallel, owned)),
+            activations=activations + transient, logits=outputs, gathered=gathered[1], workspace=reducing[0], **base,
         ),
-        Moment(
-            name="backward of the first layer", gradients=states.gradients + whole,
-            activations=remaining + transient, logits=returned,
-            gathered=gathered[2], workspace=reduced[1], **base,
+        MemoryPhase(
+            name="backward of the first layer", gradients=states.gradients + unsharded,
+            activations=remaining + transient, logits=outputs, gathered=gathered[2], workspace=reducing[1], **base,
         ),
-        Moment(
-            name="optimizer", gradients=states.gradients, workspace=_optimizer_workspace(parallel, states), **base
+        MemoryPhase(
+            name="optimizer", gradients=states.gradients, workspace=_optimizer_workspace(state, states), **base
         ),
     )  # fmt: skip
 
 
-def _receive_buffers(parallel: ParallelSpec, residual: float, flight: float) -> float:
-    """Return the bytes of buffers that micro-batches are received in and that hold nothing yet, or nothing any more.
+def _receive_buffers(parallel: ParallelSpec, residual: float, in_flight: float) -> float:
+    """Return the bytes of preallocated receive buffers that hold no live tensor.
 
-    Of activations those of micro-batches that are not in flight; of gradients all (torch's
-    distributed/pipelining/stage.py, 2.13: ``args_recv_info`` and ``grad_recv_info`` have a buffer for every micro-batch
-    and stage). What one end of the pipeline does not receive is not left out.
+    Of activations, the buffers of micro-batches that are not in flight; of gradients, all buffers. torch's
+    distributed/pipelining/stage.py (2.13) has a buffer for every micro-batch and stage in ``args_recv_info`` and
+    ``grad_recv_info``. The ends of the pipeline, which receive in one direction only, are counted alike.
     """
-    if parallel.pipeline == 1 or not parallel.implementation.receives_ahead:
+    if parallel.pipeline == 1 or not parallel.implementation.pipeline.preallocates_receives:
         return 0.0
     count = float(parallel.micro_batches)
-    return parallel.virtual_stages * residual * (max(0.0, count - flight) + count)
+    return parallel.virtual_stages * residual * (max(0.0, count - in_flight) + count)
 
 
-def _gathered(parallel: ParallelSpec, share: _Rank, full: FullBytes) -> tuple[float, float, float]:
-    """Return the bytes of gathered parameters at the loss, in the last layer's backward and in the first's.
+def _gathered(parallel: ParallelSpec, owned: _RankParameters, states: MemoryPhase) -> tuple[float, float, float]:
+    """Return the bytes of all-gathered parameters at the loss, in backward of the last layer and of the first.
 
-    Backward gathers the next layer ahead. A head that is gathered by itself is dropped when its backward is done.
+    Backward prefetches the next layer. A head that is its own FSDP group is freed when its backward is done. Saved
+    shards in the compute dtype are included.
     """
-    implementation = parallel.implementation
-    if not implementation.reshards:
-        return (full.ends + full.layer * share.layers,) * 3
-    if implementation.root_holds_ends:
-        return full.ends + full.layer, full.ends + 2 * full.layer, full.ends + 2 * full.layer
-    return full.head, 2 * full.layer, full.layer + max(full.layer, full.embedding)
+    implementation, full = parallel.implementation, owned.full_bytes
+    options = implementation.data_parallel
+    if not options.reshard_after_forward:
+        gathered = ((full.ends + full.layer * owned.layers),) * 3
+    elif options.root_holds_ends:
+        gathered = (full.ends + full.layer, full.ends + 2 * full.layer, full.ends + 2 * full.layer)
+    else:
+        gathered = (full.head, 2 * full.layer, full.layer + max(full.layer, full.embedding))
+    if not options.saves_cast_shards:
+        return gathered
+    casts = 2.0 * states.parameters / implementation.state.parameter_nbytes
+    casts_at_end = 0.0 if implementation.saving.frees_in_backward else casts
+    return gathered[0] + casts, gathered[1] + casts, gathered[2] + casts_at_end
 
 
-def _reduced(parallel: ParallelSpec, full: FullBytes, *, accumulated: bool) -> tuple[float, float]:
-    """Return the bytes of whole gradients and of their reduction, in the last layer's backward and in the first's.
+def _reducing(parallel: ParallelSpec, full: FullBytes, *, accumulated: bool) -> tuple[float, float]:
+    """Return the bytes of unsharded gradients and of their reduction, in backward of the last layer and of the first.
 
-    A layer's gradients are copied to be reduced; the copy of what was reduced before is there until then. The root's
-    are whole until backward ends, where they are not ``accumulated`` over micro-batches anyway.
+    A layer's gradients are copied to be reduced; the copy of the layer before exists until then. The root's gradients
+    are unsharded until backward ends, unless they are ``accumulated`` over micro-batches in any case.
     """
-    implementation = parallel.implementation
-    ratio = implementation.reduce_nbytes / 2
+    if not parallel.fully_sharded:
+        return 0.0, 0.0
+    options = parallel.implementation.data_parallel
+    ratio = options.reduce_nbytes / 2
     layer = (1 + ratio) * full.layer
-    if implementation.root_holds_ends:
-        head = 0.0 if accumulated or implementation.lora else full.head
+    if options.root_holds_ends:
+        head = 0.0 if accumulated or parallel.implementation.lora else full.head
         return layer + head, layer + head
     return max(layer, full.layer + ratio * full.head), layer
 
 
-def _unsharded_gradients(parallel: ParallelSpec, share: _Rank) -> float:
-    """Return the gradients that a sharded rank adds up whole over micro-batches, in the dtype that reduces them."""
-    implementation = parallel.implementation
-    each = implementation.reduce_each_micro_batch or (implementation.reshards and not implementation.defers_reduce)
+def _loss_bytes(
+    spec: TransformerSpec, parallel: ParallelSpec, owned: _RankParameters
+) -> tuple[float, float, float, float]:
+    """Return the bytes of logits, of the projection's workspace, of holes, and of retained outputs, on the last
+    pipeline rank."""
+    loss = parallel.implementation.loss
+    values = parallel.tokens * spec.vocab / loss.chunks
+    values /= parallel.tensor if loss.vocabulary_parallel else 1
+    outputs = 0.0
+    if parallel.pipeline > 1 and parallel.implementation.pipeline.retains_outputs:
+        outputs = 2.0 * values * (parallel.micro_batches - 1)
+    head = loss.input_nbytes * parallel.tokens * spec.hidden
+    if parallel.fully_sharded and loss.chunks > 1:  # the head's gradient of one chunk, and the sum over chunks
+        head += (1 + parallel.implementation.data_parallel.reduce_nbytes / 2) * owned.full_bytes.head
+    return loss.logit_nbytes * values, head, loss.logit_hole_nbytes * values, outputs
+
+
+def _unsharded_gradients(parallel: ParallelSpec, owned: _RankParameters) -> float:
+    """Return the bytes of gradients that a sharded rank accumulates unsharded over micro-batches."""
+    options = parallel.implementation.data_parallel
+    each = options.reduces_each_micro_batch or (options.reshard_after_forward and not options.defers_reduction)
     if parallel.zero != 3 or parallel.micro_batches == 1 or each:
         return 0.0
-    return parallel.implementation.reduce_nbytes * (share.plain + share.ends + share.experts)
+    return options.reduce_nbytes * (owned.plain + owned.ends + owned.experts)
 
 
-def _head_gradient(parallel: ParallelSpec, share: _Rank) -> float:
-    shards = parallel.shard * parallel.context if parallel.zero >= 2 else 1
-    if parallel.implementation.root_holds_ends and parallel.zero == 3 and shards > 1:
-        return 0.0  # whole, among what is reduced
-    return share.head * parallel.implementation.gradient_nbytes / shards
+def _head_gradient(parallel: ParallelSpec, owned: _RankParameters) -> float:
+    shards = parallel.parameter_shards if parallel.zero >= 2 else 1
+    if parallel.implementation.data_parallel.root_holds_ends and parallel.zero == 3 and shards > 1:
+        return 0.0  # unsharded: `_reducing` counts it
+    return owned.head * parallel.implementation.state.gradient_nbytes / shards
 
 
-def _optimizer_workspace(parallel: ParallelSpec, states: Moment) -> float:
-    """Return what an unfused optimizer allocates beside its states: about two copies of the gradients."""
-    return 2.0 * states.gradients if parallel.implementation.optimizer_passes > 1 else 0.0
+def _optimizer_workspace(state: StateOptions, states: MemoryPhase) -> float:
+    """Return the bytes that an unfused optimizer allocates: about two copies of the gradients."""
+    return 2.0 * states.gradients if state.optimizer_passes > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps for each parameter beside the parameter and its gradient."""
+"""Bytes of optimizer state per parameter, for optimizers with full, compressed or factored states."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ COMPRESSED_STATES = {
     # a row and a column of float32 sums for each matrix: Shazeer and Stern, arXiv 1804.04235; for 4096 x 4096, 8 / 4096
     "adafactor": 8 / 4096,
 }
-"""Bytes per parameter of optimizers whose states are compressed or factored."""
+"""Bytes per parameter of optimizers with compressed or factored states."""
 
 
 def optimizer_state_nbytes(name: str, master_dtype_nbytes: int = 4) -> float:
-    """Return the bytes of state per parameter, without the parameter's own float32 copy.
+    """Return the bytes of state per parameter, without the float32 copy of the parameter.
 
     Raises:
         ClusterError: the optimizer is unknown.

@@ -1,11 +1,14 @@
-"""Pipeline schedules: idle time of a rank in a step, and micro-batches whose activations a rank holds.
+"""Pipeline schedules: the idle time of a rank in a step, and the micro-batches whose activations a rank holds.
 
-Write p = ranks, v = model chunks per rank, m = micro-batches, and per micro-batch and rank f = forward, b = backward.
+With p ranks, v model chunks per rank, m micro-batches, and f, b the forward and backward seconds of one micro-batch on
+one rank:
 
     gpipe        idle (p-1)(f+b);            m in flight
     1f1b         idle (p-1)(f+b);            min(m, p - rank) in flight (Narayanan et al., arXiv 2006.09503)
     interleaved  idle (p-1)(f+b)/v;          (p v + p - 1 - 2 rank)/v in flight (arXiv 2104.04473, section 2.2)
-    zero-bubble  idle (p-1)(f+b-2w), w = the weights' part of backward; as 1f1b (ZB-H1, arXiv 2401.10241)
+    zero-bubble  idle (p-1)(f+b-2w), w = the weights' part of backward; in flight as 1f1b (ZB-H1, arXiv 2401.10241)
+
+The formulas are exact for stages of equal time without sends.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from __future__ import annotations
 from cost_model.configuration.parallelism import ParallelSpec
 
 WEIGHT_PART = 1 / 3
-"""Part of forward and backward that computes gradients of weights, in a transformer of short sequences: one of three
-equal matrix products."""
+"""Share of forward and backward that computes gradients of weights. In a transformer of short sequences this is one of
+three equal GEMMs."""
 
 
 def idle_passes(ranks: int, chunks: int = 1) -> float:
@@ -23,20 +26,20 @@ def idle_passes(ranks: int, chunks: int = 1) -> float:
 
 
 def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int, *, end_alone: bool = False) -> float:
-    """Return for how many micro-batches rank ``rank`` of 1F1B, interleaved or not, holds activations of all its layers
-    at once, at most.
+    """Return the most micro-batches for which rank ``rank`` of 1F1B, interleaved or not, holds activations of all its
+    layers at once.
 
     Args:
-        end_alone: whether the first chunk of the first rank, or the last of the last, has no layers. Then those that
-            have some hold p each, and on the last rank one more in all.
+        end_alone: whether the first chunk of the first rank, or the last of the last, has no layers. The chunks that
+            have layers then hold p each, and the last rank holds one more in all.
     """
     if chunks == 1:
-        held = float(ranks - rank)
+        in_flight = float(ranks - rank)
     elif end_alone:
-        held = ranks + (rank > 0) / (chunks - 1)
+        in_flight = ranks + (rank > 0) / (chunks - 1)
     else:
-        held = (ranks * chunks + ranks - 1 - 2 * rank) / chunks
-    return min(float(micro_batches), held)
+        in_flight = (ranks * chunks + ranks - 1 - 2 * rank) / chunks
+    return min(float(micro_batches), in_flight)
 
 
 def idle_share(parallel: ParallelSpec) -> float:
@@ -50,10 +53,10 @@ def idle_share(parallel: ParallelSpec) -> float:
 
 
 def micro_batches_in_flight(parallel: ParallelSpec, rank: int = 0) -> float:
-    """Return for how many micro-batches pipeline rank ``rank`` holds activations of all its layers at once, at most."""
+    """Return the most micro-batches for which pipeline rank ``rank`` holds activations of all its layers at once."""
     ranks, count = parallel.pipeline, parallel.micro_batches
     if not 0 <= rank < ranks:
-        raise ValueError(f"rank is {rank}; the pipeline has {ranks} ranks")
+        raise ValueError(f"rank is {rank}; the pipeline has {ranks} ranks, numbered from 0")
     if ranks == 1:
         return 1.0
     if parallel.schedule == "gpipe":

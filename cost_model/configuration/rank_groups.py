@@ -1,4 +1,4 @@
-"""Where the groups of a configuration lie on the nodes: tensor ranks innermost, pipeline ranks outermost."""
+"""The groups of ranks of a parallel configuration on the nodes: tensor ranks innermost, pipeline ranks outermost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cost_model.hardware.cluster import ClusterSpec
 def strided_group(size: int, stride: int, devices_per_node: int) -> AxisGroup:
     """Return the group of ``size`` ranks, ``stride`` apart, where node n holds ranks n devices_per_node and up.
 
-    All groups of the axis are at work at once and share the cards.
+    All groups of the axis communicate at the same time and share the network cards.
     """
     per_node = max(1, min(size, devices_per_node // stride)) if stride < devices_per_node else 1
     nodes = math.ceil(size / per_node)
@@ -26,7 +26,7 @@ def group_time_s(kind: CollectiveKind, nbytes: float, *, size: int, stride: int,
     """Return the seconds of a collective over ``size`` ranks ``stride`` apart; 0.0 for one rank.
 
     Args:
-        nbytes: the large buffer, as in ``collective_time_s``.
+        nbytes: bytes of the full buffer, as in ``collective_time_s``.
     """
     if size == 1 or nbytes <= 0:
         return 0.0

@@ -1,14 +1,14 @@
-"""Seconds of one training step of any parallel configuration, with the parts that they are made of.
+"""Seconds of one training step of any parallel configuration, and the parts that they consist of.
 
-    step = m (f + b) + idle (f + b) + what is exposed of gathering parameters and reducing gradients + optimizer
+    step = m (f + b) + idle (f + b) + exposed all-gathers and reductions of the data axis + optimizer
 
-f and b are the slowest pipeline rank's forward and backward of a micro-batch (layers, loss, sends). Communication on a
-stream of its own is hidden behind compute, which it slows down: each hidden second costs the share of the processors
-that NCCL takes.
+f and b are the seconds of forward and backward of one of the m micro-batches on the slowest pipeline rank (layers,
+loss, sends). Communication on a stream of its own overlaps with compute and slows it down: each overlapped second costs
+the share of the processors that NCCL takes.
 
-Known error (2026-11, rows of sources that no constant was fitted to, benchmarks/accuracy.py; structure was chosen with
-those rows in sight): dense in 16 bits 6 % on average, 92 % of rows within 15 %, but 10 % without one document of which
-a table was fitted to; in 8 bits 9 %; experts 15 % and too fast.
+Known error (2026-11, benchmarks/accuracy.py, rows of sources that no constant was fitted to; the structure was chosen
+with those rows in sight): dense in 16 bits mean 6 %, 92 % of rows within 15 %, but mean 10 % without the one document
+that also has a fitted table; in 8 bits mean 9 %; experts mean 15 % and too fast.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from cost_model.kernels.in_step import message_share, taken_share
 from cost_model.kernels.step_constants import StepConstants, shipped_constants
 
 HOST_MEMORY_BYTES_PER_S = 30e9
-"""What one of eight ranks streams through host memory in an optimizer step on the CPU. Assumed: 8 x DDR5 channels per
-socket at 60 %, two sockets, eight ranks."""
+"""Bytes per second that one of eight ranks streams through host memory in an optimizer step on the CPU. Assumed: 8 x
+DDR5 channels per socket at 60 %, two sockets, eight ranks."""
 
 HOST_LINK_BYTES_PER_S = 25e9
-"""PCIe between device and host under load. Assumed."""
+"""Bytes per second over PCIe between device and host under load. Assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of a step by what they are spent on; they add up to ``total_s``."""
+    """Seconds of a step by purpose; they add up to ``total_s``."""
 
     compute_s: float
     loss_s: float
@@ -52,13 +52,13 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """The slowest pipeline rank: layers of each kind, and seconds of a micro-batch."""
+    """The slowest pipeline rank: layers without and with experts, and their seconds for one micro-batch."""
 
     dense: float
     sparse: float
@@ -66,7 +66,7 @@ class _Stage:
     sparse_time: LayerTime | None
 
     def sum(self, name: str) -> float:
-        """Sum attribute ``name`` of the layers' times."""
+        """Return the sum of attribute ``name`` over the layers."""
         total = self.dense * getattr(self.dense_time, name) if self.dense_time is not None else 0.0
         if self.sparse_time is not None:
             total += self.sparse * getattr(self.sparse_time, name)
@@ -85,47 +85,48 @@ def step_time(
         ValueError: the configuration has more pipeline ranks than the model has layers.
     """
     if parallel.pipeline > spec.layers:
-        raise ValueError(f"{parallel.pipeline} pipeline ranks are more than {spec.layers} layers")
-    fitted = constants or shipped_constants()
-    stage = _stage(spec, parallel, cluster, fitted)
+        raise ValueError(f"{parallel.pipeline} pipeline ranks are more than {spec.layers} layers; take fewer ranks")
+    constants = constants or shipped_constants()
+    stage = _slowest_stage(spec, parallel, cluster, constants)
     layer_s = (stage.sum("forward_s") + stage.sum("backward_s")) / (stage.dense + stage.sparse)
-    loss = _loss_beside(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, fitted))
+    loss = _added_loss_seconds(spec, parallel, layer_s, _loss_seconds(spec, parallel, cluster, constants))
     forward, backward = stage.sum("forward_s"), stage.sum("backward_s")
-    send, slowed = _send_seconds(spec, parallel, cluster, forward + backward)
-    exposed, hidden, extra = data_seconds(spec, parallel, cluster, fitted, (forward, backward))
+    send, send_slowdown = _send_seconds(spec, parallel, cluster, forward + backward)
+    data = data_seconds(spec, parallel, cluster, constants, (forward, backward))
     count = parallel.micro_batches
-    chunks = forward + backward + extra / count
-    idle = idle_share(parallel)
+    micro_batch = forward + backward + data.copies / count
     return StepTime(
-        compute_s=count * (stage.sum("forward_compute_s") + stage.sum("backward_compute_s")) + extra,
+        compute_s=count * (stage.sum("forward_compute_s") + stage.sum("backward_compute_s")) + data.copies,
         loss_s=count * loss,
         tensor_s=count * (stage.sum("forward_tensor_s") + stage.sum("backward_tensor_s")),
         context_s=count * (stage.sum("forward_context_s") + stage.sum("backward_context_s")),
         expert_s=count * (stage.sum("forward_expert_s") + stage.sum("backward_expert_s")),
         pipeline_send_s=count * send,
-        bubble_s=idle * (chunks + send),
-        data_s=exposed,
-        slowdown_s=hidden * taken_share(cluster.device) + count * slowed,
-        optimizer_s=_optimizer_seconds(spec, parallel, cluster, fitted),
+        bubble_s=idle_share(parallel) * (micro_batch + send),
+        data_s=data.exposed,
+        slowdown_s=data.overlapped * taken_share(cluster.device) + count * send_slowdown,
+        optimizer_s=_optimizer_seconds(spec, parallel, cluster, constants),
     )
 
 
-def _stage(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants) -> _Stage:
+def _slowest_stage(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
+) -> _Stage:
     layers = stage_layers(spec, parallel)
     dense, sparse = (layers * kind / spec.layers for kind in (spec.dense_layers, spec.sparse_layers))
     return _Stage(
         dense=dense,
         sparse=sparse,
-        dense_time=layer_time(spec, parallel, cluster, fitted, sparse=False) if dense else None,
-        sparse_time=layer_time(spec, parallel, cluster, fitted, sparse=True) if sparse else None,
+        dense_time=layer_time(spec, parallel, cluster, constants, sparse=False) if dense else None,
+        sparse_time=layer_time(spec, parallel, cluster, constants, sparse=True) if sparse else None,
     )
 
 
 def stage_layers(spec: TransformerSpec, parallel: ParallelSpec) -> float:
     """Return the layers of the fullest pipeline rank.
 
-    Where layers do not divide evenly, embedding and loss count as a layer each, as Megatron's
-    ``account_for_embedding_in_pipeline_split`` and ``..loss..`` do.
+    Where layers do not divide evenly, embedding and loss count as a layer each, as in Megatron's
+    ``account_for_embedding_in_pipeline_split`` and ``..loss..``.
     """
     chunks = parallel.pipeline * parallel.virtual_stages
     if parallel.pipeline == 1:
@@ -135,72 +136,73 @@ def stage_layers(spec: TransformerSpec, parallel: ParallelSpec) -> float:
     return float(-(-(spec.layers + 2) // chunks) * parallel.virtual_stages)
 
 
-def _loss_beside(spec: TransformerSpec, parallel: ParallelSpec, layer_s: float, loss_s: float) -> float:
-    """Return by how much the loss makes the last pipeline rank slower than the fullest one."""
+def _added_loss_seconds(spec: TransformerSpec, parallel: ParallelSpec, layer_s: float, loss_s: float) -> float:
+    """Return the seconds by which the loss makes the last pipeline rank slower than the fullest one."""
     chunks = parallel.pipeline * parallel.virtual_stages
     if parallel.pipeline == 1 or spec.layers % chunks == 0:
         return loss_s
     return max(0.0, loss_s - layer_s)
 
 
-def _loss_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants) -> float:
+def _loss_seconds(
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
+) -> float:
     """Return the seconds of vocabulary projection and loss, forward and backward, for one micro-batch.
 
-    They are on one pipeline rank alone; all others wait for it.
+    One pipeline rank runs them; all others wait for it.
     """
-    device = cluster.device
+    device, implementation = cluster.device, parallel.implementation
     head = Gemm(parallel.tokens, spec.vocab / parallel.tensor, spec.hidden)
     dtype = "bf16" if parallel.dtype in ("fp8", "fp4") else parallel.dtype
     to_input, to_weight = head.transposed()
-    products = [head, to_input] + ([] if parallel.implementation.lora else [to_weight])
-    seconds = sum(gemm_s(gemm, device=device, dtype=dtype, constants=fitted) for gemm in products)
-    nbytes = parallel.implementation.loss_traffic_nbytes * head.m * head.n
-    if not parallel.implementation.lora:
+    gemms = [head, to_input] + ([] if implementation.lora else [to_weight])
+    seconds = sum(gemm_s(gemm, device=device, dtype=dtype, constants=constants) for gemm in gemms)
+    nbytes = implementation.loss.traffic_nbytes * head.m * head.n
+    if not implementation.lora:
         nbytes += 2 * 4.0 * spec.embedding_parameters / parallel.tensor  # the embedding's dense gradient
-    return seconds + stream_s(nbytes, fused=True, device=device, constants=fitted)
+    return seconds + stream_s(nbytes, fused=True, device=device, constants=constants)
 
 
 def _send_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, computed: float
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, micro_batch_s: float
 ) -> tuple[float, float]:
-    """Return the seconds in which one micro-batch's activations and gradients change ranks, and what they take hidden.
+    """Return the exposed seconds of sending one micro-batch between pipeline ranks, and the slow-down of compute.
 
-    They hide where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm asks for interleaving).
+    Sends overlap where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm needs interleaving).
 
     Args:
-        computed: seconds of a rank's chunks for one micro-batch.
+        micro_batch_s: compute seconds of a rank's chunks for one micro-batch.
     """
     if parallel.pipeline == 1:
         return 0.0, 0.0
-    nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # cut, and gathered again (SC21, section 4.1)
+    nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # split, and all-gathered (SC21, section 4.1)
     stride = parallel.tensor * parallel.context * parallel.data
     once = group_time_s("send_recv", nbytes, size=parallel.pipeline, stride=stride, cluster=cluster)
-    moved = 2.0 * once * parallel.virtual_stages
-    hides = parallel.implementation.data_overlap and parallel.virtual_stages > 1
-    if not hides:
-        return moved, 0.0
+    seconds = 2.0 * once * parallel.virtual_stages
+    if not (parallel.implementation.data_parallel.overlaps and parallel.virtual_stages > 1):
+        return seconds, 0.0
     nodes = strided_group(parallel.pipeline, stride, cluster.devices_per_node).nodes
-    hidden = min(moved, computed)
-    return moved - hidden, hidden * message_share(cluster.device, nodes=nodes)
+    overlapped = min(seconds, micro_batch_s)
+    return seconds - overlapped, overlapped * message_share(cluster.device, nodes=nodes)
 
 
 def _optimizer_seconds(
-    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, fitted: StepConstants
+    spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
 ) -> float:
-    """Return the seconds of clipping and of the optimizer's step over this rank's share of the states."""
-    implementation = parallel.implementation
-    if implementation.lora:
+    """Return the seconds of clipping and of the optimizer's step over this rank's shard of the states."""
+    state = parallel.implementation.state
+    if parallel.implementation.lora:
         return 0.0
     plain, experts = layer_rank_parameters(spec, parallel)
     plain += spec.vocab * spec.hidden / parallel.tensor
     shards = parallel.data * parallel.context if parallel.zero in (1, 2) else 1
     if parallel.zero == 3:
-        shards = parallel.shard * parallel.context
+        shards = parallel.parameter_shards
     expert_ranks = parallel.expert * parallel.expert_tensor
     expert_shards = max(1.0, shards * parallel.tensor / expert_ranks) if parallel.zero else 1.0
     numel = plain / shards + experts / expert_shards
-    kept = implementation.master_nbytes + implementation.state_nbytes + implementation.parameter_nbytes
-    per_value = 2.0 * kept * implementation.optimizer_passes + 3 * max(implementation.gradient_nbytes, 2)
-    if implementation.optimizer_on_host:
+    updated = state.master_nbytes + state.optimizer_nbytes + state.parameter_nbytes
+    per_value = 2.0 * updated * state.optimizer_passes + 3 * max(state.gradient_nbytes, 2)
+    if state.optimizer_on_host:
         return numel * (per_value / HOST_MEMORY_BYTES_PER_S + 4.0 / HOST_LINK_BYTES_PER_S)
-    return numel * per_value / (stream_bytes_per_s(cluster.device) * fitted.fused_stream_share)
+    return numel * per_value / (stream_bytes_per_s(cluster.device) * constants.fused_stream_share)

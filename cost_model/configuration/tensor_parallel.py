@@ -1,4 +1,9 @@
-"""Seconds that tensor parallelism adds to one layer: what no product hides, and by how much the rest slows them."""
+"""Seconds that tensor parallelism adds to one layer: exposed collectives, and the slow-down of overlapped GEMMs.
+
+Sources: Korthikanti et al., arXiv 2205.05198, section 4.2.2 (collectives of sequence parallelism); Transformer Engine's
+userbuffers and torch's async tensor parallelism (pieces); Megatron-Core's layers.py,
+LinearWithGradAccumulationAndAsyncCommunication (all-gather again in backward). Known error: see ``step``.
+"""
 
 from __future__ import annotations
 
@@ -15,65 +20,65 @@ from cost_model.kernels.step_constants import StepConstants
 def tensor_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants, work: LayerWork
 ) -> tuple[float, float]:
-    """Return the exposed seconds of one pass over a layer, forward and backward, attention's and the MLP's.
+    """Return the seconds added to one pass over a layer, forward and backward, by attention and MLP together.
 
-    With sequence parallelism a gather before and a scattered reduction after each of the two, else an all-reduce
-    (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Overlapped, each is cut into as many pieces as there are
-    ranks, one of them local (Transformer Engine's userbuffers; torch's async tensor parallelism): a gather hides behind
-    the products that read it, of a reduction the last piece is left over, and what is longer than the products beside
-    it shows; what hides slows them. Backward has two products for each of forward's, one where weights are frozen
-    (LoRA). What was gathered and not kept for the gradient of a weight is gathered again there, beside the products of
-    its own gradient, overlapped or not (Megatron-Core's layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    With sequence parallelism, each of the two has an all-gather before it and a reduce-scatter after it; else an
+    all-reduce. Async tensor parallelism cuts each collective into as many pieces as there are ranks, one of them local:
+    an all-gather overlaps with the GEMMs that read it, and of a reduce-scatter the last piece is exposed. What exceeds
+    the overlapped GEMMs is exposed too; what is overlapped slows them. Backward has two GEMMs for each forward GEMM, or
+    one where weights are frozen (LoRA). An input that is not saved is all-gathered again for the weight's gradient,
+    overlapped with the GEMMs of the input's gradient (in Megatron also without async tensor parallelism).
     """
     if parallel.tensor == 1:
         return 0.0, 0.0
+    implementation = parallel.implementation
+    options, lora = implementation.tensor_parallel, implementation.lora
     nbytes = 2.0 * parallel.tokens * spec.hidden
-    gathered = nbytes / 2 if parallel.implementation.gathers_cast and parallel.dtype == "fp8" else nbytes
+    cast = implementation.low_precision.casts_before_gather and parallel.dtype == "fp8"
+    gathered = nbytes / 2 if cast else nbytes
     gather = reduce = 0.0
     if parallel.sequence_parallel:
         reduce = group_time_s("reduce_scatter", nbytes, size=parallel.tensor, stride=1, cluster=cluster)
         gather = group_time_s("all_gather", gathered, size=parallel.tensor, stride=1, cluster=cluster)
     else:
         reduce = group_time_s("all_reduce", nbytes, size=parallel.tensor, stride=1, cluster=cluster)
-    copies = 2.0 * (nbytes + gathered) if parallel.implementation.tensor_copies else 0.0
+    copies = 2.0 * (nbytes + gathered) if options.copies else 0.0
     copied = 2.0 * stream_s(copies, fused=True, device=cluster.device, constants=constants)
-    implementation = parallel.implementation
-    products = 1.0 if implementation.lora else 2.0
-    again = parallel.sequence_parallel and not implementation.keeps_gathered and not implementation.lora
-    overlapped = implementation.tensor_overlap
-    forward = backward = copied if overlapped else 2.0 * (gather + reduce) + copied
+    gradients = 1.0 if lora else 2.0
+    reallgather = parallel.sequence_parallel and not options.saves_gathered_inputs and not lora
+    forward = backward = copied if options.async_tp else 2.0 * (gather + reduce) + copied
     for gemms in (work.attention_gemms, work.mlp_gemms):
-        if len(gemms) == 1:  # a router alone: tokens go to experts cut over the sequence, as they are
+        if len(gemms) == 1:  # a router only: the exchange takes tokens as sequence parallelism splits them
             continue
         columns, row = _block_seconds(gemms, parallel, cluster, constants)
-        if again:
-            backward += _beside_s(gather, max(0.0, gather - columns), cluster)
-        if overlapped:
-            forward += _overlapped_s(gather, reduce, columns, row, parallel, cluster)
-            left = columns if again else products * columns
-            backward += _overlapped_s(gather, reduce, products * row, left, parallel, cluster)
+        if reallgather:
+            backward += _overlapped_s(gather, max(0.0, gather - columns), cluster)
+        if options.async_tp:
+            forward += _async_s(gather, reduce, columns, row, parallel, cluster)
+            remaining = columns if reallgather else gradients * columns
+            backward += _async_s(gather, reduce, gradients * row, remaining, parallel, cluster)
     return forward, backward
 
 
-def _overlapped_s(
-    gather: float, reduce: float, readers: float, makers: float, parallel: ParallelSpec, cluster: ClusterSpec
+def _async_s(
+    gather: float, reduce: float, readers: float, writers: float, parallel: ParallelSpec, cluster: ClusterSpec
 ) -> float:
-    """Return what a gather beside the products that read it, and a reduction beside those that make it, add to them."""
-    shown = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - makers)
-    return _beside_s(gather + reduce, shown, cluster)
+    """Return the seconds added by an all-gather overlapped with ``readers`` and a reduce-scatter with ``writers``."""
+    exposed = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - writers)
+    return _overlapped_s(gather + reduce, exposed, cluster)
 
 
-def _beside_s(seconds: float, shown: float, cluster: ClusterSpec) -> float:
-    """Return what communication adds to the products beside it, of which ``shown`` seconds show.
+def _overlapped_s(seconds: float, exposed: float, cluster: ClusterSpec) -> float:
+    """Return the seconds that communication adds to the GEMMs it overlaps with, ``exposed`` of them exposed.
 
-    What is hidden slows the products by the processors that it takes, as all communication beside computing does.
+    The overlapped part slows the GEMMs by the share of the processors that NCCL takes.
     """
-    return shown + taken_share(cluster.device) * (seconds - shown)
+    return exposed + taken_share(cluster.device) * (seconds - exposed)
 
 
 def _block_seconds(
     gemms: tuple[Gemm, ...], parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
 ) -> tuple[float, float]:
-    """Return the seconds of the products that read what was gathered, and of the one whose result is reduced."""
+    """Return the seconds of the GEMMs that read the all-gathered input, and of the one whose result is reduced."""
     seconds = [gemm_s(gemm, device=cluster.device, dtype=parallel.dtype, constants=constants) for gemm in gemms]
     return sum(seconds[:-1]), seconds[-1]

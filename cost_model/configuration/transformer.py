@@ -1,9 +1,9 @@
-"""The dimensions of a decoder or encoder, its parameters and its FLOPs.
+"""The dimensions of a stack of transformer layers, its parameters and its FLOPs.
 
-Counts follow from the shapes alone, so they are exact: a linear of ``k`` inputs and ``n`` outputs holds ``k n``
-parameters and costs ``2 k n`` FLOPs a token forward and twice that backward; attention costs ``2 s (d_qk + d_v)`` FLOPs
-a token and head, half of it where a token sees only those before it. Biases are left out (0.01 % of the parameters of
-GPT-3), and so are the FLOPs of what matrix units do not do.
+Counts follow from the shapes and are exact. A linear with ``k`` inputs and ``n`` outputs has ``k n`` parameters and
+costs ``2 k n`` FLOPs per token in forward and twice that in backward. Attention costs ``2 s (d_qk + d_v)`` FLOPs per
+token and head, half of that under a causal mask. Biases are not counted (0.01 % of the parameters of GPT-3), nor the
+FLOPs of element-wise ops.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """DeepSeek's multi-head latent attention: ranks of the two bottlenecks, and head dims with and without rotation.
+class MultiHeadLatentAttention:
+    """DeepSeek's multi-head latent attention (MLA): ranks of its two bottlenecks, and its head dims.
 
-    ``query_rank`` 0 stands for a query projection without a bottleneck (DeepSeek-V2-Lite).
+    Attributes:
+        query_rank, kv_rank: of the bottlenecks of queries, and of keys and values; ``query_rank`` 0 is a query
+            projection without a bottleneck (DeepSeek-V2-Lite).
+        nope_dim, rope_dim, value_dim: head dims without and with rotary embedding, and of values.
     """
 
     query_rank: int
@@ -28,12 +31,12 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The mixture of experts of a layer: ``count`` experts of ``ffn``, ``top_k`` of which see a token.
+    """The mixture of experts of a layer: ``count`` experts of width ``ffn``, ``top_k`` of which process each token.
 
     Attributes:
-        shared_ffn: ffn of the shared experts together, which see every token; 0 where there are none.
-        bias: whether an expert's linears have biases, which are weighed with the token's probability.
-        every: one layer in ``every`` is sparse, after ``first_dense`` layers that are not.
+        shared_ffn: total width of the shared experts, which process every token; 0 for none.
+        bias: whether an expert's linears have biases, which are weighted with the token's probability.
+        every: one layer in ``every`` is sparse, after ``first_dense`` dense layers.
     """
 
     count: int
@@ -50,15 +53,15 @@ class TransformerSpec:
     """One stack of equal transformer layers between an embedding and a vocabulary projection.
 
     Attributes:
-        ffn: of a dense layer.
-        gated: whether the MLP has a gate beside its up projection (SwiGLU).
+        ffn: MLP width of a dense layer.
+        gated: whether the MLP has a gate in addition to its up projection (SwiGLU).
         tied: whether embedding and vocabulary projection are one parameter.
         positions: learned positions; 0 for none.
-        window: tokens that a token of the layers of every second kind sees; 0 where all see everything before.
-        layer_norm: whether norms have a bias and subtract the mean; else RMSNorm.
+        window: keys that a query attends to in every second layer; 0 for full attention in all layers.
+        layer_norm: whether norms are LayerNorm; else RMSNorm.
         squared_relu: whether the activation is a squared ReLU, which no framework fuses.
-        query_norm: whether queries and keys have a norm of their own.
-        dropout: whether dropout is on; frameworks of before 2023 trained with it.
+        query_norm: whether queries and keys are normalized.
+        dropout: whether dropout is on; frameworks before 2023 trained with it.
     """
 
     layers: int
@@ -78,34 +81,36 @@ class TransformerSpec:
     squared_relu: bool = False
     query_norm: bool = False
     experts: Experts | None = None
-    latent: LatentAttention | None = None
+    mla: MultiHeadLatentAttention | None = None
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.vocab)
         if min(sizes) < 1 or min(self.ffn, self.positions, self.window) < 0:
-            raise ValueError(f"{self} has a dimension below 1")
+            raise ValueError(f"{self} has a dimension below 1; all but ffn, positions and window are 1 or more")
         if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} heads are not a multiple of {self.kv_heads} key and value heads")
+            raise ValueError(
+                f"{self.heads} heads are not a multiple of {self.kv_heads} kv_heads; give a divisor of heads"
+            )
 
     @property
     def query_dim(self) -> int:
-        """Width of all query heads together."""
-        return self.heads * (self.head_dim if self.latent is None else self.latent.nope_dim + self.latent.rope_dim)
+        """Total width of the query heads."""
+        return self.heads * (self.head_dim if self.mla is None else self.mla.nope_dim + self.mla.rope_dim)
 
     @property
     def key_dim(self) -> int:
-        """Width of all key heads together, as attention reads them."""
-        return self.query_dim if self.latent is not None else self.kv_heads * self.head_dim
+        """Total width of the key heads, as attention reads them."""
+        return self.query_dim if self.mla is not None else self.kv_heads * self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Width of all value heads together, as attention reads them."""
-        return self.heads * self.latent.value_dim if self.latent is not None else self.kv_heads * self.head_dim
+        """Total width of the value heads, as attention reads them."""
+        return self.heads * self.mla.value_dim if self.mla is not None else self.kv_heads * self.head_dim
 
     @property
     def attention_out_dim(self) -> int:
-        """Width of what attention returns."""
-        return self.heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+        """Width of attention's result."""
+        return self.heads * (self.head_dim if self.mla is None else self.mla.value_dim)
 
     @cached_property
     def sparse_layers(self) -> int:
@@ -121,20 +126,18 @@ class TransformerSpec:
 
     @property
     def mlp_matrices(self) -> int:
-        """Matrices of one MLP: three where it is gated."""
+        """Weight matrices of one MLP: three where it is gated, else two."""
         return 3 if self.gated else 2
 
     @cached_property
     def attention_parameters(self) -> int:
         """Parameters of one layer's attention projections."""
-        if self.latent is None:
+        if self.mla is None:
             return self.hidden * (self.query_dim + self.key_dim + self.value_dim + self.attention_out_dim)
-        latent = self.latent
-        query = (
-            latent.query_rank * (self.hidden + self.query_dim) if latent.query_rank else self.hidden * self.query_dim
-        )
-        kv = self.hidden * (latent.kv_rank + latent.rope_dim)
-        kv += latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
+        mla = self.mla
+        query = mla.query_rank * (self.hidden + self.query_dim) if mla.query_rank else self.hidden * self.query_dim
+        kv = self.hidden * (mla.kv_rank + mla.rope_dim)
+        kv += mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
         return query + kv + self.hidden * self.attention_out_dim
 
     @property
@@ -171,7 +174,7 @@ class TransformerSpec:
 
     @cached_property
     def parameters(self) -> int:
-        """All parameters, a tied one once."""
+        """All parameters; a tied one counts once."""
         per_layer = self.attention_parameters + self.norm_parameters
         mlps = self.dense_layers * self.dense_mlp_parameters
         mlps += self.sparse_layers * (self.expert_parameters + self.shared_mlp_parameters)
@@ -180,16 +183,15 @@ class TransformerSpec:
 
     @cached_property
     def active_matmul_parameters(self) -> int:
-        """Parameters that multiply each token: all linears and the experts that it is sent to, without the embedding's
-        look-up."""
+        """Parameters in the GEMMs of one token: all linears and its experts, without the embedding."""
         active = self.layers * self.attention_parameters + self.dense_layers * self.dense_mlp_parameters
         if self.experts is not None:
             routed = self.expert_parameters * self.experts.top_k // self.experts.count
             active += self.sparse_layers * (routed + self.shared_mlp_parameters)
         return active + self.vocab * self.hidden
 
-    def seen_tokens(self, seq: int) -> float:
-        """Return how many tokens one token attends to, on average over the sequence and the layers."""
+    def attended_keys(self, seq: int) -> float:
+        """Return the keys that one query attends to, averaged over the sequence and the layers."""
         full = seq / 2 if self.causal else float(seq)
         if not self.window or self.window >= seq:
             return full
@@ -197,13 +199,13 @@ class TransformerSpec:
         return (full + windowed) / 2
 
     def attention_flops_per_token(self, seq: int) -> float:
-        """Return the FLOPs of scores and their product with the values, all layers, forward, for one token."""
+        """Return the forward FLOPs of both GEMMs of attention, of all layers, for one token."""
         heads = self.query_dim + self.attention_out_dim
-        return 2.0 * self.layers * heads * self.seen_tokens(seq)
+        return 2.0 * self.layers * heads * self.attended_keys(seq)
 
     def model_flops(self, tokens: float, seq: int) -> float:
-        """Return the FLOPs of forward and backward over ``tokens`` tokens in sequences of ``seq``, nothing recomputed.
+        """Return the FLOPs of forward and backward over ``tokens`` tokens in sequences of ``seq``.
 
-        Backward counts twice forward, as matrices have it; a flash kernel recomputes its scores, which counts nowhere.
+        Backward counts as twice forward. Recomputation is not counted, neither checkpointing's nor a flash kernel's.
         """
         return 3.0 * tokens * (2.0 * self.active_matmul_parameters + self.attention_flops_per_token(seq))

@@ -15,7 +15,7 @@ from published.frameworks import assumptions_of
 from published.models import model_of
 from published.rows import PricedRow, read
 
-from cost_model.configuration.parallelism import Implementation
+from cost_model.configuration.implementation import Implementation
 
 INVENTED = "invented for this test, not a measurement"
 RUN = {
@@ -248,22 +248,24 @@ def test_every_framework_of_the_table_prices_a_run(framework: str) -> None:
 
 
 def test_what_rows_say_of_their_run_changes_the_implementation() -> None:
-    def implementation(**change: str) -> object:
+    def implementation(**change: str) -> Implementation:
         found = assumptions_of({**RUN, **change})
         assert found is not None
         return found.implementation
 
     tensorwise = implementation(precision="bf16+fp8 tensorwise (fp8 all-gather)")
     rowwise = implementation(precision="bf16+fp8 rowwise")
-    assert (tensorwise.gathers_cast, tensorwise.shards_cast, rowwise.gathers_cast) == (True, True, False)
-    assert rowwise.rescale_nbytes > 0
-    assert implementation(precision="nvfp4").cast_kept_products == "none"
+    assert tensorwise.low_precision.casts_before_gather
+    assert tensorwise.low_precision.casts_shards
+    assert not rowwise.low_precision.casts_before_gather
+    assert rowwise.low_precision.rescale_nbytes > 0
+    assert implementation(precision="nvfp4").saving.selective_cast_gemms == "none"
     early = implementation(act_ckpt="graph SAC", source_date="2026-03-13", model="DeepSeek-V3-16B")
     late = implementation(compile="Y (graph_trainer)", source_date="2026-06-02")
-    assert (early.attention, early.data_overlap) == ("dense", False)
-    assert (late.kept_products, late.host_ops_per_layer) == ("all", 0)
+    assert (early.kernels.attention, early.data_parallel.overlaps) == ("dense", False)
+    assert (late.saving.selective_gemms, late.kernels.host_ops_per_layer) == ("all", 0)
     automodel = implementation(framework="NeMo AutoModel", n_experts="32")
-    assert (automodel.reshards, automodel.defers_reduce) == (False, True)
+    assert (automodel.data_parallel.reshard_after_forward, automodel.data_parallel.defers_reduction) == (False, True)
     assert assumptions_of({**RUN, "framework": "Abacus"}) is None
 
 
@@ -296,32 +298,35 @@ def test_what_torchtitan_holds_changes_with_its_versions() -> None:
         return found.implementation
 
     usual = implementation()
-    assert (usual.loss_nbytes, usual.loss_hole_nbytes) == (12.0, 2.0)
-    assert usual.gather_stream
-    assert usual.reduce_stream
-    assert usual.root_holds_ends
-    assert usual.expandable_segments
-    assert implementation(source_date="2024-06-05").loss_nbytes == 16.0  # float32 logits alive, too
-    assert not implementation(source_date="2024-06-05").expandable_segments
+    assert (usual.loss.logit_nbytes, usual.loss.logit_hole_nbytes) == (12.0, 2.0)
+    assert usual.allocator.gather_stream
+    assert usual.allocator.reduce_stream
+    assert usual.data_parallel.root_holds_ends
+    assert usual.allocator.expandable_segments
+    assert implementation(source_date="2024-06-05").loss.logit_nbytes == 16.0  # float32 logits are live, too
+    assert not implementation(source_date="2024-06-05").allocator.expandable_segments
     compiled = implementation(source_date="2025-06-13", compile="Y")
-    assert (compiled.loss_nbytes, compiled.loss_hole_nbytes) == (4.0, 0.0)
-    assert implementation(tp="2").loss_nbytes == 16.0  # loss parallelism
-    assert not implementation(source_date="2024-03-28", tp="2").loss_parallel
+    assert (compiled.loss.logit_nbytes, compiled.loss.logit_hole_nbytes) == (4.0, 0.0)
+    assert implementation(tp="2").loss.logit_nbytes == 16.0  # loss parallelism
+    assert not implementation(source_date="2024-03-28", tp="2").loss.vocabulary_parallel
     late = {"source_date": "2025-08-01"}
-    assert not implementation(**late).root_holds_ends
-    assert implementation(**late, n_experts="64").root_holds_ends
-    assert not implementation(**late, n_experts="64").shards_shared_experts
-    assert implementation(source_date="2025-08-13", n_experts="64").shards_shared_experts
+    assert not implementation(**late).data_parallel.root_holds_ends
+    assert implementation(**late, n_experts="64").data_parallel.root_holds_ends
+    assert not implementation(**late, n_experts="64").experts.shards_shared_experts
+    assert implementation(source_date="2025-08-13", n_experts="64").experts.shards_shared_experts
     pipeline = implementation(source_date="2025-10-21", pp="4")
-    assert (pipeline.receives_ahead, pipeline.keeps_outputs) == (True, True)
-    assert not implementation(source_date="2025-10-22", pp="4").keeps_outputs
-    assert (usual.receives_ahead, usual.keeps_outputs) == (False, False)
-    unsorting = [implementation(source_date=day).unsorts_whole for day in ("2025-11-20", "2026-03-13", "2026-04-06")]
-    assert unsorting == [False, True, False]
-    assert (usual.router_nbytes, implementation(source_date="2026-03-04").router_nbytes) == (0, 4)
+    assert (pipeline.pipeline.preallocates_receives, pipeline.pipeline.retains_outputs) == (True, True)
+    assert not implementation(source_date="2025-10-22", pp="4").pipeline.retains_outputs
+    assert (usual.pipeline.preallocates_receives, usual.pipeline.retains_outputs) == (False, False)
+    days = ("2025-11-20", "2026-03-13", "2026-04-06")
+    combines = [implementation(source_date=day).experts.float32_combine for day in days]
+    assert combines == [False, True, False]
+    assert usual.experts.router_nbytes == 0
+    assert implementation(source_date="2026-03-04").experts.router_nbytes == 4
     chunked = implementation(source_date="2026-05-01")
-    assert (chunked.loss_chunks, chunked.loss_hidden_nbytes) == (8, 10.0)
-    assert implementation(precision="bf16+fp8 rowwise", notes="saves abs() of weights").kept_weight_nbytes == 2.0
+    assert (chunked.loss.chunks, chunked.loss.input_nbytes) == (8, 10.0)
+    rowwise = implementation(precision="bf16+fp8 rowwise", notes="saves abs() of weights")
+    assert rowwise.saving.selective_weight_nbytes == 2.0
 
 
 def test_who_sets_expandable_segments() -> None:
@@ -329,7 +334,7 @@ def test_who_sets_expandable_segments() -> None:
         row = {**RUN, "framework": "torchtitan", "source_date": "2025-08-08", **change}
         found = assumptions_of(row)
         assert found is not None
-        return found.implementation.expandable_segments
+        return found.implementation.allocator.expandable_segments
 
     assert expands()
     assert not expands(gpu="MI300X")
@@ -343,9 +348,9 @@ def test_graph_trainer_computes_and_communicates_on_one_stream_and_does_not_cut_
     row = {**RUN, "framework": "torchtitan", "compile": "Y (graph_trainer)", "source_date": "2026-06-02"}
     found = assumptions_of(row)
     assert found is not None
-    assert not found.implementation.gather_stream
-    assert not found.implementation.reduce_stream
-    assert found.implementation.loss_chunks == 1
+    assert not found.implementation.allocator.gather_stream
+    assert not found.implementation.allocator.reduce_stream
+    assert found.implementation.loss.chunks == 1
 
 
 def test_what_graph_trainers_graphs_keep_changes_with_its_versions() -> None:
@@ -356,17 +361,20 @@ def test_what_graph_trainers_graphs_keep_changes_with_its_versions() -> None:
         return found.implementation
 
     early, bare, late = implementation(), implementation(act_ckpt="none"), implementation(source_date="2026-06-02")
-    assert not early.releases_saved
-    assert early.keeps_cast_shards
-    assert early.gradient_holes
-    assert (early.reshards, bare.reshards) == (True, False)
-    assert (late.releases_saved, late.keeps_cast_shards, late.gradient_holes) == (True, False, False)
-    assert late.full_keeps_attention
+    assert not early.saving.frees_in_backward
+    assert early.data_parallel.saves_cast_shards
+    assert early.allocator.gradient_holes
+    assert early.data_parallel.reshard_after_forward
+    assert not bare.data_parallel.reshard_after_forward
+    assert late.saving.frees_in_backward
+    assert not late.data_parallel.saves_cast_shards
+    assert not late.allocator.gradient_holes
+    assert late.saving.full_attention
     experts = {"source_date": "2026-06-02", "model": "DeepSeek-V3", "n_experts": "64"}
     hopper, blackwell = implementation(**experts, gpu="H100 SXM 80GB"), implementation(**experts, gpu="GB200")
-    assert not hopper.full_keeps_attention
-    assert (hopper.gradient_holes, blackwell.gradient_holes) == (True, False)
-    assert hopper.host_ops_per_layer > blackwell.host_ops_per_layer == 0
+    assert not hopper.saving.full_attention
+    assert (hopper.allocator.gradient_holes, blackwell.allocator.gradient_holes) == (True, False)
+    assert hopper.kernels.host_ops_per_layer > blackwell.kernels.host_ops_per_layer == 0
 
 
 def test_rows_that_their_logs_contradict_are_read_as_the_logs_say(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from cost_model.configuration.context_parallel import (
     context_seconds,
     merge_seconds,
 )
-from cost_model.configuration.parallelism import Implementation, ParallelSpec
+from cost_model.configuration.implementation import Implementation, KernelOptions
+from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.kernels.in_step import message_share
@@ -20,7 +21,7 @@ from cost_model.kernels.step_constants import shipped_constants
 SPEC = TransformerSpec(layers=2, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=2048, vocab=256)
 CLUSTER = ClusterSpec.from_dict({"nodes": 1, "devices_per_node": 8, "device": "h100-sxm-80gb"})
 PARALLEL = ParallelSpec(micro_batch=1, seq=8192, context=4)
-MERGES = dataclasses.replace(PARALLEL, implementation=Implementation(context_merges=True))
+MERGES = dataclasses.replace(PARALLEL, implementation=Implementation(kernels=KernelOptions(torch_ring_attention=True)))
 
 
 AT_WORK = (1.0, 1.0)

@@ -1,12 +1,14 @@
 """Casts to 8 bits: counted by hand for one layer of a small model."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
+from cost_model.configuration.implementation import Implementation, KernelOptions, LowPrecisionOptions
 from cost_model.configuration.layer_work import layer_work
 from cost_model.configuration.low_precision_casts import cast_nbytes
-from cost_model.configuration.parallelism import Implementation, ParallelSpec
+from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 
 SPEC = TransformerSpec(layers=2, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=128, vocab=256)
@@ -17,9 +19,11 @@ INPUTS = TOKENS * (64 + 64 + 64 + 128)
 """Of attention, its projection, the MLP, and its last product."""
 
 
-def counted(parallel: ParallelSpec, **implementation: object) -> tuple[float, float]:
-    changed = Implementation(cast_nbytes=1.0, separate_linears=True, **implementation)  # type: ignore[arg-type]
-    parallel = dataclasses.replace(parallel, implementation=changed)
+def counted(parallel: ParallelSpec, **casts: Any) -> tuple[float, float]:
+    implementation = Implementation(
+        kernels=KernelOptions(separate_linears=True), low_precision=LowPrecisionOptions(cast_nbytes=1.0, **casts)
+    )
+    parallel = dataclasses.replace(parallel, implementation=implementation)
     return cast_nbytes(layer_work(SPEC, parallel, sparse=False), parallel)
 
 
@@ -36,12 +40,12 @@ def test_linears_of_one_input_may_share_its_cast() -> None:
 def test_weights_are_cast_once_a_step_and_by_their_owner_alone_where_gathered_cast() -> None:
     several = dataclasses.replace(PARALLEL, micro_batches=2)
     assert counted(several, shares_casts=True)[0] == INPUTS + WEIGHTS / 2
-    assert counted(PARALLEL, shares_casts=True, shards_cast=True)[0] == INPUTS + WEIGHTS / 4
+    assert counted(PARALLEL, shares_casts=True, casts_shards=True)[0] == INPUTS + WEIGHTS / 4
 
 
 def test_a_tensor_rank_casts_its_own_tokens_where_they_are_gathered_cast() -> None:
     cut = dataclasses.replace(PARALLEL, tensor=2, sequence_parallel=True)
-    forward, backward = counted(cut, shares_casts=True, gathers_cast=True)
+    forward, backward = counted(cut, shares_casts=True, casts_before_gather=True)
     assert forward == TOKENS * (32 + 32 + 32 + 64) + WEIGHTS / 2
     assert backward == TOKENS * ((64 + 32 + 32 + 128 + 128) / 2 + 32 + 32)
 

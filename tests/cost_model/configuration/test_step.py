@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.configuration.parallelism import Implementation, ParallelSpec
+from cost_model.configuration.implementation import (
+    DataParallelOptions,
+    ExpertOptions,
+    Implementation,
+    KernelOptions,
+    LowPrecisionOptions,
+    SavingOptions,
+    TensorParallelOptions,
+)
+from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.step import stage_layers, step_time
 from cost_model.configuration.transformer import Experts, TransformerSpec
 from cost_model.hardware.cluster import ClusterSpec
@@ -88,8 +97,10 @@ def test_recomputation_costs_a_forward():
 
 def test_eager_small_layers_wait_for_the_host():
     tiny = dataclasses.replace(SMALL, hidden=64, heads=1, kv_heads=1, ffn=128)
-    slow = dataclasses.replace(ONE, seq=16, implementation=Implementation(host_ops_per_layer=100))
-    fast = dataclasses.replace(ONE, seq=16, implementation=Implementation(host_ops_per_layer=0))
+    slow = dataclasses.replace(
+        ONE, seq=16, implementation=Implementation(kernels=KernelOptions(host_ops_per_layer=100))
+    )
+    fast = dataclasses.replace(ONE, seq=16, implementation=Implementation(kernels=KernelOptions(host_ops_per_layer=0)))
     assert step_time(tiny, slow, H100).compute_s > 3 * step_time(tiny, fast, H100).compute_s
 
 
@@ -100,28 +111,28 @@ def test_layers_that_do_not_divide_leave_room_for_embedding_and_loss():
     assert stage_layers(SMALL, dataclasses.replace(ONE, pipeline=4)) == 2
 
 
-def test_more_stages_than_layers_are_refused():
+def test_more_stages_than_layers_are_rejected():
     with pytest.raises(ValueError, match="more than 8 layers"):
         seconds(pipeline=16)
 
 
-def test_gathers_that_are_waited_for_are_exposed_and_a_large_layer_is_gathered_once_more_to_recompute():
+def test_all_gathers_without_overlap_are_exposed_and_a_large_layer_is_all_gathered_again_to_recompute():
     sharded = {"shard": 16, "zero": 3, "checkpointing": "full", "micro_batch": 8}
 
-    def data_s(**changes):
-        parallel = dataclasses.replace(ONE, **sharded, implementation=Implementation(**changes))
-        return step_time(SMALL, parallel, H100).data_s
+    def data_s(**options):
+        implementation = Implementation(data_parallel=DataParallelOptions(**options))
+        return step_time(SMALL, dataclasses.replace(ONE, **sharded, implementation=implementation), H100).data_s
 
-    assert data_s(data_overlap=False) > 2 * data_s()
-    assert data_s(data_overlap=False, reuse_numel=1.0) > data_s(data_overlap=False)
-    assert data_s(data_overlap=False, gather_pieces=4) > data_s(data_overlap=False)
+    assert data_s(overlaps=False) > 2 * data_s()
+    assert data_s(overlaps=False, max_reuse_numel=1.0) > data_s(overlaps=False)
+    assert data_s(overlaps=False, collectives_per_layer=4) > data_s(overlaps=False)
 
 
-def test_overlapped_tensor_parallelism_leaves_the_last_piece_of_a_reduction_and_slows_products():
-    wide = dataclasses.replace(SMALL, hidden=32768, heads=256, kv_heads=256, head_dim=128, ffn=131072)  # long products
+def test_async_tensor_parallelism_exposes_the_last_piece_of_a_reduction_and_slows_gemms():
+    wide = dataclasses.replace(SMALL, hidden=32768, heads=256, kv_heads=256, head_dim=128, ffn=131072)  # long GEMMs
 
     def tensor_s(ranks, overlap):
-        implementation = Implementation(tensor_overlap=overlap)
+        implementation = Implementation(tensor_parallel=TensorParallelOptions(async_tp=overlap))
         parallel = dataclasses.replace(
             ONE, tensor=ranks, sequence_parallel=True, micro_batch=16, implementation=implementation
         )
@@ -132,27 +143,33 @@ def test_overlapped_tensor_parallelism_leaves_the_last_piece_of_a_reduction_and_
     assert tensor_s(8, True) / tensor_s(8, False) == pytest.approx(1 / 16 + 15 / 16 * taken, rel=0.05)
 
 
-def test_messages_between_stages_hide_only_where_chunks_interleave():
+def test_sends_between_stages_overlap_only_where_chunks_interleave():
     def step(**changes):
         return step_time(SMALL, dataclasses.replace(ONE, pipeline=4, micro_batches=8, **changes), H100)
 
-    plain, apart = step(), step(implementation=Implementation(data_overlap=False))
+    plain, apart = step(), step(implementation=Implementation(data_parallel=DataParallelOptions(overlaps=False)))
     interleaved = step(schedule="interleaved", virtual_stages=2)
     assert plain.pipeline_send_s == apart.pipeline_send_s > 0
     assert interleaved.pipeline_send_s == 0 < interleaved.slowdown_s
 
 
-def test_attention_that_selective_checkpointing_does_not_keep_runs_again():
-    kept, again = (
-        seconds(micro_batch=8, checkpointing="selective", implementation=Implementation(keeps_attention=keeps))
+def test_attention_that_selective_checkpointing_does_not_save_is_recomputed():
+    saved, recomputed = (
+        seconds(
+            micro_batch=8,
+            checkpointing="selective",
+            implementation=Implementation(saving=SavingOptions(selective_attention=keeps)),
+        )
         for keeps in (True, False)
     )
-    assert again > kept
+    assert recomputed > saved
 
 
 def test_biases_of_experts_cost_where_their_kernels_are_not_fused():
     biased = dataclasses.replace(SPARSE, experts=dataclasses.replace(SPARSE.experts, bias=True))
-    apart = Implementation(expert_bias_kernels=True, host_ops_per_layer=0, expert_host_ops=0)
+    apart = Implementation(
+        experts=ExpertOptions(bias_kernels=True), kernels=KernelOptions(host_ops_per_layer=0, expert_host_ops=0)
+    )
     assert seconds(biased, implementation=apart) > seconds(SPARSE, implementation=apart)
 
 
@@ -167,13 +184,13 @@ def test_the_share_of_experts_counts_where_a_rank_has_one_of_them():
 
 
 def test_reductions_of_the_last_micro_batch_alone_lie_between_none_and_all():
-    def hidden_or_not(micro_batches, **implementation):
-        changed = Implementation(data_overlap=False, **implementation)
-        parallel = dataclasses.replace(ONE, shard=16, zero=3, micro_batches=micro_batches, implementation=changed)
-        return step_time(SMALL, parallel, H100).data_s
+    def data_s(micro_batches, **options):
+        implementation = Implementation(data_parallel=DataParallelOptions(overlaps=False, **options))
+        parallel = dataclasses.replace(ONE, shard=16, zero=3, micro_batches=micro_batches)
+        return step_time(SMALL, dataclasses.replace(parallel, implementation=implementation), H100).data_s
 
-    assert hidden_or_not(1, defers_reduce=True) == pytest.approx(hidden_or_not(1))
-    assert hidden_or_not(1) < hidden_or_not(4, defers_reduce=True) < hidden_or_not(4)
+    assert data_s(1, defers_reduction=True) == pytest.approx(data_s(1))
+    assert data_s(1) < data_s(4, defers_reduction=True) < data_s(4)
 
 
 def test_a_gather_in_8_bits_is_shorter():
@@ -183,23 +200,26 @@ def test_a_gather_in_8_bits_is_shorter():
         parallel = dataclasses.replace(ONE, **tensor, implementation=Implementation(**implementation))
         return step_time(SMALL, parallel, H100).tensor_s
 
-    assert tensor_s(gathers_cast=True) < tensor_s()
+    assert tensor_s(low_precision=LowPrecisionOptions(casts_before_gather=True)) < tensor_s()
     sharded = {"shard": 16, "zero": 3, "dtype": "fp8"}
-    slow = Implementation(data_overlap=False)
-    fast = dataclasses.replace(slow, shards_cast=True)
+    slow = Implementation(data_parallel=DataParallelOptions(overlaps=False))
+    fast = dataclasses.replace(slow, low_precision=LowPrecisionOptions(casts_shards=True))
     assert seconds(**sharded, implementation=fast) < seconds(**sharded, implementation=slow)
 
 
 def test_attention_without_a_compiler_takes_longer_than_fused():
-    assert seconds(implementation=Implementation(attention="dense")) > seconds(
-        implementation=Implementation(attention="unfused")
+    assert seconds(implementation=Implementation(kernels=KernelOptions(attention="dense"))) > seconds(
+        implementation=Implementation(kernels=KernelOptions(attention="unfused"))
     )
 
 
-def test_keeping_more_products_repeats_fewer():
+def test_saving_more_gemms_recomputes_fewer():
     def step_s(name):
         return seconds(
-            checkpointing="selective", implementation=Implementation(kept_products=name, host_ops_per_layer=0)
+            checkpointing="selective",
+            implementation=Implementation(
+                saving=SavingOptions(selective_gemms=name), kernels=KernelOptions(host_ops_per_layer=0)
+            ),
         )
 
     assert step_s("none") > step_s("alternate") > step_s("all")

@@ -1,11 +1,12 @@
-"""Tensor parallelism of one layer: what products hide, and what they are too short for."""
+"""Tensor parallelism of one layer: communication overlapped with GEMMs, and exposed where GEMMs are short."""
 
 import dataclasses
 
 import pytest
 
+from cost_model.configuration.implementation import Implementation, TensorParallelOptions
 from cost_model.configuration.layer_work import layer_work
-from cost_model.configuration.parallelism import Implementation, ParallelSpec
+from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.rank_groups import group_time_s
 from cost_model.configuration.tensor_parallel import tensor_seconds
 from cost_model.configuration.transformer import Experts, TransformerSpec
@@ -18,7 +19,14 @@ NARROW = TransformerSpec(layers=2, hidden=1024, heads=8, kv_heads=8, head_dim=12
 SPARSE = dataclasses.replace(NARROW, experts=Experts(count=8, top_k=2, ffn=1024))
 CLUSTER = ClusterSpec.parse("1x8xh100-sxm-80gb")
 PARALLEL = ParallelSpec(micro_batch=4, seq=4096, tensor=8, sequence_parallel=True)
-OVERLAPPED = dataclasses.replace(PARALLEL, implementation=Implementation(tensor_overlap=True))
+
+
+def with_options(parallel=PARALLEL, *, lora=False, **options):
+    implementation = Implementation(tensor_parallel=TensorParallelOptions(**options), lora=lora)
+    return dataclasses.replace(parallel, implementation=implementation)
+
+
+OVERLAPPED = with_options(async_tp=True)
 
 
 def exposed(spec, parallel):
@@ -39,41 +47,36 @@ def test_an_axis_of_one_costs_nothing():
     assert exposed(WIDE, dataclasses.replace(OVERLAPPED, tensor=1, sequence_parallel=False)) == (0.0, 0.0)
 
 
-def test_long_products_hide_all_but_the_last_piece_of_a_reduction_and_are_slowed_down_by_it():
+def test_long_gemms_overlap_with_all_but_the_last_piece_of_a_reduction_and_are_slowed_down():
     forward, backward = exposed(WIDE, OVERLAPPED)
-    hidden_s = moved_s("all_gather", WIDE) + reduced_s(WIDE) * 7 / 8
-    shown_s = reduced_s(WIDE) / 8 + taken_share(CLUSTER.device) * hidden_s
-    assert forward == pytest.approx(backward) == pytest.approx(2 * shown_s)
+    overlapped_s = moved_s("all_gather", WIDE) + reduced_s(WIDE) * 7 / 8
+    added_s = reduced_s(WIDE) / 8 + taken_share(CLUSTER.device) * overlapped_s
+    assert forward == pytest.approx(backward) == pytest.approx(2 * added_s)
 
 
-def test_short_products_leave_the_rest_exposed():
+def test_short_gemms_leave_the_rest_exposed():
     forward, backward = exposed(NARROW, OVERLAPPED)
     assert 2 * reduced_s(NARROW) / 8 < backward < forward < exposed(NARROW, PARALLEL)[0]
 
 
-@pytest.mark.parametrize(("spec", "hidden"), [(WIDE, True), (NARROW, False)])
-def test_what_was_not_kept_is_gathered_again_beside_the_products_of_its_gradient(spec, hidden):
-    dropping = dataclasses.replace(OVERLAPPED, implementation=Implementation(tensor_overlap=True, keeps_gathered=False))
-    forward, backward = exposed(spec, dropping)
-    kept_forward, kept_backward = exposed(spec, OVERLAPPED)
+@pytest.mark.parametrize(("spec", "overlapped"), [(WIDE, True), (NARROW, False)])
+def test_an_input_that_is_not_saved_is_all_gathered_again_overlapped_with_its_gradients_gemms(spec, overlapped):
+    forward, backward = exposed(spec, with_options(async_tp=True, saves_gathered_inputs=False))
+    saved_forward, saved_backward = exposed(spec, OVERLAPPED)
     gather_s = moved_s("all_gather", spec)
-    assert forward == kept_forward
+    assert forward == saved_forward
     slowed_s = 2 * taken_share(CLUSTER.device) * gather_s
-    assert (backward - kept_backward == pytest.approx(slowed_s)) is hidden
-    assert backward - kept_backward >= slowed_s * (1 - 1e-9)
-    # Nothing is, where nothing was gathered, or where weights have no gradient.
-    frozen, whole = (
-        dataclasses.replace(one, implementation=dataclasses.replace(dropping.implementation, lora=lora), **changes)
-        for one, lora, changes in ((dropping, True, {}), (dropping, False, {"sequence_parallel": False}))
-    )
-    kept = dataclasses.replace(whole, implementation=OVERLAPPED.implementation)
-    assert exposed(spec, whole) == exposed(spec, kept)
-    assert exposed(spec, frozen) == exposed(
-        spec,
-        dataclasses.replace(frozen, implementation=dataclasses.replace(frozen.implementation, keeps_gathered=True)),
-    )
-    # Without overlap as well: that gather alone is asynchronous then.
-    alone = dataclasses.replace(PARALLEL, implementation=Implementation(keeps_gathered=False))
+    assert (backward - saved_backward == pytest.approx(slowed_s)) is overlapped
+    assert backward - saved_backward >= slowed_s * (1 - 1e-9)
+    # No all-gather is repeated without sequence parallelism, or where weights have no gradient.
+    whole = dataclasses.replace(PARALLEL, sequence_parallel=False)
+    for parallel, lora in ((whole, False), (PARALLEL, True)):
+        freed, saved = (
+            with_options(parallel, lora=lora, async_tp=True, saves_gathered_inputs=saves) for saves in (False, True)
+        )
+        assert exposed(spec, freed) == exposed(spec, saved)
+    # The repeated all-gather is asynchronous without async tensor parallelism, too.
+    alone = with_options(saves_gathered_inputs=False)
     assert exposed(spec, alone)[1] - exposed(spec, PARALLEL)[1] < 2 * gather_s
 
 
@@ -82,5 +85,5 @@ def test_without_overlap_everything_is_exposed_both_ways():
     assert forward == backward > 2 * reduced_s(WIDE)
 
 
-def test_tokens_of_a_router_alone_stay_cut_over_the_sequence():
+def test_tokens_of_a_router_stay_split_over_the_sequence():
     assert exposed(SPARSE, OVERLAPPED)[0] == pytest.approx(exposed(NARROW, OVERLAPPED)[0] / 2, rel=0.3)

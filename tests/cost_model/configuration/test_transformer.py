@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model.configuration.transformer import Experts, LatentAttention, TransformerSpec
+from cost_model.configuration.transformer import Experts, MultiHeadLatentAttention, TransformerSpec
 
 LLAMA_8B = TransformerSpec(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256)
 DEEPSEEK_V3 = TransformerSpec(
@@ -14,7 +14,7 @@ DEEPSEEK_V3 = TransformerSpec(
     ffn=18432,
     vocab=129280,
     experts=Experts(count=256, top_k=8, ffn=2048, shared_ffn=2048, first_dense=3),
-    latent=LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    mla=MultiHeadLatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )
 
 
@@ -51,8 +51,8 @@ def test_flops_by_hand():
 
 def test_half_of_the_layers_see_a_window():
     spec = TransformerSpec(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100, window=10)
-    assert spec.seen_tokens(100) == pytest.approx((50 + 9.5) / 2)
-    assert spec.seen_tokens(8) == 4
+    assert spec.attended_keys(100) == pytest.approx((50 + 9.5) / 2)
+    assert spec.attended_keys(8) == 4
 
 
 @given(seq=st.integers(1, 10_000), more=st.integers(0, 10_000))
