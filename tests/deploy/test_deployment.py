@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from api.cli.main import app
 from api.jobs.settings import CONFIG_VARIABLE, ServerSettings
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SETTINGS = set(ServerSettings.model_fields)
 
