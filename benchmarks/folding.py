@@ -28,7 +28,7 @@ from api.requests.model_configs import find_config
 from api.requests.model_registry import load_model, quiet_libraries
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
-from planner.formulation.decision import Decision, decision_from_plan, decision_of
+from planner.formulation.decision import Decision, decision_from_assignment, decision_from_plan
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulation, Formulator
 from planner.graph.trace_module import ModuleNames
@@ -154,11 +154,11 @@ def taken_apart(both: Both, decision: Decision) -> Decision:
     return Decision(
         strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in apart.regions.classes),
         stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
-        kept={
-            block.kind: decision.kept[gather.kind]
+        reshard_after={
+            block.kind: decision.reshard_after[gather.kind]
             for block in apart.fsdp_groups
             for gather in folded.fsdp_groups
-            if gather.kind in decision.kept and block.kind in gather.blocks
+            if gather.kind in decision.reshard_after and block.kind in gather.blocks
         },
     )
 
@@ -168,7 +168,7 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
     run, entries = (
         both.run,
         decision_entries(
-            side.structure, decision_of(side.formulation, assignment), ModuleNames.from_module(both.module)
+            side.structure, decision_from_assignment(side.formulation, assignment), ModuleNames.from_module(both.module)
         ),
     )
     plan = ShardingPlan(
@@ -200,7 +200,7 @@ def answers(
         wanted_s = known_s * (1 + MIP_GAP) if name == "free" and math.isfinite(known_s) else None
         try:
             found = solve(
-                problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s, at_most_s=wanted_s
+                problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s, cutoff_s=wanted_s
             )
         except SolverError:
             yield Answer(program=name, solution=None, in_time=False)

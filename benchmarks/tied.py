@@ -1,7 +1,7 @@
 """A problem in which some nodes are bound to choose alike, stated with one variable for each of their choices.
 
 That is the problem with equality constraints between these nodes, after substitution: what two edges between the same
-nodes show is then the same pair, and what units are paid for the same pairs are paid together. Left to a solver as
+nodes show is then the same pair, and what is charged once for the same pairs are paid together. Left to a solver as
 constraints, choices are equal and flows are not, so that the relaxation says little.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from planner.ilp.problem import Assignment, Charge, Edge, Node, Problem, Unit
+from planner.ilp.problem import Assignment, Charge, Edge, Node, Problem, SharedCharge
 
 Member = tuple[int, int, int]
 """Edge, producer's port, consumer's port."""
@@ -53,7 +53,9 @@ class Tied:
                 choice_of[node] = tuple(index[option] for option in options[group[0]])
         nodes = [_node(problem, group, choice_of) for group in together]
         edges, edge_of = _edges(problem, group_of, choice_of)
-        tied = Problem(nodes=tuple(nodes), edges=edges, units=_units(problem, edge_of), constant=problem.constant)
+        tied = Problem(
+            nodes=tuple(nodes), edges=edges, shared_charges=_shared_charges(problem, edge_of), constant=problem.constant
+        )
         return cls(problem=tied, group_of=tuple(group_of), choice_of=tuple(choice_of))
 
     def taken_apart(self, assignment: Assignment) -> Assignment:
@@ -99,11 +101,13 @@ def _edges(
     return tuple(edges), [number[key] for key in keys]
 
 
-def _units(problem: Problem, edge_of: Sequence[int]) -> tuple[Unit, ...]:
+def _shared_charges(problem: Problem, edge_of: Sequence[int]) -> tuple[SharedCharge, ...]:
     together: dict[frozenset[Member], list[Charge]] = defaultdict(list)
-    for unit in problem.units:
-        together[frozenset((edge_of[edge], p, q) for edge, p, q in unit.members)].append(unit.charge)
-    return tuple(Unit(charge=_sum(charges), members=tuple(sorted(members))) for members, charges in together.items())
+    for shared in problem.shared_charges:
+        together[frozenset((edge_of[edge], p, q) for edge, p, q in shared.members)].append(shared.charge)
+    return tuple(
+        SharedCharge(charge=_sum(charges), members=tuple(sorted(members))) for members, charges in together.items()
+    )
 
 
 def _sum(charges: Sequence[Charge]) -> Mapping[str, float]:

@@ -30,22 +30,22 @@ class Decision:
     """A chosen strategy for every region class, and a stored layout for every parameter class.
 
     Attributes:
-        kept: kinds of blocks that keep what they gather, and how long.
+        reshard_after: kind of block -> when it reshards its parameters, of those that do not after the forward.
     """
 
     strategies: tuple[Strategy, ...]
     stored: tuple[StoredChoice, ...]
-    kept: Mapping[str, ReshardAfter] = field(default_factory=dict)
+    reshard_after: Mapping[str, ReshardAfter] = field(default_factory=dict)
 
 
-def decision_of(formulation: Formulation, assignment: Sequence[int]) -> Decision:
+def decision_from_assignment(formulation: Formulation, assignment: Sequence[int]) -> Decision:
     """Return what ``assignment`` chooses."""
     regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
     stored = [choices[c] for choices, c in zip(formulation.stored, assignment[regions:axis_node], strict=True)]
     return Decision(
         strategies=tuple(choices[c] for choices, c in zip(formulation.strategies, assignment[:regions], strict=True)),
         stored=tuple(stored),
-        kept=formulation.gathers.keepings_of(stored, assignment[axis_node + 1 :]),
+        reshard_after=formulation.fsdp_variables.reshard_after(stored, assignment[axis_node + 1 :]),
     )
 
 
@@ -160,7 +160,7 @@ class _Reader:
         self._check_gathered_again()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
         kept = {block.kind: self._kept[block.kind] for block in self._structure.fsdp_groups if block.kind in self._kept}
-        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), kept=kept)
+        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), reshard_after=kept)
 
     def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:
         name = self._regions.graph.parameters[parameter.values[0]][0]

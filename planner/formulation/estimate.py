@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from cost_model.hardware.collective_kinds import CollectiveKind
 from planner.formulation.decision import Decision
-from planner.formulation.formulate import Formulator, is_kept_as_made
+from planner.formulation.formulate import Formulator, saves_producer_layout
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
@@ -39,8 +39,8 @@ class _Itemiser:
                 index, slot = use
                 strategy = self._decision.strategies[index]
                 yield _some(self._formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
-        for gather in self._formulator.gathers.chosen(self._decision.stored, self._decision.kept):
-            yield self._formulator.gathers.price(gather)
+        for gather in self._formulator.fsdp_variables.chosen(self._decision.stored, self._decision.reshard_after):
+            yield self._formulator.fsdp_variables.price(gather)
         yield from self._redistributions()
         if self._pricer.run.job.has_peak_candidates:
             yield from self._copies()
@@ -75,7 +75,7 @@ class _Itemiser:
             kept = (
                 p.layout
                 for p, q in self._wanted(multiplicity)
-                if multiplicity.in_producer_layout or is_kept_as_made(p, q)
+                if multiplicity.in_producer_layout or saves_producer_layout(p, q)
             )
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
                 yield self._pricer.copy(self._value(multiplicity), layout, multiplicity, throughout)

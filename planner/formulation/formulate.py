@@ -9,11 +9,11 @@ from typing import Protocol
 
 from cost_model import reserve_bytes
 from cost_model.layouts.layout import Layout
-from planner.formulation.fsdp_variables import Gathers
+from planner.formulation.fsdp_variables import FsdpVariables
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
 from planner.ilp.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
-from planner.ilp.shared_charges import Charges, meeting
+from planner.ilp.shared_charges import SharedChargeCollector, pairs_on
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import EdgeKey, Structure
@@ -37,7 +37,7 @@ AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 """(parameter, its FQNs, stored layout) -> whether it may be chosen."""
 
 
-def is_kept_as_made(source: Port, target: Port) -> bool:
+def saves_producer_layout(source: Port, target: Port) -> bool:
     """Tell whether a tensor is kept as it is before a boundary, for one who reads it behind that."""
     return source.layout == target.layout or target.again
 
@@ -64,7 +64,7 @@ class Formulation:
     problem: Problem
     strategies: tuple[tuple[Strategy, ...], ...]
     stored: tuple[tuple[StoredChoice, ...], ...]
-    gathers: Gathers
+    fsdp_variables: FsdpVariables
 
 
 class Formulator:
@@ -82,14 +82,14 @@ class Formulator:
         self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
         overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
         self._products = ProductsBeside(structure, pricer.run) if overlapped else None
-        self.gathers = Gathers(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
+        self.fsdp_variables = FsdpVariables(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
         self._even_length = even_length(structure.regions.graph)
 
     def build(
         self,
         accepts: Accepts | None = None,
         accepts_stored: AcceptsStored | None = None,
-        promising: ChoiceFilter | None = None,
+        choice_filter: ChoiceFilter | None = None,
     ) -> Formulation | None:
         """Return the problem with the choices that are let through; None where a class has none left."""
         strategies = []
@@ -98,7 +98,8 @@ class Formulator:
             found = [
                 s
                 for s in self.strategies(index)
-                if (promising is None or promising.strategy(index, s)) and (accepts is None or accepts(region, s))
+                if (choice_filter is None or choice_filter.strategy(index, s))
+                and (accepts is None or accepts(region, s))
             ]
             if not found:
                 return None
@@ -107,24 +108,26 @@ class Formulator:
             tuple(
                 choice
                 for choice in self._stored(parameter, strategies, accepts_stored)
-                if promising is None or promising.stored(index, choice)
+                if choice_filter is None or choice_filter.stored(index, choice)
             )
             for index, parameter in enumerate(self._structure.parameters)
         ]
         if not all(stored):
             return None
-        return self.of(strategies, stored)
+        return self.with_choices(strategies, stored)
 
-    def of(self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]) -> Formulation:
+    def with_choices(
+        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]
+    ) -> Formulation:
         """Return the problem in which each class has the given choices."""
         nodes = [self._region_node(index, choices) for index, choices in enumerate(strategies)]
         nodes += [
             self._parameter_node(p, choices) for p, choices in zip(self._structure.parameters, stored, strict=True)
         ]
         axes_node = len(nodes)
-        nodes += self.gathers.nodes()
+        nodes += self.fsdp_variables.nodes()
         edges = [self._edge(key, strategies) for key in self._structure.edges]
-        charges = Charges()
+        charges = SharedChargeCollector()
         self._charge_redistributions(edges, charges)
         agree = self._ports.agree
         agreed = [same_producer_port(edges[a], edges[b], agree) for a, b in self._structure.same_producer_ports]
@@ -133,19 +136,21 @@ class Formulator:
             *(same_consumer_port(edges[a], edges[b], agree) for a, b in self._structure.same_consumer_ports),
         ]
         edges += list(self._parameter_edges(strategies, stored))
-        edges += self.gathers.edges(len(strategies), stored, axes_node, len(edges), charges)
+        edges += self.fsdp_variables.edges(len(strategies), stored, axes_node, len(edges), charges)
         if self._even_length is not None:
             regions = [self._structure.representative(index) for index in range(len(strategies))]
             edges += agreements(regions, strategies, self._mesh)
-        units = charges.settle(edges)
-        problem = Problem(nodes=tuple(nodes), edges=tuple(edges), units=units, constant=self.constant())
+        shared_charges = charges.settle(edges)
+        problem = Problem(
+            nodes=tuple(nodes), edges=tuple(edges), shared_charges=shared_charges, constant=self.constant()
+        )
         return Formulation(
             structure=self._structure,
             pricer=self.pricer,
             problem=problem,
             strategies=tuple(strategies),
             stored=tuple(stored),
-            gathers=self.gathers,
+            fsdp_variables=self.fsdp_variables,
         )
 
     def strategies(self, index: int) -> tuple[Strategy, ...]:
@@ -266,17 +271,17 @@ class Formulator:
             pairs=pairs,
         )
 
-    def _charge_redistributions(self, edges: Sequence[Edge], charges: Charges) -> None:
+    def _charge_redistributions(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
         ports, pricer = self._ports, self.pricer
         for multiplicity in self._structure.redistributions:
             exchanged = pricer.exchange(self._value(multiplicity), self.beside(multiplicity))
-            for p, q, members in meeting(edges, multiplicity.edges):
+            for p, q, members in pairs_on(edges, multiplicity.edges):
                 price = pricer.communication.exchange(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, multiplicity.count)
         for multiplicity in self._structure.recomputed_redistributions:
             value, beside = self._value(multiplicity), self.beside_again(multiplicity)
-            for p, q, members in meeting(edges, multiplicity.edges):
+            for p, q, members in pairs_on(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(
                         value, ports.port(p), ports.port(q), multiplicity.count, beside
@@ -285,21 +290,23 @@ class Formulator:
         if pricer.run.job.has_peak_candidates:
             self._charge_copies(edges, charges)
 
-    def _charge_copies(self, edges: Sequence[Edge], charges: Charges) -> None:
+    def _charge_copies(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
         ports, copy, throughout = self._ports, self.pricer.copy, self._structure.timeline.throughout
         for multiplicity in self._structure.saved_tensors:
             value = self._value(multiplicity)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
-            for p, q, members in meeting(edges, multiplicity.edges):
+            for p, q, members in pairs_on(edges, multiplicity.edges):
                 source, target = ports.port(p), ports.port(q)
-                if source.layout is not None and (multiplicity.in_producer_layout or is_kept_as_made(source, target)):
+                if source.layout is not None and (
+                    multiplicity.in_producer_layout or saves_producer_layout(source, target)
+                ):
                     by_layout[source.layout] += members
             for layout, found in by_layout.items():
                 charges.add(tuple(found), copy(value, layout, multiplicity, throughout).charge)
         for multiplicity in self._structure.saved_copies:
             value = self._value(multiplicity)
             copies: dict[int, Charge] = {}
-            for p, q, members in meeting(edges, multiplicity.edges):
+            for p, q, members in pairs_on(edges, multiplicity.edges):
                 source, target = ports.port(p), ports.port(q)
                 if target.layout is not None and source.layout != target.layout:
                     if q not in copies:
@@ -308,7 +315,7 @@ class Formulator:
         for multiplicity in self._structure.shared_gradients:
             value = self._value(multiplicity)
             by_layout = defaultdict(list)
-            for p, q, members in meeting(edges, multiplicity.edges):
+            for p, q, members in pairs_on(edges, multiplicity.edges):
                 gradient = ports.port(p).gradient
                 if gradient is not None and gradient != ports.port(q).gradient:
                     by_layout[gradient] += members
@@ -337,7 +344,7 @@ class Formulator:
     ) -> Price | None:
         """Return the same of parameters that `fully_shard` gathers with their blocks, to ``port``."""
         gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
-        return self.gathers.use_price(parameter, port, gradient_nbytes)
+        return self.fsdp_variables.use_price(parameter, port, gradient_nbytes)
 
     def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterUse:
         index, slot = use

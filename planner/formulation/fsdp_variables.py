@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
 from planner.ilp.problem import Charge, Edge, Node
-from planner.ilp.shared_charges import Charges
+from planner.ilp.shared_charges import SharedChargeCollector
 from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.reshard import ReshardAfter
@@ -33,7 +33,7 @@ Size = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gather:
+class FsdpGroupChoice:
     """What the blocks of a kind gather under a decision: ``numel`` elements each, over mesh axes taken as one."""
 
     block: FsdpGroup
@@ -42,7 +42,7 @@ class Gather:
     keeping: ReshardAfter
 
 
-class Gathers:
+class FsdpVariables:
     """What of a run's `Problem` is about gathering with blocks."""
 
     def __init__(self, structure: Structure, pricer: BlockGatherPricer, mesh_shape: Sequence[int]) -> None:
@@ -70,7 +70,12 @@ class Gathers:
         ]
 
     def edges(
-        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int, first: int, charges: Charges
+        self,
+        parameters: int,
+        stored: Sequence[tuple[StoredChoice, ...]],
+        axes_node: int,
+        first: int,
+        charges: SharedChargeCollector,
     ) -> list[Edge]:
         """Return the edges from parameters to the nodes, and charge the latency that each kind of block pays once.
 
@@ -139,7 +144,7 @@ class Gathers:
 
     # --- under a decision ----------------------------------------------------------------------------------------
 
-    def keepings_of(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, ReshardAfter]:
+    def reshard_after(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, ReshardAfter]:
         """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
         found = {
             block.kind: self._pricer.keepings[way]
@@ -148,12 +153,12 @@ class Gathers:
         }
         return {kind: keeping for kind, keeping in found.items() if keeping is not ReshardAfter.FORWARD}
 
-    def shorter(self, keeping: ReshardAfter) -> tuple[ReshardAfter, ...]:
+    def earlier_reshards(self, keeping: ReshardAfter) -> tuple[ReshardAfter, ...]:
         """Return the ways to keep what is gathered less long."""
         order = tuple(ReshardAfter)
         return tuple(other for other in self._pricer.keepings if order.index(other) < order.index(keeping))
 
-    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, ReshardAfter]) -> Iterator[Gather]:
+    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
         """Yield what each kind of block gathers that gathers anything."""
         for block in self._structure.fsdp_groups:
             sizes = [
@@ -165,9 +170,9 @@ class Gathers:
             if sizes:
                 numel = sum(numel for _, numel in sizes)
                 keeping = kept.get(block.kind, ReshardAfter.FORWARD)
-                yield Gather(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
+                yield FsdpGroupChoice(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
 
-    def price(self, gather: Gather) -> Price:
+    def price(self, gather: FsdpGroupChoice) -> Price:
         """Return the price of a kind of block's gathers and reductions, with all collectives."""
         block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
         return add_prices([

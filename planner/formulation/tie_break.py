@@ -19,10 +19,10 @@ from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 
 RELATIVE_TOLERANCE = 1e-12
-"""Charges that differ by no more are the same sum in another order."""
+"""SharedChargeCollector that differ by no more are the same sum in another order."""
 
 
-def polish(
+def break_ties(
     formulator: Formulator,
     structure: Structure,
     decision: Decision,
@@ -40,18 +40,18 @@ def polish(
         else strategy
         for index, strategy in enumerate(decision.strategies)
     ]
-    polished = Decision(strategies=tuple(strategies), stored=tuple(stored), kept=decision.kept)
-    return _without_idle_copies(formulator, structure, polished)
+    tie_broken = Decision(strategies=tuple(strategies), stored=tuple(stored), reshard_after=decision.reshard_after)
+    return _without_idle_copies(formulator, structure, tie_broken)
 
 
 def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
-    """Return the decision in which blocks keep what they gather no longer than makes a step shorter."""
-    if not decision.kept:
+    """Return the decision in which blocks keep what they gather no longer than makes a step earlier_reshards."""
+    if not decision.reshard_after:
         return decision
     time_s = step_time_s(itemise(formulator, structure, decision).charge)
-    for kind in sorted(decision.kept):
-        for shorter in formulator.gathers.shorter(decision.kept[kind]):
-            other = dataclasses.replace(decision, kept={**decision.kept, kind: shorter})
+    for kind in sorted(decision.reshard_after):
+        for earlier_reshards in formulator.fsdp_variables.earlier_reshards(decision.reshard_after[kind]):
+            other = dataclasses.replace(decision, reshard_after={**decision.reshard_after, kind: earlier_reshards})
             if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
                 decision = other
                 break

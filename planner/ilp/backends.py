@@ -36,13 +36,13 @@ def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None,
 
 
 def solve_relaxation(
-    program: LinearProgram, *, at_most: float = math.inf, time_limit_s: float | None = None, solver: str | None = None
+    program: LinearProgram, *, cutoff: float = math.inf, time_limit_s: float | None = None, solver: str | None = None
 ) -> Answer:
     """Return the solution of the program in which no variable has to be a whole number.
 
     Args:
         program: what to solve.
-        at_most: an objective as large is as good as no solution.
+        cutoff: an objective as large is as good as no solution.
         time_limit_s: after this there is no answer.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
@@ -50,7 +50,7 @@ def solve_relaxation(
         SolverError: the solver broke off without an answer.
     """
     if (solver or solver_name()) == "highs":
-        return _highs_relaxation(program, at_most, time_limit_s)
+        return _highs_relaxation(program, cutoff, time_limit_s)
     return _cbc(program, 0.0, time_limit_s, mip=False)
 
 
@@ -79,7 +79,7 @@ class Relaxations:
         self,
         values: Mapping[int, float],
         *,
-        at_most: float = math.inf,
+        cutoff: float = math.inf,
         time_limit_s: float | None = None,
         afresh: bool = True,
         elastic: bool = True,
@@ -90,7 +90,7 @@ class Relaxations:
 
         Args:
             values: of the variables that are held.
-            at_most: an objective as large is as good as no solution.
+            cutoff: an objective as large is as good as no solution.
             afresh: whether what is wanted is solved from the beginning, so that of solutions that cost the same it is
                 the same one whatever was asked for before.
             elastic: whether memory may exceed its cap.
@@ -116,16 +116,16 @@ class Relaxations:
         # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
         # from the beginning: which of those that cost the same would depend on the order in which they are asked for.
         if self._ran:
-            near = self._answer(time_limit_s, at_most)
-            if near.values is None or near.objective >= at_most or not afresh:
+            near = self._answer(time_limit_s, cutoff)
+            if near.values is None or near.objective >= cutoff or not afresh:
                 return near
         self._highs.clearSolver()
         self._ran = True
         return self._answer(time_limit_s)
 
-    def _answer(self, time_limit_s: float | None, at_most: float = math.inf) -> Answer:
+    def _answer(self, time_limit_s: float | None, cutoff: float = math.inf) -> Answer:
         """Return what HiGHS finds, without the variable of what exceeds the cap."""
-        found = _highs_run(self._highs, time_limit_s, mip=False, at_most=at_most)
+        found = _highs_run(self._highs, time_limit_s, mip=False, cutoff=cutoff)
         columns = self._program.columns
         if found.values is None or not self._excess_cost:
             return found
@@ -179,7 +179,7 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     return solver
 
 
-def _highs_relaxation(program: LinearProgram, at_most: float, time_limit_s: float | None) -> Answer:
+def _highs_relaxation(program: LinearProgram, cutoff: float, time_limit_s: float | None) -> Answer:
     """Return what HiGHS finds without the cap on memory, and where that exceeds it, from there on what it finds within.
 
     To the same end in nine tenths of the time (405B on 64 x 8, where the cap binds: 37 ms, 42 from the beginning), as
@@ -187,21 +187,21 @@ def _highs_relaxation(program: LinearProgram, at_most: float, time_limit_s: floa
     """
     solver, row = _highs_solver(program, 0.0, mip=False), program.cap_row
     if row is None:
-        return _highs_run(solver, time_limit_s, mip=False, at_most=at_most)
+        return _highs_run(solver, time_limit_s, mip=False, cutoff=cutoff)
     solver.changeRowBounds(row, -math.inf, math.inf)
-    found = _highs_run(solver, time_limit_s, mip=False, at_most=at_most)
+    found = _highs_run(solver, time_limit_s, mip=False, cutoff=cutoff)
     if found.values is None or solver.getSolution().row_value[row] <= program.row_upper[row]:
         return found
     solver.changeRowBounds(row, -math.inf, program.row_upper[row])
     left_s = None if time_limit_s is None else max(time_limit_s - solver.getRunTime(), 0.0)
-    return _highs_run(solver, left_s, mip=False, at_most=at_most)
+    return _highs_run(solver, left_s, mip=False, cutoff=cutoff)
 
 
-def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, at_most: float = math.inf) -> Answer:
+def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, cutoff: float = math.inf) -> Answer:
     import highspy
 
     # The dual simplex stops there. Beyond it, on its way to a program without a solution, it takes longest.
-    solver.setOptionValue("objective_bound", at_most)
+    solver.setOptionValue("objective_bound", cutoff)
     # It counts the time of all its runs.
     limit_s = math.inf if time_limit_s is None else solver.getRunTime() + time_limit_s
     solver.setOptionValue("time_limit", limit_s)
@@ -256,14 +256,14 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
     if status in (states.kInfeasible, states.kUnboundedOrInfeasible):
         return Answer(status="infeasible")
     if status == states.kObjectiveBound:
-        return Answer(status="unwanted", bound=float(solver.getOptionValue("objective_bound")[1]))
+        return Answer(status="cutoff", bound=float(solver.getOptionValue("objective_bound")[1]))
     if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
         raise _broke_off(solver.modelStatusToString(status))
-    solved: Status = "cut-short" if status == states.kTimeLimit else "optimal"
+    solved: Status = "limit" if status == states.kTimeLimit else "optimal"
     # A relaxation that was not solved to its end bounds nothing.
     feasible = mip and info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if status == states.kTimeLimit and not feasible:
-        return Answer(status="cut-short", bound=float(info.mip_dual_bound) if mip else -math.inf)
+        return Answer(status="limit", bound=float(info.mip_dual_bound) if mip else -math.inf)
     solution, objective = solver.getSolution(), float(info.objective_function_value)
     return Answer(
         status=solved,
@@ -292,12 +292,12 @@ def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, 
     limited = model.sol_status == pulp.LpSolutionIntegerFeasible
     if status != pulp.LpStatusOptimal or any(value is None for value in found):
         if time_limit_s is not None:
-            return Answer(status="cut-short")
+            return Answer(status="limit")
         raise _broke_off(pulp.LpStatus[status])
     values = np.asarray(found, np.float64)
     objective = float(program.cost() @ values) + program.objective.constant
     return Answer(
-        status="cut-short" if limited else "optimal",
+        status="limit" if limited else "optimal",
         values=values,
         objective=objective,
         # CBC's command tells no bound: what its gap allows, and nothing where it ran out of time.

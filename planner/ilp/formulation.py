@@ -5,7 +5,7 @@
     x[producer,c]
                                                                                 sum_p f[e,p,q] = sum_{c shows q}
                                                                                 x[consumer,c]
-    units       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
+    shared_charges       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
     quantities  Q[name] = constant + sum of the charges of x, f and u
     time        F >= compute + slowdown + sum of blocking; F >= blocking[l] + prefetch[l] for each link l;
                 F' >= once[l] + (blocking[l] + prefetch[l] - F) / passes; B and B' likewise for the backward
@@ -159,18 +159,18 @@ def _flows(program: Program) -> None:
 
 
 def _units(program: Program) -> None:
-    for unit in program.problem.units:
+    for shared in program.problem.shared_charges:
         flows: dict[int, list[int]] = defaultdict(list)
-        for e, p, q in unit.members:
+        for e, p, q in shared.members:
             variable = program.flow[e].get((p, q))
             if variable is not None:
                 flows[e].append(variable)
         if len(flows) == 1:
             for variable in next(iter(flows.values())):
-                program.quantities.charge(variable, unit.charge)
+                program.quantities.charge(variable, shared.charge)
             continue
         paid = program.linear.variable()
-        program.quantities.charge(paid, unit.charge)
+        program.quantities.charge(paid, shared.charge)
         for together in flows.values():
             program.linear.row([paid, *together], [1.0] + [-1.0] * len(together), lower=0.0)
 
@@ -184,13 +184,13 @@ def _time(program: Program) -> None:
     for compute, slowdown, blocking, prefetch, once in (problems.FORWARD, problems.BACKWARD):
         phase = linear.variable()
         phases.append(phase)
-        linear.at_most(
+        linear.constrain_below(
             quantities.sum([compute, slowdown, *(blocking + link for link in links)], scale).less(phase), 0.0
         )
         program.work_rows[compute] = linear.rows - 1
         for link in links:
             carried = [blocking + link, prefetch + link, *([] if several else [once + link])]
-            linear.at_most(quantities.sum(carried, scale).less(phase), 0.0)
+            linear.constrain_below(quantities.sum(carried, scale).less(phase), 0.0)
         once_a_step = [(once + link, blocking + link, prefetch + link) for link in links if once + link in names]
         if several and once_a_step:
             phases.append(_exposed_once(program, phase, once_a_step))
@@ -212,7 +212,7 @@ def _exposed_once(program: Program, phase: int, carried: Iterable[tuple[str, str
     exposed = linear.variable()
     for once, *each in carried:
         row = program.quantities.weighted({once: scale, **dict.fromkeys(each, scale / passes)})
-        linear.at_most(row.less(phase, 1.0 / passes).less(exposed), 0.0)
+        linear.constrain_below(row.less(phase, 1.0 / passes).less(exposed), 0.0)
     return exposed
 
 
@@ -222,9 +222,9 @@ def state_memory(program: Program) -> Expression:
     largest, moment = linear.variable(), linear.variable()
     for name in quantities.names:
         if name.startswith(problems.TRANSIENT):
-            linear.at_most(quantities.sum([name], scale).less(largest), 0.0)
+            linear.constrain_below(quantities.sum([name], scale).less(largest), 0.0)
     for alive in _at_moments(program):
-        linear.at_most(alive.less(moment), 0.0)
+        linear.constrain_below(alive.less(moment), 0.0)
     stays = quantities.sum([name for name in quantities.names if name.startswith(problems.MEMORY)], scale)
     program.peak = Expression(
         indices=np.append(stays.indices, np.asarray([largest, moment], np.int32)),
@@ -245,7 +245,7 @@ def _at_moments(program: Program) -> list[Expression]:
         elif isinstance(name, problems.Lifetime):
             # In its own largest amounts: a few bytes beside a cap of 80 GB are below what solvers take for 0.
             amount, largest = linear.variable(), quantities.largest([name]) or 1.0
-            linear.at_most(quantities.sum([name], 1.0 / largest).less(amount), 0.0)
+            linear.constrain_below(quantities.sum([name], 1.0 / largest).less(amount), 0.0)
             for at, count in name.counts.items():
                 lasting[problems.moment_of(at)][amount] += count * largest * scale
     found = []
@@ -264,7 +264,7 @@ def _at_moments(program: Program) -> list[Expression]:
 def cap_peak(program: Program, memory_bytes: float) -> None:
     """Cap the peak, which is stated already."""
     assert program.peak is not None
-    program.linear.at_most(program.peak, memory_bytes * program.memory_scale)
+    program.linear.constrain_below(program.peak, memory_bytes * program.memory_scale)
     program.linear.cap_row = program.linear.rows - 1
 
 
@@ -272,7 +272,7 @@ def cap_resting(program: Program, memory_bytes: float) -> None:
     """Cap what rests whatever the micro-batches are: parameters, optimizer states, the reserve."""
     quantities = program.quantities
     resting = [name for name in quantities.names if name in problems.RESTING]
-    program.linear.at_most(quantities.sum(resting, program.memory_scale), memory_bytes * program.memory_scale)
+    program.linear.constrain_below(quantities.sum(resting, program.memory_scale), memory_bytes * program.memory_scale)
 
 
 def _typical_time_s(quantities: _Quantities) -> float:

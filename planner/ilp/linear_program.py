@@ -95,7 +95,7 @@ class LinearProgram:
         self.row_lower.append(lower)
         self.row_upper.append(upper)
 
-    def at_most(self, expression: Expression, limit: float) -> None:
+    def constrain_below(self, expression: Expression, limit: float) -> None:
         """Add the constraint that ``expression`` is at most ``limit``."""
         self.row(expression.indices, expression.values, upper=limit - expression.constant)
 
@@ -183,7 +183,7 @@ class LinearProgram:
         return cost
 
 
-Status = Literal["optimal", "cut-short", "infeasible", "unwanted"]
+Status = Literal["optimal", "limit", "infeasible", "cutoff"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class Answer:
     """What a solver found.
 
     Attributes:
-        status: "cut-short": the best so far, or nothing yet; "unwanted": no solution is as good as was asked for, which
+        status: "limit": the best so far, or nothing yet; "cutoff": no solution is as good as was asked for, which
             was seen before the best was found.
         values: of the variables; None where there is no solution.
         objective: of that solution, offset included.

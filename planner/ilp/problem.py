@@ -141,7 +141,7 @@ def _same_port(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class SharedCharge:
     """A charge that is paid once if any of ``members`` (edge, producer port, consumer port) is chosen."""
 
     charge: Charge
@@ -154,7 +154,7 @@ class Problem:
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    units: tuple[Unit, ...]
+    shared_charges: tuple[SharedCharge, ...]
     constant: Charge = field(default_factory=dict)
 
     def quantities(self) -> list[str]:
@@ -164,8 +164,8 @@ class Problem:
             names.update(name for charge in node.charges for name in charge)
         for edge in self.edges:
             names.update(name for charge in edge.pairs.values() for name in charge)
-        for unit in self.units:
-            names.update(unit.charge)
+        for shared in self.shared_charges:
+            names.update(shared.charge)
         return sorted(names)
 
 
@@ -206,9 +206,9 @@ def totals(problem: Problem, assignment: Assignment) -> dict[str, float]:
             )
         add(edge.pairs[pair])
         shown.append(pair)
-    for unit in problem.units:
-        if any(shown[edge] == (p, q) for edge, p, q in unit.members):
-            add(unit.charge)
+    for shared in problem.shared_charges:
+        if any(shown[edge] == (p, q) for edge, p, q in shared.members):
+            add(shared.charge)
     return dict(total)
 
 
@@ -303,9 +303,9 @@ class Solution:
     root_s: float | None = None
 
     @property
-    def cut_short(self) -> bool:
+    def hit_limit(self) -> bool:
         """Whether time, or the steps allowed, ran out before it was proven to be the best."""
-        return self.status == "cut-short"
+        return self.status == "limit"
 
 
 def brute_force(problem: Problem, memory_bytes: float | None) -> tuple[tuple[int, ...], float] | None:

@@ -54,21 +54,21 @@ def solve(
     *,
     zero_one: npt.NDArray[np.bool_],
     mip_gap: float,
-    at_most: float = math.inf,
+    cutoff: float = math.inf,
     time_limit_s: float | None = None,
-    steps: int | None = None,
+    node_limit: int | None = None,
     solver: str | None = None,
 ) -> Answer:
-    """Return the best solution of ``program`` within a relative gap, or the best found in the time or the steps.
+    """Return the best solution of ``program`` within a relative gap, or the incumbent at a limit.
 
     Args:
         program: what to solve.
         zero_one: by variable, whether it is 0 or 1 wherever those that have to be whole numbers are.
         mip_gap: relative gap at which the solver may stop.
-        at_most: the objective from which on a solution is not wanted.
+        cutoff: the objective from which on a solution is not wanted.
         time_limit_s: for all of it.
-        steps: relaxations to branch through, after which the best so far is the answer, on any machine the same; None:
-            until it is proved to be the best.
+        node_limit: number of branch-and-bound nodes after which the incumbent is the answer, on any machine the same;
+            None: no limit.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
@@ -76,20 +76,20 @@ def solve(
     """
     deadline = None if time_limit_s is None else time.perf_counter() + time_limit_s
     if program.columns < _FEWEST:
-        program = bounded(program, at_most)
+        program = bounded(program, cutoff)
         return backends.solve(program, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-    relaxed = backends.solve_relaxation(program, at_most=at_most, time_limit_s=time_limit_s, solver=solver)
-    if relaxed.status == "unwanted" or (relaxed.values is not None and relaxed.objective >= at_most):
+    relaxed = backends.solve_relaxation(program, cutoff=cutoff, time_limit_s=time_limit_s, solver=solver)
+    if relaxed.status == "cutoff" or (relaxed.values is not None and relaxed.objective >= cutoff):
         return Answer(status="infeasible")
     if relaxed.values is None or most_fractional(program, relaxed) is None:
         return dataclasses.replace(relaxed, root=relaxed.objective)
     raised = _raised(relaxed, zero_one)
-    if steps is None:
-        found = _narrowed(program, relaxed, raised, mip_gap, at_most, deadline, solver)
+    if node_limit is None:
+        found = _narrowed(program, relaxed, raised, mip_gap, cutoff, deadline, solver)
     else:
-        kept = program.possible(relaxed.objective + raised <= at_most)
+        kept = program.possible(relaxed.objective + raised <= cutoff)
         part, root = _part(program, relaxed, kept)
-        found = _whole(program, _branch(part, root, at_most, mip_gap, deadline, solver, steps), kept)
+        found = _whole(program, _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit), kept)
     return dataclasses.replace(found, root=relaxed.objective)
 
 
@@ -106,7 +106,7 @@ def _narrowed(
     relaxed: Answer,
     raised: Floats,
     mip_gap: float,
-    at_most: float,
+    cutoff: float,
     deadline: float | None,
     solver: str | None,
 ) -> Answer:
@@ -115,17 +115,17 @@ def _narrowed(
     best, width = Answer(status="infeasible"), _NARROW
     while True:
         width = width if width <= _WIDEST else math.inf
-        is_last = relaxed.objective + width * scale >= at_most
+        is_last = relaxed.objective + width * scale >= cutoff
         kept = program.possible(raised <= width * scale)
-        wanted = at_most if best.values is None else min(at_most, best.objective)
+        wanted = cutoff if best.values is None else min(cutoff, best.objective)
         part = _solve_part(program, relaxed, kept, wanted, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
         limit = relaxed.objective + width * scale
         bound = max(relaxed.objective, min(part.bound if part.status != "infeasible" else math.inf, limit))
-        if part.status == "cut-short":
-            return dataclasses.replace(best, status="cut-short", bound=bound)
+        if part.status == "limit":
+            return dataclasses.replace(best, status="limit", bound=bound)
         near = best.values is not None and best.objective - bound <= mip_gap * abs(best.objective)
         if math.isinf(width) or is_last or near or (best.values is not None and best.objective <= limit):
             return best if best.values is None else dataclasses.replace(best, bound=min(bound, best.objective))
@@ -135,10 +135,10 @@ def _narrowed(
             width = enough if enough <= width * _NEARLY else width
 
 
-def bounded(program: LinearProgram, at_most: float) -> LinearProgram:
+def bounded(program: LinearProgram, cutoff: float) -> LinearProgram:
     """Add the constraint that the objective is at most so large. (Relaxations go without: it makes them hard.)"""
-    if math.isfinite(at_most):
-        program.at_most(program.objective, at_most)
+    if math.isfinite(cutoff):
+        program.constrain_below(program.objective, cutoff)
     return program
 
 
@@ -146,7 +146,7 @@ def _solve_part(
     program: LinearProgram,
     relaxed: Answer,
     kept: Indices,
-    at_most: float,
+    cutoff: float,
     mip_gap: float,
     deadline: float | None,
     solver: str | None,
@@ -157,10 +157,10 @@ def _solve_part(
         relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
     """
     part, root = _part(program, relaxed, kept)
-    steps, deep = (_FEW, True) if part.cap_row is None else (_MORE, False)
-    answer = _branch(part, root, at_most, mip_gap, deadline, solver, steps, deep=deep)
-    if answer.status == "cut-short":
-        wanted = at_most if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
+    node_limit, deep = (_FEW, True) if part.cap_row is None else (_MORE, False)
+    answer = _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit, deep=deep)
+    if answer.status == "limit":
+        wanted = cutoff if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
         found = backends.solve(bounded(part, wanted), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
         if found.values is not None or answer.values is None:
             answer = found
@@ -200,15 +200,15 @@ def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
 def _branch(
     program: LinearProgram,
     root: Answer,
-    at_most: float,
+    cutoff: float,
     mip_gap: float,
     deadline: float | None,
     solver: str | None,
-    steps: int,
+    node_limit: int,
     *,
     deep: bool = True,
 ) -> Answer:
-    """Return the best solution by branching from ``root``, the best so far after so many ``steps``.
+    """Return the best solution by branching from ``root``; the incumbent after ``node_limit`` nodes.
 
     Args:
         deep: whether a step goes on below the relaxation last solved; otherwise, once there is a solution, where the
@@ -217,9 +217,9 @@ def _branch(
     open_: list[tuple[float, int, dict[int, float]]] = [(root.objective, 0, {})]
     best, lowest, latest = Answer(status="infeasible"), math.inf, 0
     relaxations = backends.Relaxations(program, root=root.objective, solver=solver)
-    for _ in range(steps):
+    for _ in range(node_limit):
         # What a relaxation comes to holds for those below it: most siblings need not be looked at.
-        wanted = at_most if best.values is None else best.objective - mip_gap * abs(best.objective)
+        wanted = cutoff if best.values is None else best.objective - mip_gap * abs(best.objective)
         lowest = min([lowest, *(bound for bound, _, _ in open_ if bound >= wanted)])
         open_ = [node for node in open_ if node[0] < wanted]
         if not open_:
@@ -228,18 +228,18 @@ def _branch(
         fixed, relaxed = node[2], root
         if fixed:
             try:
-                relaxed = relaxations.at(fixed, at_most=wanted, time_limit_s=_left_s(deadline), afresh=deep)
+                relaxed = relaxations.at(fixed, cutoff=wanted, time_limit_s=_left_s(deadline), afresh=deep)
                 if relaxed.excess > _NONE and most_fractional(program, relaxed) is None:
                     # This one does not fit; others that cost more may.
                     relaxed = relaxations.at(
-                        fixed, at_most=wanted, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
+                        fixed, cutoff=wanted, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
                     )
             except SolverError:
                 break
-        if relaxed.status == "cut-short":
+        if relaxed.status == "limit":
             break
         open_.remove(node)
-        if relaxed.status == "unwanted":
+        if relaxed.status == "cutoff":
             lowest = min(lowest, relaxed.bound)
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
@@ -256,4 +256,4 @@ def _branch(
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
     left = [lowest, *(bound for bound, _, _ in open_), *([] if best.values is None else [best.objective])]
     bound = max(root.objective, min(left))
-    return dataclasses.replace(best, status="cut-short", bound=bound)
+    return dataclasses.replace(best, status="limit", bound=bound)

@@ -20,18 +20,18 @@ class Relaxation:
 
     Attributes:
         bound_s: no assignment takes less.
-        at_least_s: by node and choice, what no assignment with that choice takes less than: the bound and the choice's
+        choice_bounds_s: by node and choice, a lower bound on assignments with that choice: ``bound_s`` and the choice's
             reduced cost.
     """
 
     bound_s: float
-    at_least_s: tuple[tuple[float, ...], ...]
+    choice_bounds_s: tuple[tuple[float, ...], ...]
 
 
-class Relaxing:
+class Relaxer:
     """A problem whose relaxations are asked for: first without its peak, then of its peak, then within a cap.
 
-    Stating a program takes about as long as relaxing it.
+    Stating a program takes about as long as relaxer it.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class Relaxing:
         problem: Problem,
         memory_bytes: float | None = None,
         *,
-        resting_bytes: float | None = None,
+        static_bytes: float | None = None,
         solver: str | None = None,
     ) -> None:
         """Take the problem.
 
         Args:
             memory_bytes: the cap on the peak that will be asked about.
-            resting_bytes: cap on what is there in every micro-batch alike (`RESTING`), which holds from
+            static_bytes: cap on what is there in every micro-batch alike (`RESTING`), which holds from
                 the start; None for none.
             solver: "highs" or "cbc"; None takes HiGHS where it is installed.
         """
         self._solver = solver
         self._memory_bytes = memory_bytes
-        self._program: Program = state(problem, memory_bytes or resting_bytes, memory=False)
-        if resting_bytes is not None:
-            cap_resting(self._program, resting_bytes)
+        self._program: Program = state(problem, memory_bytes or static_bytes, memory=False)
+        if static_bytes is not None:
+            cap_resting(self._program, static_bytes)
 
-    def unlimited(self, backward_s: float = 0.0) -> Relaxation | None:
+    def uncapped(self, backward_s: float = 0.0) -> Relaxation | None:
         """Return the relaxation whatever the peak is; None where there is no solution.
 
         Args:
@@ -74,7 +74,7 @@ class Relaxing:
             linear.row_upper[row] = limit
         return self._relaxation(answer)
 
-    def least_bytes(self) -> float | None:
+    def least_peak_bytes(self) -> float | None:
         """Return bytes that no assignment's peak can go below; None where no assignment exists.
 
         Raises:
@@ -89,19 +89,19 @@ class Relaxing:
             linear.objective = seconds
         return None if answer.values is None else answer.objective / self._program.memory_scale
 
-    def within_cap(self, at_most_s: float = math.inf) -> Relaxation | None:
+    def capped(self, cutoff_s: float = math.inf) -> Relaxation | None:
         """Return the relaxation within the cap, asked for last; None where nothing fits, or takes less than a time.
 
         Raises:
             SolverError: the solver broke off without an answer.
         """
         assert self._memory_bytes is not None
-        least = self.least_bytes()  # asked first: it is hard to see from a program that has no solution
+        least = self.least_peak_bytes()  # asked first: it is hard to see from a program that has no solution
         if least is None or least > self._memory_bytes:
             return None
         cap_peak(self._program, self._memory_bytes)
-        at_most = at_most_s * self._program.time_scale
-        return self._relaxation(backends.solve_relaxation(self._program.linear, at_most=at_most, solver=self._solver))
+        cutoff = cutoff_s * self._program.time_scale
+        return self._relaxation(backends.solve_relaxation(self._program.linear, cutoff=cutoff, solver=self._solver))
 
     def _relaxation(self, answer: Answer) -> Relaxation | None:
         if answer.values is None:
@@ -112,7 +112,7 @@ class Relaxing:
         least = (answer.objective + np.maximum(answer.reduced_costs, 0.0)) / program.time_scale
         return Relaxation(
             bound_s=answer.objective / program.time_scale,
-            at_least_s=tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice),
+            choice_bounds_s=tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice),
         )
 
 
@@ -120,22 +120,22 @@ def relax(
     problem: Problem,
     *,
     memory_bytes: float | None = None,
-    resting_bytes: float | None = None,
+    static_bytes: float | None = None,
     solver: str | None = None,
 ) -> Relaxation | None:
     """Return the bounds of the linear relaxation, None where it has no solution.
 
     Args:
         memory_bytes: cap on the peak; None for no cap.
-        resting_bytes: cap on what is there in every micro-batch alike (`planner.ilp.problem.RESTING`); None for no cap.
+        static_bytes: cap on what is there in every micro-batch alike (`planner.ilp.problem.RESTING`); None for no cap.
 
     Raises:
         SolverError: the solver broke off without an answer.
     """
-    relaxing = Relaxing(problem, memory_bytes, resting_bytes=resting_bytes, solver=solver)
-    return relaxing.unlimited() if memory_bytes is None else relaxing.within_cap()
+    relaxer = Relaxer(problem, memory_bytes, static_bytes=static_bytes, solver=solver)
+    return relaxer.uncapped() if memory_bytes is None else relaxer.capped()
 
 
 def least_memory_bound(problem: Problem) -> float | None:
     """Return bytes that no assignment's peak can go below; None where no assignment exists."""
-    return Relaxing(problem).least_bytes()
+    return Relaxer(problem).least_peak_bytes()

@@ -6,13 +6,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from planner.ilp.problem import Charge, Edge, Unit
+from planner.ilp.problem import Charge, Edge, SharedCharge
 
 Pair = tuple[int, int, int]
 """An edge, the port of its producer and that of its consumer."""
 
 
-class Charges:
+class SharedChargeCollector:
     """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
 
     def __init__(self) -> None:
@@ -26,20 +26,20 @@ class Charges:
         for name, amount in charge.items():
             found[name] = found.get(name, 0.0) + amount * count
 
-    def settle(self, edges: list[Edge]) -> tuple[Unit, ...]:
+    def settle(self, edges: list[Edge]) -> tuple[SharedCharge, ...]:
         """Put what one pair alone pays for on its edge, and return the rest."""
-        units = []
+        shared_charges = []
         alone: dict[int, dict[tuple[int, int], Charge]] = defaultdict(dict)
         for members, charge in self._by_members.items():
             if len(members) == 1:
                 ((edge, p, q),) = members
                 alone[edge][p, q] = charge
             else:
-                units.append(Unit(charge=charge, members=members))
+                shared_charges.append(SharedCharge(charge=charge, members=members))
         for edge, own in alone.items():
             pairs = {pair: sum_charges(charge, own.get(pair)) for pair, charge in edges[edge].pairs.items()}
             edges[edge] = dataclasses.replace(edges[edge], pairs=pairs)
-        return tuple(units)
+        return tuple(shared_charges)
 
 
 def sum_charges(charge: Charge, more: Charge | None) -> Charge:
@@ -52,7 +52,7 @@ def sum_charges(charge: Charge, more: Charge | None) -> Charge:
     return found
 
 
-def meeting(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
+def pairs_on(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
     """Yield each pair of ports that can meet on any of the ``chosen`` edges, with the edges on which it can."""
     members: dict[tuple[int, int], list[Pair]] = defaultdict(list)
     for edge in chosen:

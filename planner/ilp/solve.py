@@ -21,19 +21,19 @@ def solve(
     memory_bytes: float | None = None,
     mip_gap: float = 1e-3,
     time_limit_s: float | None = None,
-    at_most_s: float | None = None,
-    steps: int | None = None,
+    cutoff_s: float | None = None,
+    node_limit: int | None = None,
     solver: str | None = None,
 ) -> Solution | None:
-    """Return the best assignment within ``memory_bytes`` and ``at_most_s``, or None where there is none.
+    """Return the best assignment within ``memory_bytes`` and ``cutoff_s``, or None where there is none.
 
     Args:
         problem: what to choose.
         memory_bytes: cap on the peak; None for no cap.
         mip_gap: relative gap at which the solver may stop.
         time_limit_s: after this the best found so far is returned.
-        at_most_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
-        steps: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
+        cutoff_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
+        node_limit: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
         solver: "highs" or "cbc"; None takes HiGHS where it is installed.
 
     Raises:
@@ -41,25 +41,25 @@ def solve(
     """
     started = time.perf_counter()
     program = state(problem, memory_bytes, memory=memory_bytes is not None)
-    at_most = math.inf if at_most_s is None else at_most_s * program.time_scale
+    cutoff = math.inf if cutoff_s is None else cutoff_s * program.time_scale
     while True:
         try:
             answer = reduced_cost_fixing.solve(
                 program.linear,
                 zero_one=program.zero_one(),
                 mip_gap=mip_gap,
-                at_most=at_most,
+                cutoff=cutoff,
                 time_limit_s=time_limit_s,
-                steps=steps,
+                node_limit=node_limit,
                 solver=solver,
             )
         except SolverError:
             # The relaxation was not to be had. Most often nothing fits; else the solver has to do without it.
-            if steps is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
+            if node_limit is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
                 return None
-            whole = reduced_cost_fixing.bounded(program.linear, at_most)
+            whole = reduced_cost_fixing.bounded(program.linear, cutoff)
             answer = backends.solve(whole, mip_gap=mip_gap, time_limit_s=time_limit_s, solver=solver)
-        if answer.values is None and answer.status == "cut-short" and steps is None:
+        if answer.values is None and answer.status == "limit" and node_limit is None:
             raise SolverError(
                 f"no assignment was found in {time_limit_s} s.", what_to_do="Try again with a larger time limit."
             )
@@ -85,7 +85,7 @@ def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], sta
         assignment=assignment,
         objective_s=objective_s,
         bound_s=min(max(answer.bound, 0.0) / program.time_scale, objective_s),
-        status="optimal" if answer.status == "optimal" else "cut-short",
+        status="optimal" if answer.status == "optimal" else "limit",
         time_s=time.perf_counter() - started,
         root_s=answer.root / program.time_scale if math.isfinite(answer.root) else None,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.formulation.formulate import Formulation
-from planner.ilp.relaxation import Relaxing
+from planner.ilp.relaxation import Relaxer
 from planner.pricing.parameter_costs import StoredChoice
 from planner.strategies.enumerate import Strategy
 
@@ -35,7 +35,7 @@ class MeshBound:
     bound_s: float
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, tuple[int, ...] | None], float], ...]
-    _relaxing: Relaxing | None
+    _relaxer: Relaxer | None
 
     def below(self, time_s: float) -> ChoicesBelow:
         """Return which choices could be part of a run that takes less than ``time_s``."""
@@ -45,8 +45,8 @@ class MeshBound:
         """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
         if backward_s <= self.backward_s:
             return self.bound_s
-        assert self._relaxing is not None
-        relaxed = self._relaxing.unlimited(backward_s)
+        assert self._relaxer is not None
+        relaxed = self._relaxer.uncapped(backward_s)
         return self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
 
     def within_cap(self, at_most_s: float) -> float:
@@ -54,13 +54,13 @@ class MeshBound:
 
         To be asked last.
         """
-        assert self._relaxing is not None
-        relaxed = self._relaxing.within_cap(at_most_s)
+        assert self._relaxer is not None
+        relaxed = self._relaxer.capped(at_most_s)
         return at_most_s if relaxed is None else min(relaxed.bound_s, at_most_s)
 
     def light(self) -> MeshBound:
         """Return what is left to say without the problem: all but `with_work` and `within_cap`."""
-        return dataclasses.replace(self, _relaxing=None)
+        return dataclasses.replace(self, _relaxer=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +89,17 @@ def bound_mesh(
         memory_bytes: the cap on memory.
         backward_s: that the backward of every run computes at least beside the model's own.
     """
-    relaxing = Relaxing(formulation.problem, memory_bytes, resting_bytes=memory_bytes)
-    relaxed = relaxing.unlimited(backward_s)
+    relaxer = Relaxer(formulation.problem, memory_bytes, static_bytes=memory_bytes)
+    relaxed = relaxer.uncapped(backward_s)
     if relaxed is None:
         return None
     regions, axes_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
     strategies = [
         dict(zip(choices, times, strict=True))
-        for choices, times in zip(formulation.strategies, relaxed.at_least_s[:regions], strict=True)
+        for choices, times in zip(formulation.strategies, relaxed.choice_bounds_s[:regions], strict=True)
     ]
     stored: list[dict[tuple[Layout, tuple[int, ...] | None], float]] = []
-    for choices, times in zip(formulation.stored, relaxed.at_least_s[regions:axes_node], strict=True):
+    for choices, times in zip(formulation.stored, relaxed.choice_bounds_s[regions:axes_node], strict=True):
         least: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
             key = choice.stored, choice.gathered_over
@@ -111,5 +111,5 @@ def bound_mesh(
         bound_s=relaxed.bound_s,
         strategies=tuple(strategies),
         stored=tuple(stored),
-        _relaxing=relaxing,
+        _relaxer=relaxer,
     )

@@ -10,13 +10,13 @@ from typing import Any
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
-from planner.formulation.decision import Decision, decision_of
+from planner.formulation.decision import Decision, decision_from_assignment
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulation, Formulator
-from planner.formulation.tie_break import polish
+from planner.formulation.tie_break import break_ties
 from planner.ilp.problem import Solution
 from planner.ilp.random_assignment import random_assignment
-from planner.ilp.relaxation import Relaxing
+from planner.ilp.relaxation import Relaxer
 from planner.ilp.solve import solve
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Estimate
@@ -229,12 +229,12 @@ class RunPlanner:
         if formulation is None:
             return None
         with self.clock.stage("solve_s"):
-            relaxing = Relaxing(formulation.problem, self.memory_bytes)
-            uncapped = relaxing.unlimited()
+            relaxer = Relaxer(formulation.problem, self.memory_bytes)
+            uncapped = relaxer.uncapped()
             if uncapped is None or uncapped.bound_s >= wanted:
                 return None
             try:
-                capped = relaxing.within_cap(wanted)
+                capped = relaxer.capped(wanted)
             except SolverError:  # ended without an answer: what holds without the cap holds within it
                 return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         if capped is None:
@@ -278,12 +278,12 @@ class RunPlanner:
                     memory_bytes=self.memory_bytes if capped else None,
                     mip_gap=self.job.mip_gap if mip_gap is None else mip_gap,
                     time_limit_s=None if deadline is None else max(left_s(deadline) or 0.0, solving_s),
-                    at_most_s=at_most_s,
-                    steps=steps,
+                    cutoff_s=at_most_s,
+                    node_limit=steps,
                 )
             if solution is None:
                 return None
-            decision = decision_of(formulation, solution.assignment)
+            decision = decision_from_assignment(formulation, solution.assignment)
             refused = self.refused(run, formulation, decision)
             if not refused:
                 return self._candidate(run, formulator, structure, decision, solution, restriction)
@@ -320,7 +320,7 @@ class RunPlanner:
         assignment = random_assignment(formulation.problem, seed, allowed)
         if assignment is None:
             return None
-        decision = decision_of(formulation, assignment)
+        decision = decision_from_assignment(formulation, assignment)
         return self._candidate(run, formulator, structure, decision, None)
 
     @staticmethod
@@ -334,7 +334,7 @@ class RunPlanner:
     ) -> Candidate:
         if solution is not None:
             kept = (None, None) if restriction is None else (restriction.accepts, restriction.accepts_stored)
-            decision = polish(formulator, structure, decision, *kept)
+            decision = break_ties(formulator, structure, decision, *kept)
         found = estimate(formulator, structure, decision)
         return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
 
@@ -347,4 +347,4 @@ def without(
         tuple(s for s in choices if index not in refused or s != decision.strategies[index])
         for index, choices in enumerate(formulation.strategies)
     ]
-    return formulator.of(strategies, formulation.stored) if all(strategies) else None
+    return formulator.with_choices(strategies, formulation.stored) if all(strategies) else None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec, split_factor
 from planner.errors import InfeasibleError
-from planner.formulation.decision import Decision, decision_of
+from planner.formulation.decision import Decision, decision_from_assignment
 from planner.ilp.relaxation import least_memory_bound
 from planner.ilp.solve import least_memory
 from planner.liveness.structure import Structure
@@ -138,7 +138,7 @@ def _least_of(search: RunPlanner, run: Run, restrict: Restrict, gap: float) -> L
         found = least_memory(formulation.problem, gap)
         if found is None:
             return None
-        decision = decision_of(formulation, found[0])
+        decision = decision_from_assignment(formulation, found[0])
         refused = search.refused(run, formulation, decision)
         if not refused:
             return LeastMemory(nbytes=found[1], run=run, structure=structure, decision=decision)

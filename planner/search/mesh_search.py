@@ -333,7 +333,7 @@ class MeshSearch:
             # It broke off, and the others may do without: what this run could reach is left in the gap.
             self._unsolved, self._given_up_s = found, min(self._given_up_s, item.bound_s)
             known.bounded(item.bound_s)
-        elif task.steps is not None and (found is None or found.solution.cut_short):
+        elif task.steps is not None and (found is None or found.solution.hit_limit):
             if found is not None:
                 item = dataclasses.replace(item, bound_s=max(item.bound_s, found.solution.bound_s))
                 self._keep(found)
@@ -343,7 +343,7 @@ class MeshSearch:
             known.bounded(math.inf if task.at_most_s is None else max(item.bound_s, task.at_most_s))
         else:
             self._proved_s = min(self._proved_s, found.solution.bound_s)
-            self._cut_short |= found.solution.cut_short
+            self._cut_short |= found.solution.hit_limit
             known.bounded(found.solution.bound_s)
             self._keep(found)
 

@@ -199,8 +199,8 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                         ports[path] = port
     found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
     for gather in structure.fsdp_groups:
-        if gather.kind in decision.kept:
-            found.kept.update(dict.fromkeys(gather.blocks, decision.kept[gather.kind]))
+        if gather.kind in decision.reshard_after:
+            found.kept.update(dict.fromkeys(gather.blocks, decision.reshard_after[gather.kind]))
     return found
 
 

@@ -18,7 +18,7 @@ from planner.ilp.problem import (
     Lifetime,
     Node,
     Problem,
-    Unit,
+    SharedCharge,
 )
 
 TIMES = (
@@ -60,7 +60,7 @@ SCALES = (Scale(1e-7, 1e3), Scale(1e-5, 1e6), Scale(1e-2, 1e9))
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A problem of up to 4 nodes of 4 choices, with parallel edges, self-edges, and units shared by several edges."""
+    """A problem of up to 4 nodes of 4 choices, with parallel edges, self-edges, and charges shared by several edges."""
     scale = draw(st.sampled_from(SCALES))
 
     def charge(most: int) -> Mapping[str, float]:
@@ -88,9 +88,9 @@ def problems(draw: st.DrawFn) -> Problem:
             )
         )
     members = [(e, p, q) for e, edge in enumerate(edges) for p, q in edge.pairs]
-    units = []
+    shared_charges = []
     for _ in range(draw(st.integers(0, 4)) if members else 0):
         chosen = draw(st.lists(st.sampled_from(members), min_size=1, max_size=4, unique=True))
-        units.append(Unit(charge=charge(3), members=tuple(chosen)))
+        shared_charges.append(SharedCharge(charge=charge(3), members=tuple(chosen)))
     constant = {**charge(2), PASSES: float(draw(st.sampled_from([1, 2, 8])))}
-    return Problem(nodes=tuple(nodes), edges=tuple(edges), units=tuple(units), constant=constant)
+    return Problem(nodes=tuple(nodes), edges=tuple(edges), shared_charges=tuple(shared_charges), constant=constant)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.errors import SolverError
-from planner.ilp.relaxation import Relaxing, relax
+from planner.ilp.relaxation import Relaxer, relax
 from planner.plan.job import Job
 from planner.pricing.run_spec import Run
 from planner.regions.regions import block_of
@@ -223,7 +223,7 @@ class RelaxStage:
             try:
                 # Without a floor the answer is to tell what does not fit from what is not wanted.
                 wanted_s = math.inf if self.floor is None else self.limit_s
-                relaxed = Relaxing(formulation.problem, search.memory_bytes).within_cap(wanted_s)
+                relaxed = Relaxer(formulation.problem, search.memory_bytes).capped(wanted_s)
             except SolverError:  # ended without an answer
                 relaxed = relax(formulation.problem)
         least_s = math.inf if relaxed is None else relaxed.bound_s

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support import families
 from torch import nn
 
-from planner.formulation.decision import decision_of
+from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import itemise
 from planner.formulation.formulate import Formulation, Formulator
 from planner.ilp.problem import (
@@ -81,7 +81,7 @@ def restricted(
     def some(choices: tuple[Any, ...]) -> tuple[Any, ...]:
         return choices if len(choices) <= most else (choices[0], *generator.sample(choices[1:], most - 1))
 
-    few = formulator.of([some(s) for s in full.strategies], [some(s) for s in full.stored])
+    few = formulator.with_choices([some(s) for s in full.strategies], [some(s) for s in full.stored])
     return formulator, layer, few
 
 
@@ -116,7 +116,7 @@ def same_price(
 ) -> None:
     """Check that program and estimator come to the same totals, quantity by quantity."""
     total = totals(formulation.problem, assignment)
-    price = itemise(formulator, structure, decision_of(formulation, assignment)).charge
+    price = itemise(formulator, structure, decision_from_assignment(formulation, assignment)).charge
     for name in {*total, *price}:
         assert price.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.random_problems import problems
 
 from planner.ilp.problem import COMPUTE_BACKWARD, Problem
-from planner.ilp.relaxation import Relaxation, Relaxing, least_memory_bound, relax
+from planner.ilp.relaxation import Relaxation, Relaxer, least_memory_bound, relax
 
 TOLERANCE = 1e-6
 
@@ -27,12 +27,12 @@ def test_one_after_the_other_is_as_each_alone(problem: Problem, share: float) ->
         assert relax(problem) is None
         return
     cap = max(least * share, 1.0)
-    relaxing = Relaxing(problem, cap)
-    unlimited = relaxing.unlimited()
+    relaxer = Relaxer(problem, cap)
+    unlimited = relaxer.uncapped()
     assert seconds(unlimited) == pytest.approx(seconds(relax(problem)), rel=TOLERANCE, abs=1e-12)
-    assert relaxing.least_bytes() == pytest.approx(least, rel=TOLERANCE, abs=1e-6)
-    assert seconds(relaxing.unlimited()) == pytest.approx(seconds(unlimited), rel=TOLERANCE, abs=1e-12)
-    within = relaxing.within_cap()
+    assert relaxer.least_peak_bytes() == pytest.approx(least, rel=TOLERANCE, abs=1e-6)
+    assert seconds(relaxer.uncapped()) == pytest.approx(seconds(unlimited), rel=TOLERANCE, abs=1e-12)
+    within = relaxer.capped()
     assert seconds(within) == pytest.approx(seconds(relax(problem, memory_bytes=cap)), rel=TOLERANCE, abs=1e-12)
     assert seconds(within) >= seconds(unlimited) * (1 - TOLERANCE)
 
@@ -41,13 +41,13 @@ def test_one_after_the_other_is_as_each_alone(problem: Problem, share: float) ->
 def test_more_work_in_the_backward_is_a_constant_of_the_problem(problem: Problem, more_s: float) -> None:
     constant = {**problem.constant, COMPUTE_BACKWARD: problem.constant.get(COMPUTE_BACKWARD, 0.0) + more_s}
     expected = relax(dataclasses.replace(problem, constant=constant))
-    relaxing = Relaxing(problem)
-    before, found = seconds(relaxing.unlimited()), relaxing.unlimited(more_s)
+    relaxer = Relaxer(problem)
+    before, found = seconds(relaxer.uncapped()), relaxer.uncapped(more_s)
     assert (found is None) == (expected is None)
     if found is not None:
         assert found.bound_s == pytest.approx(seconds(expected), rel=TOLERANCE, abs=1e-9)
         assert before - 1e-9 <= found.bound_s <= before + more_s + 1e-9
-    assert seconds(relaxing.unlimited()) == pytest.approx(before, rel=TOLERANCE, abs=1e-12), "it was left changed"
+    assert seconds(relaxer.uncapped()) == pytest.approx(before, rel=TOLERANCE, abs=1e-12), "it was left changed"
 
 
 @given(problem=problems())
@@ -59,6 +59,6 @@ def test_what_is_wanted_is_found_and_what_is_not_is_left_or_bounded(problem: Pro
     found = relax(problem, memory_bytes=cap)
     if found is None or found.bound_s < 1e-6:
         return
-    assert Relaxing(problem, cap).within_cap(found.bound_s * 1.01) is not None
-    below = Relaxing(problem, cap).within_cap(found.bound_s * 0.5)
+    assert Relaxer(problem, cap).capped(found.bound_s * 1.01) is not None
+    below = Relaxer(problem, cap).capped(found.bound_s * 0.5)
     assert below is None or below.bound_s >= found.bound_s * 0.5

@@ -88,7 +88,7 @@ def test_the_relaxation_bounds_every_assignment_and_every_choice(problem: Proble
     tolerance = 1 + 1e-6
     assert found.bound_s <= min(best.values()) * tolerance
     for (node, choice), time_s in best.items():
-        assert found.at_least_s[node][choice] <= time_s * tolerance
+        assert found.choice_bounds_s[node][choice] <= time_s * tolerance
 
 
 @given(problem=problems())
@@ -105,9 +105,9 @@ def test_nothing_is_found_that_takes_longer_than_wanted(problem: Problem, data: 
     times = sorted(step_time_s(total) for total in feasible_totals(problem))
     if not times:
         return
-    at_most_s = data.draw(st.sampled_from(times)) * 1.001
-    solution = solve(problem, mip_gap=0.0, at_most_s=at_most_s)
+    cutoff_s = data.draw(st.sampled_from(times)) * 1.001
+    solution = solve(problem, mip_gap=0.0, cutoff_s=cutoff_s)
     assert solution is not None
     assert solution.objective_s <= times[0] * (1 + 1e-6)
     if times[0] > 0:
-        assert solve(problem, mip_gap=0.0, at_most_s=times[0] * 0.99) is None
+        assert solve(problem, mip_gap=0.0, cutoff_s=times[0] * 0.99) is None

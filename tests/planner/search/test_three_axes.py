@@ -13,7 +13,7 @@ from api.requests.model_registry import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError
-from planner.formulation.decision import decision_of
+from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import itemise
 from planner.ilp.problem import totals
 from planner.ilp.random_assignment import random_assignment
@@ -103,7 +103,7 @@ def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) ->
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None
         total = totals(formulation.problem, assignment)
-        price = itemise(formulator, formulation.structure, decision_of(formulation, assignment))
+        price = itemise(formulator, formulation.structure, decision_from_assignment(formulation, assignment))
         for name in {*total, *price.charge}:
             assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
 

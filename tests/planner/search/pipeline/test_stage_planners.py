@@ -12,7 +12,7 @@ from cost_model import ClusterSpec
 from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.pipeline_schedules import idle_share, micro_batches_in_flight
 from cost_model.layouts.layout import MeshSpec
-from planner.formulation.decision import decision_of
+from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import estimate, itemise
 from planner.ilp.problem import peak_bytes, step_time_s, totals
 from planner.ilp.random_assignment import random_assignment
@@ -52,7 +52,7 @@ def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, in
         assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
         assert assignment is not None
         total = totals(formulation.problem, assignment)
-        price = itemise(formulator, structure, decision_of(formulation, assignment))
+        price = itemise(formulator, structure, decision_from_assignment(formulation, assignment))
         for name in {*total, *price.charge}:
             assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
         sent = {(c.phase, c.count) for c in price.collectives if c.kind == "send_recv"}
@@ -85,7 +85,7 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
     for seed in range(3):
         assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
         assert assignment is not None
-        total, decision = totals(formulation.problem, assignment), decision_of(formulation, assignment)
+        total, decision = totals(formulation.problem, assignment), decision_from_assignment(formulation, assignment)
         price, found = itemise(formulator, structure, decision), estimate(formulator, structure, decision)
         for name in {*total, *price.charge}:
             assert price.charge.get(name, 0.0) == pytest.approx(total.get(name, 0.0), rel=1e-9), name
@@ -120,7 +120,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
         assert formulation is not None
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None
-        decision = decision_of(formulation, assignment)
+        decision = decision_from_assignment(formulation, assignment)
         price = itemise(formulator, structure, decision)
         sent = [c for c in price.collectives if c.kind == "send_recv"]
         assert {c.axis for c in sent} == {"pp"}
@@ -181,7 +181,7 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
         for seed in range(5):
             assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
             assert assignment is not None
-            price = itemise(formulator, structure, decision_of(formulation, assignment))
+            price = itemise(formulator, structure, decision_from_assignment(formulation, assignment))
             assert min(s for name, s in price.charge.items() if "forward" in name or "backward" in name) >= 0.0
 
 
