@@ -45,13 +45,13 @@ def break_ties(
 
 
 def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
-    """Return the decision in which blocks keep what they gather no longer than makes a step earlier_reshards."""
+    """Return the decision in which blocks stay unsharded no longer than makes a step shorter."""
     if not decision.reshard_after:
         return decision
     time_s = step_time_s(itemise(formulator, structure, decision).charge)
     for kind in sorted(decision.reshard_after):
-        for earlier_reshards in formulator.fsdp_variables.earlier_reshards(decision.reshard_after[kind]):
-            other = dataclasses.replace(decision, reshard_after={**decision.reshard_after, kind: earlier_reshards})
+        for earlier in formulator.fsdp_variables.earlier_reshards(decision.reshard_after[kind]):
+            other = dataclasses.replace(decision, reshard_after={**decision.reshard_after, kind: earlier})
             if step_time_s(itemise(formulator, structure, other).charge) <= time_s * (1.0 + RELATIVE_TOLERANCE):
                 decision = other
                 break
