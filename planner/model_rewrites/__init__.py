@@ -1,1 +1,1 @@
-"""Which modules are replaced, for tracing and for running alike?"""
+"""Which modules are replaced, both for tracing and for running? Experts, MLA, fused ops, fused projections."""

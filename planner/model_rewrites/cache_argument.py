@@ -1,4 +1,4 @@
-"""What transformers calls a key-value cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
+"""The name of the KV cache argument in transformers: ``cache`` since 5.24, ``past_key_values`` before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _NAMES = ("cache", "past_key_values")
 
 
 def cache_argument(module: nn.Module) -> str | None:
-    """Return the argument of a model's forward that is a cache, which its output calls the same; None without one."""
+    """Return the name of the KV cache in the arguments and the output of ``module.forward``; None without one."""
     names = signature(module.forward).parameters
     return next((name for name in _NAMES if name in names), None)

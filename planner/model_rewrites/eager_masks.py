@@ -1,8 +1,8 @@
-"""Tracing Hugging Face models down the road that real tensors take through their attention masks.
+"""Attention masks of transformers as an eager run chooses them, for use while tracing.
 
-Given no attention mask, transformers looks at the *values* of `position_ids` to see whether sequences are packed, and
-leaves the causal mask to the attention kernel when they are not. Under export or on fake tensors it cannot look, and
-builds a full [batch, 1, seq, seq] mask instead: another graph, another kernel, other FLOPs than the run will have.
+Without an attention mask, transformers inspects the *values* of ``position_ids`` for packed sequences. If there are
+none, it builds no mask and passes ``is_causal`` to the attention kernel. Under export or on fake tensors it cannot
+inspect values, so it builds a full ``[batch, 1, seq, seq]`` mask. That graph has other kernels and FLOPs than the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unittest import mock
 
 @contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """Within it, transformers takes sequences as not packed, and chooses masks as in an eager run on real tensors."""
+    """Within this context, transformers assumes unpacked sequences and chooses masks as in an eager run."""
     masking = sys.modules.get("transformers.masking_utils")
     if masking is None:
         yield

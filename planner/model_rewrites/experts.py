@@ -1,11 +1,11 @@
-"""The experts of a mixture-of-experts block as one op, and the modules that run it.
+"""The routed experts of a mixture-of-experts block as one op, and the FLOPs and bytes of that op.
 
-How many tokens an expert gets is in the data, which no trace sees. So in place of their own forward such modules call
-one op with the shapes that all routings share; `planner` knows what it costs, `executor.ops.experts` runs it. Where
-sizes are needed the experts are taken to be equally busy.
+The number of tokens per expert depends on the data, which a trace does not see. So experts modules are traced as one
+op, whose shapes do not depend on the routing. `planner` prices it, assuming balanced experts; `executor.ops.experts`
+runs it.
 
-The modules are those of transformers (from 5.0 on): a call ``experts(hidden, index, weights)``, all experts' matrices
-in two parameters of three dims. Routers and shared experts are modules like any other.
+The modules are those of transformers 5.0 and later: they are called as ``experts(hidden, index, weights)`` and hold
+all experts' weights in two 3-dim parameters. Routers and shared experts are modules like any other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 OP_NAME = "shardplan.experts.default"
 
 GATE_UP_MATRICES = 2
-"""Matrices in ``gate_up_proj``, one after the other along the dim that tensor parallelism splits."""
+"""Matrices in ``gate_up_proj``, one after the other along the dim that tensor parallelism shards."""
 
 _OPTIONS = {
     "has_gate": True,
@@ -31,10 +31,10 @@ _OPTIONS = {
     "is_concatenated": True,
     "_is_expert_parallel": False,
 }
-"""What transformers notes of a class of experts, and the values for which the op stands."""
+"""Attributes that transformers sets on experts modules, with the values that the op implements."""
 
 _ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUActivation": "gelu"}
-"""By the classes that transformers has for them."""
+"""Class of the activation module -> the op's name of the activation."""
 
 _INDEX_NBYTES = 8
 
@@ -48,19 +48,19 @@ def experts_op(
     down: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Return for each token its experts' results, weighted and added: ``[tokens, width]`` as ``hidden``.
+    """Return each token's weighted sum of its experts' results, ``[tokens, width]``.
 
     Each expert computes ``down @ (activation(gate @ x) * (up @ x))``.
 
     Args:
-        hidden: ``[tokens, width]``.
-        index: of each token's experts, ``[tokens, chosen]``.
-        weights: of their results, of that shape.
-        gate_up: ``[experts, 2 * inner, width]``, the gates before the ups.
+        hidden: the tokens, ``[tokens, width]``.
+        index: the experts chosen for each token, ``[tokens, top_k]``.
+        weights: the routing weights, ``[tokens, top_k]``.
+        gate_up: ``[experts, 2 * inner, width]``, the gate's rows before up's.
         down: ``[experts, width, inner]``.
         activation: "silu" or "gelu".
     """
-    raise NotImplementedError("only traced: shard_module puts executor.ops.experts in its place")
+    raise NotImplementedError("this op is only traced; shard_module replaces it by executor.ops.experts")
 
 
 @experts_op.register_fake
@@ -76,18 +76,19 @@ def _(
     torch._check(hidden.dim() == 2 and hidden.shape[1] == width, lambda: f"experts of width {width} got {hidden.shape}")
     torch._check(
         gate_up.shape == (experts, GATE_UP_MATRICES * inner, width),
-        lambda: f"{gate_up.shape} does not go with {down.shape}",
+        lambda: f"gate_up {tuple(gate_up.shape)} does not match down {tuple(down.shape)}",
     )
     torch._check(
-        index.shape == weights.shape and index.shape[:-1] == hidden.shape[:-1], lambda: "a choice for each token"
+        index.shape == weights.shape and index.shape[:-1] == hidden.shape[:-1],
+        lambda: "index and weights need one row per token",
     )
-    torch._check(min(experts, width, inner, index.shape[1]) > 0, lambda: "experts without values")
-    torch._check(activation in _ACTIVATIONS.values(), lambda: f"there is no activation {activation!r}")
+    torch._check(min(experts, width, inner, index.shape[1]) > 0, lambda: "experts of size 0")
+    torch._check(activation in _ACTIVATIONS.values(), lambda: f"unknown activation {activation!r}")
     return hidden.new_empty(hidden.shape)
 
 
 def experts_activation(module: nn.Module) -> str | None:
-    """Return the activation of experts that the op stands for; None of any other module."""
+    """Return the activation of an experts module that the op implements; None of any other module."""
     if not hasattr(module, "num_experts") or any(
         getattr(module, name, None) != value for name, value in _OPTIONS.items()
     ):
@@ -100,21 +101,21 @@ def experts_activation(module: nn.Module) -> str | None:
 
 
 def experts_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the modules of experts in ``module``, each with its activation."""
+    """Return the experts modules in ``module`` that the op implements, each with its activation."""
     named = [(part, experts_activation(part)) for part in module.modules()]
     return [(part, activation) for part, activation in named if activation is not None]
 
 
 @contextmanager
 def experts_as_one_op(module: nn.Module) -> Iterator[None]:
-    """Within it the experts in ``module`` call the op."""
-    found = experts_in(module)
+    """Within this context, the experts modules in ``module`` call the op."""
+    modules = experts_in(module)
     try:
-        for part, activation in found:
+        for part, activation in modules:
             part.__dict__["forward"] = functools.partial(_call, part, activation)
         yield
     finally:
-        for part, _ in found:
+        for part, _ in modules:
             part.__dict__.pop("forward", None)
 
 
@@ -125,25 +126,25 @@ def _call(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.shardplan.experts(
+    output: torch.Tensor = torch.ops.shardplan.experts(
         hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, activation
     )
-    return found
+    return output
 
 
 class ExpertsWork(NamedTuple):
-    """What the op takes on the pieces that one rank holds, experts equally busy.
+    """FLOPs and bytes of the op on the shards that one rank holds, with balanced experts.
 
-    A *row* is a token at one of its experts. Saved are the products with gates and ups; all else is computed again.
+    A *row* is one token at one of its experts. Backward saves the gate-up GEMM's output and recomputes the rest.
 
     Attributes:
-        rows: of this rank's tokens at this rank's experts.
-        tokens: on this rank.
-        experts: on this rank.
-        inner: values of an expert between its matrices, on this rank.
-        width: values of a token.
-        itemsize: bytes of a value.
-        ranks: among which tokens go to their experts; 1: none moves.
+        rows: rows that this rank computes: the tokens of all ``ranks`` at its own experts.
+        tokens: tokens on this rank.
+        experts: experts on this rank.
+        inner: an expert's hidden size on this rank.
+        width: the model's hidden size.
+        itemsize: bytes of an element.
+        ranks: ranks that exchange tokens (expert parallelism); 1 means no exchange.
     """
 
     rows: int
@@ -158,77 +159,89 @@ class ExpertsWork(NamedTuple):
     def from_shapes(
         cls, shapes: Sequence[Sequence[int]], all_experts: int, itemsize: int, ranks: int = 1
     ) -> ExpertsWork:
-        """Return the work on pieces of ``shapes``: hidden, index, weights, gate_up, down; of ``all_experts`` in all."""
-        (tokens, chosen), (experts, width, inner) = shapes[1], shapes[4]
-        rows = ranks * -(-tokens * chosen * experts // all_experts)
+        """Return the work on one rank.
+
+        Args:
+            shapes: of this rank's shards of hidden, index, weights, gate_up and down.
+            all_experts: experts of the block on all ranks.
+            itemsize: bytes of an element.
+            ranks: ranks that exchange tokens.
+        """
+        (tokens, top_k), (experts, width, inner) = shapes[1], shapes[4]
+        rows = ranks * -(-tokens * top_k * experts // all_experts)
         return cls(rows, tokens, experts, inner, width, itemsize, ranks)
 
     @property
     def received_nbytes(self) -> int:
-        """Of the rows that came from other ranks (their own included); 0 where none moves."""
+        """Bytes of the rows that the token exchange delivers, this rank's own included; 0 without an exchange."""
         return self.rows * self.width * self.itemsize if self.ranks > 1 else 0
 
     @property
     def least_width(self) -> int:
-        """The fewest columns that a product of rows with a matrix has, forward and backward."""
+        """Smallest number of columns of the op's GEMMs, forward and backward."""
         return min(self.width, self.inner)
 
     @property
     def flops(self) -> float:
-        """Of the forward: three matrices, a multiply-add is two."""
+        """FLOPs of the forward: three matrices, two FLOPs per multiply-add."""
         return 6.0 * self.rows * self.width * self.inner
 
     def backward_flops(self, hidden: bool, gate_up: bool, down: bool) -> float:
-        """Of the backward, where these need gradients: a product for each, and one through ``down`` in any case."""
-        products = (2 * hidden + 2 * gate_up + down + 1) / 3
-        return self.flops * products
+        """Return the FLOPs of the backward; the arguments say which inputs need a gradient.
+
+        In units of one matrix: 2 each for ``hidden`` and ``gate_up``, 1 for ``down``, 1 always to pass through
+        ``down``.
+        """
+        matrices = (2 * hidden + 2 * gate_up + down + 1) / 3
+        return self.flops * matrices
 
     @property
     def forward_nbytes(self) -> int:
-        """Moved beside the products: rows gathered, activation, weights, rows added up."""
-        beside = 4 * self.received_nbytes  # sorted by expert, and back
-        return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
+        """Bytes moved outside the GEMMs, forward: rows gathered, activation, routing weights, rows summed."""
+        sorting = 4 * self.received_nbytes  # rows are sorted by expert, and back
+        return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + sorting
 
     @property
     def backward_nbytes(self) -> int:
-        """Moved beside the products: rows gathered twice and added up, activation, weights, and their gradients."""
-        beside = 4 * self.received_nbytes
-        return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + beside
+        """Bytes moved outside the GEMMs, backward: rows gathered twice and summed, activation, weights, gradients."""
+        sorting = 4 * self.received_nbytes
+        return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + sorting
 
     @property
     def weight_nbytes(self) -> int:
-        """Of the parameters."""
+        """Bytes of the experts' weights on this rank."""
         return 3 * self.experts * self.width * self.inner * self.itemsize
 
     @property
     def saved_nbytes(self) -> int:
-        """Kept for the backward: the first product, where each row's token is, and rows that came, with their place."""
-        came = self.received_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
-        return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES) + came
+        """Bytes saved for backward: the gate-up GEMM's output, each row's token, received rows with their positions."""
+        received = self.received_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
+        return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES) + received
 
     @property
     def gemm_output_nbytes(self) -> int:
-        """Of the results of both products."""
+        """Bytes of the outputs of both forward GEMMs."""
         return self.rows * (2 * self.inner + self.width) * self.itemsize
 
     @property
     def forward_peak_nbytes(self) -> int:
-        """Alive at once in the forward: the results of both products, what lies between them, and the op's own."""
-        alone = (self.rows * (3 * self.inner + self.width) + self.tokens * self.width) * self.itemsize
+        """Bytes live at the op's forward peak: both GEMMs' outputs, the activation between them, the op's output."""
+        without_exchange = (self.rows * (3 * self.inner + self.width) + self.tokens * self.width) * self.itemsize
         if self.ranks == 1:
-            return alone
-        # Results are there three times as they go back: as made, in the order of ranks, and as they arrive.
-        return alone + self.received_nbytes + max(2 * self.received_nbytes - self.rows * self.inner * self.itemsize, 0)
+            return without_exchange
+        # While results are sent back they exist three times: as computed, sorted by rank, and as received.
+        returning = max(2 * self.received_nbytes - self.rows * self.inner * self.itemsize, 0)
+        return without_exchange + self.received_nbytes + returning
 
     @property
     def backward_rise_nbytes(self) -> int:
-        """Alive at once in the backward, beside what was kept and the gradients that it leaves."""
+        """Bytes live at the op's backward peak, less what was saved for it and the gradients that it returns."""
         matrix, hidden = self.experts * self.width * self.inner, self.tokens * self.width
-        moved = self.ranks > 1
-        stages = (
-            self.rows * (self.width + 3 * self.inner) - 3 * matrix - hidden,  # no gradient is there yet
-            self.rows * 4 * self.inner - 2 * matrix - hidden,  # that of the second matrices is
-            self.rows * (self.width + 2 * self.inner) - moved * hidden,
-            moved * (3 * self.rows * self.width - hidden),  # gradients of rows go back
+        exchanged = self.ranks > 1
+        peak_candidates = (
+            self.rows * (self.width + 3 * self.inner) - 3 * matrix - hidden,  # before any gradient exists
+            self.rows * 4 * self.inner - 2 * matrix - hidden,  # the gradient of ``down`` exists
+            self.rows * (self.width + 2 * self.inner) - exchanged * hidden,
+            exchanged * (3 * self.rows * self.width - hidden),  # the rows' gradients are sent back
         )
-        return max(stages) * self.itemsize
+        return max(peak_candidates) * self.itemsize

@@ -1,12 +1,11 @@
-"""Ops that run as one kernel each way, in place of chains of small ones: norm, gated activation, rotation, loss.
+"""Fused ops, one kernel per direction: RMSNorm, gated activation, rotary embedding, cross-entropy.
 
-Written as chains of element-wise ops, as transformers has them, each of these reads and writes memory at every step,
-and autograd keeps what lies in between, some of it in float32. Each is an op of ours here. It is traced and priced
-under its name; `executor.ops.fused` runs its formulas, below, on a rank's pieces: compiled to one kernel on a GPU, step
-by step on a CPU. `planner.model_rewrites.fuse_ops` puts them in the place of modules' own code.
+transformers writes each of these as a chain of element-wise ops. Every op of a chain reads and writes memory, and
+autograd saves intermediate tensors, some in float32. Here each chain is one custom op, which is traced and priced under
+its name. `executor.ops.fused` runs the formulas below on a rank's shards: compiled to one kernel on a GPU, op by op on
+a CPU. `planner.model_rewrites.fuse_ops` replaces the modules' code.
 
-Formulas are written as torch computes the chains, roundings included: what they give is what the modules give, but for
-roundings that a compiled kernel leaves out.
+The formulas round where the chains round, so results differ only by roundings that a compiled kernel omits.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ GATED_PAIRS = "shardplan.gated_pairs.default"
 ROTARY = "shardplan.rotary.default"
 CROSS_ENTROPY = "shardplan.cross_entropy.default"
 NAMES = (RMS_NORM, GATED, GATED_PAIRS, ROTARY, CROSS_ENTROPY)
-"""As graphs have them."""
+"""Names of the ops in graphs."""
 
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -33,71 +32,75 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 _ROW_NBYTES = 4
-"""Of a row's scale, or of a row's sum of exponentials: float32."""
+"""Bytes of a row's scale (RMSNorm) or log-sum-exp (cross-entropy), in float32."""
 
 
-# --- the ops as they are traced ---
+# --- the custom ops, for tracing ---
 
-_ONLY_TRACED = "only traced: shard_module puts executor.ops.fused in its place"
+_ONLY_TRACED = "this op is only traced; shard_module replaces it by executor.ops.fused"
 
 
 @torch.library.custom_op("shardplan::rms_norm", mutates_args=())
 def rms_norm_op(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``weight * x / sqrt(mean(x ** 2) + eps)``, the mean over the last dim of ``x``: of its shape."""
+    """Return ``weight * x / sqrt(mean(x ** 2) + eps)``, of the shape of ``x``; the mean is over the last dim."""
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @rms_norm_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    torch._check(x.dim() > 0 and weight.shape == x.shape[-1:], lambda: f"a norm of {x.shape} got {weight.shape}")
+    torch._check(
+        x.dim() > 0 and weight.shape == x.shape[-1:], lambda: f"rms_norm of {x.shape} with weight {weight.shape}"
+    )
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
 @torch.library.custom_op("shardplan::gated", mutates_args=())
 def gated_op(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up``, all of one shape; ``activation`` is a name in `ACTIVATIONS`."""
+    """Return ``activation(gate) * up``, all of the same shape; ``activation`` is a key of `ACTIVATIONS`."""
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @gated_op.register_fake
 def _(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    torch._check(gate.shape == up.shape and gate.dtype == up.dtype, lambda: f"a gate of {gate.shape} for {up.shape}")
-    torch._check(activation in ACTIVATIONS, lambda: f"there is no activation {activation!r}")
+    torch._check(gate.shape == up.shape and gate.dtype == up.dtype, lambda: f"gate {gate.shape} with up {up.shape}")
+    torch._check(activation in ACTIVATIONS, lambda: f"unknown activation {activation!r}")
     return gate.new_empty(gate.shape)
 
 
 @torch.library.custom_op("shardplan::gated_pairs", mutates_args=())
 def gated_pairs_op(pairs: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up`` [..., width] of ``pairs`` [..., 2 width], in which each gate precedes its up."""
+    """Return ``activation(gate) * up`` ``[..., width]``; ``pairs`` ``[..., 2 * width]`` alternates gate and up."""
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @gated_pairs_op.register_fake
 def _(pairs: torch.Tensor, activation: str) -> torch.Tensor:
-    torch._check(pairs.dim() > 0 and pairs.shape[-1] % 2 == 0, lambda: f"{pairs.shape} holds no pairs")
-    torch._check(activation in ACTIVATIONS, lambda: f"there is no activation {activation!r}")
+    torch._check(pairs.dim() > 0 and pairs.shape[-1] % 2 == 0, lambda: f"odd last dim in {pairs.shape}")
+    torch._check(activation in ACTIVATIONS, lambda: f"unknown activation {activation!r}")
     return pairs.new_empty((*pairs.shape[:-1], pairs.shape[-1] // 2))
 
 
 @torch.library.custom_op("shardplan::rotary", mutates_args=())
 def rotary_op(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` [batch, heads, seq, width] turned by the angles of ``cos`` and ``sin`` [batch or 1, seq, width]."""
+    """Return ``x`` ``[batch, heads, seq, width]`` rotated; ``cos`` and ``sin`` are ``[batch or 1, seq, width]``."""
     raise NotImplementedError(_ONLY_TRACED)
 
 
 @rotary_op.register_fake
 def _(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    torch._check(x.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape, lambda: f"{cos.shape} for {x.shape}")
-    torch._check(cos.shape[1:] == (x.shape[2], x.shape[3]) and x.shape[3] % 2 == 0, lambda: f"{cos.shape}, {x.shape}")
-    torch._check(cos.shape[0] in (1, x.shape[0]), lambda: f"angles of {cos.shape[0]} samples for {x.shape[0]}")
+    torch._check(x.dim() == 4 and cos.dim() == 3 and cos.shape == sin.shape, lambda: f"cos {cos.shape} for x {x.shape}")
+    torch._check(
+        cos.shape[1:] == (x.shape[2], x.shape[3]) and x.shape[3] % 2 == 0, lambda: f"cos {cos.shape}, x {x.shape}"
+    )
+    torch._check(cos.shape[0] in (1, x.shape[0]), lambda: f"cos of batch {cos.shape[0]} for x of batch {x.shape[0]}")
     return torch.empty_like(x)
 
 
 @torch.library.custom_op("shardplan::cross_entropy", mutates_args=())
 def cross_entropy_op(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, mean: bool) -> torch.Tensor:
-    """Return the loss, in float32, of ``logits`` [rows, classes] and class indices ``labels`` [rows].
+    """Return the loss, a float32 scalar, of ``logits`` ``[rows, classes]`` and class indices ``labels`` ``[rows]``.
 
-    It is the mean over rows whose label is not ``ignore_index``, or their sum.
+    The loss is the mean (or, without ``mean``, the sum) over the rows whose label is not ``ignore_index``.
     """
     raise NotImplementedError(_ONLY_TRACED)
 
@@ -105,15 +108,15 @@ def cross_entropy_op(logits: torch.Tensor, labels: torch.Tensor, ignore_index: i
 @cross_entropy_op.register_fake
 def _(logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, mean: bool) -> torch.Tensor:
     fits = logits.dim() == 2 and labels.shape == logits.shape[:1] and not labels.dtype.is_floating_point
-    torch._check(fits, lambda: f"a loss of logits {logits.shape} and labels {labels.shape}")
+    torch._check(fits, lambda: f"cross_entropy of logits {logits.shape} and labels {labels.shape}")
     return logits.new_empty((), dtype=torch.float32)
 
 
-# --- their formulas ---
+# --- the formulas ---
 
 
 def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result, and each row's scale, in float32, with a last dim of 1."""
+    """Return the result, and the scale of each row in float32, ``[..., 1]``."""
     wide = x.to(torch.float32)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype), scale
@@ -122,12 +125,12 @@ def rms_norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple
 def rms_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``x`` and ``weight``, given that of the result."""
-    normal = x.to(torch.float32) * scale
-    of_normal = (gradient * weight).to(x.dtype).to(torch.float32)
-    of_x = scale * (of_normal - normal * (of_normal * normal).mean(-1, keepdim=True))
-    products = (gradient * normal.to(x.dtype)).to(torch.float32)
-    return of_x.to(x.dtype), products.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    """Return the gradients of ``x`` and ``weight``, given the result's ``gradient``."""
+    normalized = x.to(torch.float32) * scale
+    grad_normalized = (gradient * weight).to(x.dtype).to(torch.float32)
+    grad_x = scale * (grad_normalized - normalized * (grad_normalized * normalized).mean(-1, keepdim=True))
+    grad_weight_rows = (gradient * normalized.to(x.dtype)).to(torch.float32)
+    return grad_x.to(x.dtype), grad_weight_rows.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
 
 
 def gated_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -138,76 +141,80 @@ def gated_forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torc
 def gated_backward(
     gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``gate`` and ``up``, given that of the result."""
-    aten, of_active = torch.ops.aten, gradient * up
+    """Return the gradients of ``gate`` and ``up``, given the result's ``gradient``."""
+    aten, grad_activated = torch.ops.aten, gradient * up
     if activation == "silu":
-        of_gate = aten.silu_backward.default(of_active, gate)
+        grad_gate = aten.silu_backward.default(grad_activated, gate)
     else:
         approximate = "tanh" if activation == "gelu_tanh" else "none"
-        of_gate = aten.gelu_backward.default(of_active, gate, approximate=approximate)
-    return of_gate, gradient * ACTIVATIONS[activation](gate)
+        grad_gate = aten.gelu_backward.default(grad_activated, gate, approximate=approximate)
+    return grad_gate, gradient * ACTIVATIONS[activation](gate)
 
 
 def gated_pairs_forward(pairs: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up`` of pairs [..., 2 width]."""
+    """Return ``activation(gate) * up`` ``[..., width]`` of ``pairs`` ``[..., 2 * width]``."""
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return gated_forward(gate, up, activation)
 
 
 def gated_pairs_backward(gradient: torch.Tensor, pairs: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of ``pairs``, given that of the result."""
+    """Return the gradient of ``pairs``, given the result's ``gradient``."""
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack(gated_backward(gradient, gate, up, activation), -1).flatten(-2)
 
 
 def rotary_forward(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` turned: the halves of its last dim are the two coordinates."""
+    """Return ``x`` rotated; element i of its last dim is paired with element i + width / 2."""
     first, second = x.chunk(2, -1)
     return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
 
 
 def rotary_backward(gradient: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of what is turned, given that of the result: it is turned back."""
+    """Return the gradient of ``x``, given the result's ``gradient``: the inverse rotation."""
     first, second = (gradient * sin.unsqueeze(1)).chunk(2, -1)
     return gradient * cos.unsqueeze(1) + torch.cat((second, -first), -1)
 
 
 def row_maxima(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's largest logit, in float32."""
+    """Return the largest logit of each row, ``[rows]``, in float32."""
     return logits.to(torch.float32).amax(1)
 
 
 def row_sums(logits: torch.Tensor, labels: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """Return [2, rows]: sums of exponentials less ``maxima``, and target logits, 0 where the target is not held here.
+    """Return ``[2, rows]`` of this rank's shard: sums of ``exp(logit - maximum)``, and the target logits.
+
+    A target logit is 0 where the target class is on another rank.
 
     Args:
-        labels: counted from the first class that is held here.
-        maxima: of the whole rows.
+        logits: this rank's classes, ``[rows, classes]``.
+        labels: class indices, less the index of this rank's first class.
+        maxima: of whole rows, over all ranks.
     """
     wide = logits.to(torch.float32)
-    held = (labels >= 0) & (labels < logits.shape[1])
-    target = wide.gather(1, labels.masked_fill(~held, 0).unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
+    is_local = (labels >= 0) & (labels < logits.shape[1])
+    target = wide.gather(1, labels.masked_fill(~is_local, 0).unsqueeze(1)).squeeze(1).masked_fill(~is_local, 0)
     return torch.stack([(wide - maxima.unsqueeze(1)).exp().sum(1), target])
 
 
 def logits_gradient(
     logits: torch.Tensor, labels: torch.Tensor, log_sums: torch.Tensor, row_scales: torch.Tensor
 ) -> torch.Tensor:
-    """Return the gradient of ``logits``: the softmax less one at the target, times each row's ``row_scales``.
+    """Return the gradient of ``logits``: (softmax - one-hot target) times the scale of the row.
 
     Args:
-        labels: counted from the first class that is held here.
-        log_sums: of each whole row's exponentials.
-        row_scales: [rows], float32; 0 where the label is ignored.
+        logits: this rank's classes, ``[rows, classes]``.
+        labels: class indices, less the index of this rank's first class.
+        log_sums: log-sum-exp of whole rows, over all ranks.
+        row_scales: ``[rows]``, in float32; 0 where the label is ignored.
     """
     softmax = (logits.to(torch.float32) - log_sums.unsqueeze(1)).exp()
     classes = torch.arange(logits.shape[1], device=logits.device)
-    less = torch.where(classes == labels.unsqueeze(1), softmax - 1.0, softmax)
-    return (less * row_scales.unsqueeze(1)).to(logits.dtype)
+    difference = torch.where(classes == labels.unsqueeze(1), softmax - 1.0, softmax)
+    return (difference * row_scales.unsqueeze(1)).to(logits.dtype)
 
 
 def run_forward(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the result of the op called ``name`` on whole tensors, and what it makes for its backward."""
+    """Return the result of the op ``name`` on unsharded tensors, followed by what it saves for backward."""
     if name == RMS_NORM:
         return rms_norm_forward(*args)
     if name == GATED:
@@ -225,15 +232,18 @@ def run_forward(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
 
 
 def run_backward(
-    name: str, gradient: torch.Tensor, args: Sequence[Any], made: Sequence[torch.Tensor]
+    name: str, gradient: torch.Tensor, args: Sequence[Any], saved: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the op's tensors, those of its labels, cosines and sines left out.
+    """Return the gradients of the op's tensor arguments, except labels, cosines and sines.
 
     Args:
-        made: by the forward for this.
+        name: of the op.
+        gradient: of the result.
+        args: of the forward.
+        saved: what `run_forward` returned after the result.
     """
     if name == RMS_NORM:
-        return rms_norm_backward(gradient, args[0], args[1], *made)
+        return rms_norm_backward(gradient, args[0], args[1], *saved)
     if name == GATED:
         return gated_backward(gradient, *args)
     if name == GATED_PAIRS:
@@ -243,19 +253,20 @@ def run_backward(
     logits, labels, ignore_index, mean = args
     counted = labels != ignore_index
     scales = (gradient / counted.sum() if mean else gradient) * counted
-    return (logits_gradient(logits, labels, made[0], scales),)
+    return (logits_gradient(logits, labels, saved[0], scales),)
 
 
-# --- what they take ---
+# --- bytes ---
 
 
 class FusedWork(NamedTuple):
-    """What an op keeps, and what it has alive.
+    """What a fused op saves for backward, and the bytes that it moves.
 
     Attributes:
-        saved: positions of the inputs that are kept for the backward.
-        saved_extra_nbytes: kept beside them.
-        forward_nbytes, backward_nbytes: read and written by one kernel each way.
+        saved: positions of the inputs that are saved for backward.
+        saved_extra_nbytes: bytes saved besides these inputs.
+        forward_nbytes: bytes read and written by the forward kernel.
+        backward_nbytes: bytes read and written by the backward kernel.
     """
 
     saved: tuple[int, ...]
@@ -265,17 +276,18 @@ class FusedWork(NamedTuple):
 
 
 def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nbytes: int) -> FusedWork:
-    """Return what the op called ``name`` takes.
+    """Return what the op ``name`` saves and moves.
 
     Args:
-        inputs: (shape, bytes) of each.
-        output_nbytes: of the result.
+        name: of the op.
+        inputs: (shape, bytes) of each tensor input.
+        output_nbytes: bytes of the result.
     """
     shape, first_nbytes = inputs[0]
     read = sum(nbytes for _, nbytes in inputs)
     if name == RMS_NORM:
         rows = _ROW_NBYTES * math.prod(shape[:-1])
-        # Backward: the gradient that comes, all that was kept, and the gradients of both inputs.
+        # Backward reads the result's gradient and what was saved, and writes the gradients of both inputs.
         return FusedWork((0, 1), rows, read + output_nbytes + rows, 2 * read + rows + output_nbytes)
     if name == GATED:
         return FusedWork((0, 1), 0, read + output_nbytes, 2 * read + output_nbytes)
@@ -285,7 +297,7 @@ def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nb
         return FusedWork((1, 2), 0, read + output_nbytes, read + output_nbytes)
     if name == CROSS_ENTROPY:
         rows = _ROW_NBYTES * shape[0]
-        # Forward: maxima and sums are two passes, with an exchange between them where classes are split.
+        # Forward reads the logits twice: the ranks exchange maxima before they sum, where classes are sharded.
         passes = first_nbytes + read
         return FusedWork((0, 1), rows, passes, passes + rows)
-    raise ValueError(f"{name!r} is no fused op")
+    raise ValueError(f"{name!r} is not a fused op")

@@ -32,7 +32,7 @@ def concatenate_mla_keys(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def mla_keys_concatenated(module: nn.Module) -> Iterator[None]:
-    """Let the MLA modules in ``module`` concatenate their keys within this context."""
+    """Within this context, the MLA modules in ``module`` concatenate their keys."""
     modules = concatenate_mla_keys(module)
     try:
         yield
