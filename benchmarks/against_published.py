@@ -17,7 +17,7 @@ own, communication in pieces beside products). No search may do worse than that,
 
 ``--fused`` plans with fused ops (`fused_kernels`), as torch.compile, Transformer Engine and Megatron have them, and
 ``--tensor-overlap`` with tensor-parallel communication beside products (`planner.pricing.async_tp`) and ``--regather``
-with inputs of linear layers gathered again for the backward (`regather_variants`), and ``--even-order`` with
+with inputs of linear layers gathered again for the backward (`reallgather_variants`), and ``--even-order`` with
 sequences in an even order where attention's are split (`planner.plan.token_order`), as Megatron and NeMo have them.
 ``--packed`` plans models whose projections of one tensor are one linear layer (`pack`), likewise.
 

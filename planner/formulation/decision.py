@@ -17,8 +17,8 @@ from planner.plan.patterns import resolve_keys
 from planner.plan.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.reshard import ReshardAfter, reshard_modes
 from planner.plan.sharding_plan import Port, ShardingPlan
-from planner.pricing.parameter_costs import StoredChoice
-from planner.pricing.redistribution_costs import entering, leaving
+from planner.pricing.parameter_costs import StorageOption
+from planner.pricing.port_layouts import consumer_port, producer_port
 from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 
@@ -34,7 +34,7 @@ class Decision:
     """
 
     strategies: tuple[Strategy, ...]
-    stored: tuple[StoredChoice, ...]
+    stored: tuple[StorageOption, ...]
     reshard_after: Mapping[str, ReshardAfter] = field(default_factory=dict)
 
 
@@ -94,7 +94,7 @@ class _Reader:
                     return False
             elif slot.origin == "entry":
                 port = self._port(region, position)
-                if (position in strategy.again) != (port is not None and port.regather):
+                if (position in strategy.reallgathered) != (port is not None and port.regather):
                     return False
                 if port is None:
                     if slot.source is None and layout != self._replicated():
@@ -162,15 +162,15 @@ class _Reader:
         kept = {block.kind: self._kept[block.kind] for block in self._structure.fsdp_groups if block.kind in self._kept}
         return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), reshard_after=kept)
 
-    def _stored_choice(self, parameter: ParameterClass) -> StoredChoice:
+    def _stored_choice(self, parameter: ParameterClass) -> StorageOption:
         name = self._regions.graph.parameters[parameter.values[0]][0]
         stored = self._stored.get(name, self._replicated())
         compute = self._compute.get(name, stored)
         changing = [axis for axis in range(len(stored)) if stored[axis] != compute[axis]]
-        return StoredChoice(
+        return StorageOption(
             stored=stored,
             accumulated=self._accumulated(parameter.uses, name),
-            gathered_over=tuple(changing) if name in self._with_block else None,
+            fsdp_axes=tuple(changing) if name in self._with_block else None,
         )
 
     def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
@@ -188,10 +188,10 @@ class _Reader:
         """Refuse what should be gathered again, and comes by another redistribution than all-gathers."""
         for key in self._structure.edges:
             producer, consumer = self._candidates[key.producer][0], self._candidates[key.consumer][0]
-            port, region = entering(consumer, key.consumer_slot), self._structure.representative(key.consumer)
+            port, region = consumer_port(consumer, key.consumer_slot), self._structure.representative(key.consumer)
             value = region.slots[key.consumer_slot].value
-            source = leaving(producer, key.producer_slot)
-            if port.again and self._formulator.redistribution_price(value, source, port) is None:
+            source = producer_port(producer, key.producer_slot)
+            if port.reallgather and self._formulator.redistribution_price(value, source, port) is None:
                 self._refuse_regather(region, key.consumer_slot)
 
     def _refuse_regather(self, region: Region, position: int) -> None:
@@ -209,7 +209,7 @@ class _Reader:
 
     def _refuse(self, index: int) -> None:
         region = self._structure.representative(index)
-        known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.again}
+        known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.reallgathered}
         for position, slot in enumerate(region.slots):
             port = self._port(region, position) if slot.boundary is not None else None
             if port is not None and port.regather and (position, port.layout) not in known:

@@ -18,7 +18,8 @@ from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_t
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import EdgeKey, Structure
 from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, Estimate, Phase
-from planner.pricing.redistribution_costs import Port, Price, add_prices, entering, leaving
+from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
+from planner.pricing.price import Price, add_prices
 from planner.pricing.run_spec import Run
 
 
@@ -38,33 +39,33 @@ class _Itemiser:
             for use in parameter.uses:
                 index, slot = use
                 strategy = self._decision.strategies[index]
-                yield _some(self._formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
+                yield _some(self._formulator.use_price(parameter, use, choice, producer_port(strategy, slot)))
         for gather in self._formulator.fsdp_variables.chosen(self._decision.stored, self._decision.reshard_after):
             yield self._formulator.fsdp_variables.price(gather)
         yield from self._redistributions()
         if self._pricer.run.job.has_peak_candidates:
             yield from self._copies()
 
-    def _ports(self, key: EdgeKey) -> tuple[Port, Port]:
+    def _ports(self, key: EdgeKey) -> tuple[PortLayouts, PortLayouts]:
         producer, consumer = self._decision.strategies[key.producer], self._decision.strategies[key.consumer]
-        return leaving(producer, key.producer_slot), entering(consumer, key.consumer_slot)
+        return producer_port(producer, key.producer_slot), consumer_port(consumer, key.consumer_slot)
 
     def _value(self, multiplicity: Multiplicity) -> Value:
         key = self._structure.edges[multiplicity.edges[0]]
         return self._structure.representative(key.consumer).slots[key.consumer_slot].value
 
-    def _wanted(self, multiplicity: Multiplicity) -> list[tuple[Port, Port]]:
+    def _wanted(self, multiplicity: Multiplicity) -> list[tuple[PortLayouts, PortLayouts]]:
         """Return each (source, target) that the multiplicity's consumers want, once."""
         return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in multiplicity.edges))
 
     def _redistributions(self) -> Iterator[Price]:
         for multiplicity in self._structure.redistributions:
-            value, beside = self._value(multiplicity), self._formulator.beside(multiplicity)
+            value, beside = self._value(multiplicity), self._formulator.adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source != target:
                     yield _some(self._pricer.redistribution(value, source, target, multiplicity.count, beside))
         for multiplicity in self._structure.recomputed_redistributions:
-            value, beside = self._value(multiplicity), self._formulator.beside_again(multiplicity)
+            value, beside = self._value(multiplicity), self._formulator.recomputed_adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout:
                     yield self._pricer.recomputed_redistribution(value, source, target, multiplicity.count, beside)
@@ -82,8 +83,10 @@ class _Itemiser:
         for multiplicity in self._structure.saved_copies:
             for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout and target.layout is not None:
-                    value, again = self._value(multiplicity), target.again
-                    yield self._pricer.copy(value, target.layout, multiplicity, throughout, again=again)
+                    value = self._value(multiplicity)
+                    yield self._pricer.copy(
+                        value, target.layout, multiplicity, throughout, reallgather=target.reallgather
+                    )
         for multiplicity in self._structure.shared_gradients:
             gradient = self._wanted(multiplicity)[0][0].gradient
             if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(multiplicity)):

@@ -17,17 +17,18 @@ from planner.ilp.shared_charges import SharedChargeCollector, pairs_on
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import EdgeKey, Structure
-from planner.pricing.activation_costs import Pricer
-from planner.pricing.async_tp import ProductsBeside
-from planner.pricing.fsdp_group_costs import BlockGatherPricer
-from planner.pricing.overlap import Beside
-from planner.pricing.parameter_costs import ParameterPricer, ParameterUse, StoredChoice, fully_sharded_use
-from planner.pricing.parameter_use_costs import UsePrices
-from planner.pricing.redistribution_costs import Port, Price, entering, leaving
-from planner.pricing.regather_variants import gathering_again
-from planner.pricing.storage_options import stored_choices, stored_layouts
+from planner.pricing.activation_costs import ActivationPricer
+from planner.pricing.async_tp import AdjacentGemmFinder
+from planner.pricing.fsdp_group_costs import FsdpGroupPricer
+from planner.pricing.overlap import AdjacentGemms
+from planner.pricing.parameter_costs import ParameterClassUse, ParameterPricer, StorageOption, fsdp_use_layouts
+from planner.pricing.parameter_use_costs import ParameterUsePrices
+from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
+from planner.pricing.price import Price
+from planner.pricing.reallgather_variants import with_reallgather_variants
+from planner.pricing.storage_options import storage_options, stored_layouts
 from planner.regions.regions import Region, RegionGraph
-from planner.strategies.context_parallel_order import agreements, even_length, may_reorder
+from planner.strategies.context_parallel_order import allows_zigzag, zigzag_edges, zigzag_length
 from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.strategies.sliced_parameters import slices_parameters
 
@@ -37,9 +38,9 @@ AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
 """(parameter, its FQNs, stored layout) -> whether it may be chosen."""
 
 
-def saves_producer_layout(source: Port, target: Port) -> bool:
+def saves_producer_layout(source: PortLayouts, target: PortLayouts) -> bool:
     """Tell whether a tensor is kept as it is before a boundary, for one who reads it behind that."""
-    return source.layout == target.layout or target.again
+    return source.layout == target.layout or target.reallgather
 
 
 class ChoiceFilter(Protocol):
@@ -48,7 +49,7 @@ class ChoiceFilter(Protocol):
     def strategy(self, index: int, choice: Strategy) -> bool:
         """Tell whether a strategy of the region class of that index could be."""
 
-    def stored(self, index: int, choice: StoredChoice) -> bool:
+    def stored(self, index: int, choice: StorageOption) -> bool:
         """Tell whether a choice of the parameter class of that index could be."""
 
 
@@ -60,10 +61,10 @@ class Formulation:
     """
 
     structure: Structure
-    pricer: Pricer
+    pricer: ActivationPricer
     problem: Problem
     strategies: tuple[tuple[Strategy, ...], ...]
-    stored: tuple[tuple[StoredChoice, ...], ...]
+    stored: tuple[tuple[StorageOption, ...], ...]
     fsdp_variables: FsdpVariables
 
 
@@ -71,19 +72,21 @@ class Formulator:
     """Builds the `Problem` of one run."""
 
     def __init__(
-        self, structure: Structure, pricer: Pricer, table: StrategyTable, base: RegionGraph | None = None
+        self, structure: Structure, pricer: ActivationPricer, table: StrategyTable, base: RegionGraph | None = None
     ) -> None:
         self._structure = structure
         self._base = base or structure.regions
         self.pricer = pricer
         self._table = table
         self._mesh = pricer.run.mesh.shape
-        self._ports = pricer.communication.ports
-        self.parameter_pricer = ParameterPricer(pricer.run, pricer.communication)
+        self._ports = pricer.redistribution_pricer.ports
+        self.parameter_pricer = ParameterPricer(pricer.run, pricer.redistribution_pricer)
         overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
-        self._products = ProductsBeside(structure, pricer.run) if overlapped else None
-        self.fsdp_variables = FsdpVariables(structure, BlockGatherPricer(pricer.run, pricer.communication), self._mesh)
-        self._even_length = even_length(structure.regions.graph)
+        self._products = AdjacentGemmFinder(structure, pricer.run) if overlapped else None
+        self.fsdp_variables = FsdpVariables(
+            structure, FsdpGroupPricer(pricer.run, pricer.redistribution_pricer), self._mesh
+        )
+        self._zigzag_length = zigzag_length(structure.regions.graph)
 
     def build(
         self,
@@ -117,7 +120,7 @@ class Formulator:
         return self.with_choices(strategies, stored)
 
     def with_choices(
-        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]
+        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StorageOption, ...]]
     ) -> Formulation:
         """Return the problem in which each class has the given choices."""
         nodes = [self._region_node(index, choices) for index, choices in enumerate(strategies)]
@@ -137,9 +140,9 @@ class Formulator:
         ]
         edges += list(self._parameter_edges(strategies, stored))
         edges += self.fsdp_variables.edges(len(strategies), stored, axes_node, len(edges), charges)
-        if self._even_length is not None:
+        if self._zigzag_length is not None:
             regions = [self._structure.representative(index) for index in range(len(strategies))]
-            edges += agreements(regions, strategies, self._mesh)
+            edges += zigzag_edges(regions, strategies, self._mesh)
         shared_charges = charges.settle(edges)
         problem = Problem(
             nodes=tuple(nodes), edges=tuple(edges), shared_charges=shared_charges, constant=self.constant()
@@ -161,13 +164,13 @@ class Formulator:
         region = self._structure.representative(index)
         found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
         job = self.pricer.run.job
-        if self._even_length is not None:
-            found = tuple(s for s in found if may_reorder(region, s, self._even_length, self._mesh))
+        if self._zigzag_length is not None:
+            found = tuple(s for s in found if allows_zigzag(region, s, self._zigzag_length, self._mesh))
         if job.phase != "training":
             return tuple(s for s in found if not slices_parameters(region, s))
         # It saves memory: where nobody asks for the peak, nothing.
         if job.regather and self._structure.timeline.candidates:
-            return gathering_again(self._structure, region, found)
+            return with_reallgather_variants(self._structure, region, found)
         return found
 
     # --- nodes ---------------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Formulator:
 
     def _stored(
         self, parameter: ParameterClass, strategies: Sequence[tuple[Strategy, ...]], accepts: AcceptsStored | None
-    ) -> tuple[StoredChoice, ...]:
+    ) -> tuple[StorageOption, ...]:
         value = self.value_of(parameter)
         names = self._structure.regions.graph.parameters[parameter.values[0]]
         used = {s.forward[slot] for index, slot in parameter.uses for s in strategies[index]}
@@ -206,21 +209,21 @@ class Formulator:
         ]
         ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
         natural = [gradient for _, gradient in ports if gradient is not None]
-        choices = stored_choices(value, layouts, self.pricer.run, natural, len(parameter.uses))
+        choices = storage_options(value, layouts, self.pricer.run, natural, len(parameter.uses))
         # What is gathered with its block is used in one layout alone, which no strategy may have.
-        return tuple(c for c in choices if c.gathered_over is None or fully_sharded_use(c) in ports)
+        return tuple(c for c in choices if c.fsdp_axes is None or fsdp_use_layouts(c) in ports)
 
     def value_of(self, parameter: ParameterClass) -> Value:
         """Return one of the equal parameters of a class."""
         return self._structure.regions.graph.values[parameter.values[0]]
 
-    def parameter_price(self, parameter: ParameterClass, choice: StoredChoice) -> Price | None:
+    def parameter_price(self, parameter: ParameterClass, choice: StorageOption) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
         return self.parameter_pricer.resting(
             self.value_of(parameter), choice, len(parameter.values), parameter.gradients
         )
 
-    def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StoredChoice]) -> Node:
+    def _parameter_node(self, parameter: ParameterClass, choices: Sequence[StorageOption]) -> Node:
         prices = [self.parameter_price(parameter, choice) for choice in choices]
         assert all(price is not None for price in prices)
         names = self._structure.regions.graph.parameters[parameter.values[0]]
@@ -241,24 +244,26 @@ class Formulator:
 
     # --- edges ---------------------------------------------------------------------------------------------------
 
-    def beside(self, multiplicity: Multiplicity) -> Beside | None:
+    def adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
         """Return the products that hide a multiplicity's redistributions; None where nothing does."""
-        return None if self._products is None else self._products.of(multiplicity)
+        return None if self._products is None else self._products.redistribution(multiplicity)
 
-    def beside_again(self, multiplicity: Multiplicity) -> Beside | None:
+    def recomputed_adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
         """Return the same of what checkpointed blocks repeat."""
-        return None if self._products is None else self._products.again(multiplicity)
+        return None if self._products is None else self._products.recomputed(multiplicity)
 
-    def redistribution_price(self, value: Value, source: Port, target: Port) -> Price | None:
+    def redistribution_price(self, value: Value, source: PortLayouts, target: PortLayouts) -> Price | None:
         """Return the price of one redistribution, forward and backward; None where it cannot be."""
         return self.pricer.redistribution(value, source, target, 1)
 
     def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]]) -> Edge:
         number = self._ports.number
-        producer = [number(leaving(s, key.producer_slot)) for s in strategies[key.producer]]
-        consumer = [number(entering(s, key.consumer_slot)) for s in strategies[key.consumer]]
-        exchanged = self.pricer.exchange(self._structure.representative(key.consumer).slots[key.consumer_slot].value)
-        price = self.pricer.communication.exchange
+        producer = [number(producer_port(s, key.producer_slot)) for s in strategies[key.producer]]
+        consumer = [number(consumer_port(s, key.consumer_slot)) for s in strategies[key.consumer]]
+        exchanged = self.pricer.redistributed_tensor(
+            self._structure.representative(key.consumer).slots[key.consumer_slot].value
+        )
+        price = self.pricer.redistribution_pricer.both_ways
         wanted = list(dict.fromkeys(consumer))
         pairs: dict[tuple[int, int], Charge] = {
             (p, q): {} for p in dict.fromkeys(producer) for q in wanted if price(exchanged, p, q) is not None
@@ -274,13 +279,13 @@ class Formulator:
     def _charge_redistributions(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
         ports, pricer = self._ports, self.pricer
         for multiplicity in self._structure.redistributions:
-            exchanged = pricer.exchange(self._value(multiplicity), self.beside(multiplicity))
+            exchanged = pricer.redistributed_tensor(self._value(multiplicity), self.adjacent_gemms(multiplicity))
             for p, q, members in pairs_on(edges, multiplicity.edges):
-                price = pricer.communication.exchange(exchanged, p, q)
+                price = pricer.redistribution_pricer.both_ways(exchanged, p, q)
                 if price is not None:
                     charges.add(members, price.charge, multiplicity.count)
         for multiplicity in self._structure.recomputed_redistributions:
-            value, beside = self._value(multiplicity), self.beside_again(multiplicity)
+            value, beside = self._value(multiplicity), self.recomputed_adjacent_gemms(multiplicity)
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(
@@ -310,7 +315,9 @@ class Formulator:
                 source, target = ports.port(p), ports.port(q)
                 if target.layout is not None and source.layout != target.layout:
                     if q not in copies:
-                        copies[q] = copy(value, target.layout, multiplicity, throughout, again=target.again).charge
+                        copies[q] = copy(
+                            value, target.layout, multiplicity, throughout, reallgather=target.reallgather
+                        ).charge
                     charges.add(members, copies[q])
         for multiplicity in self._structure.shared_gradients:
             value = self._value(multiplicity)
@@ -329,30 +336,30 @@ class Formulator:
     # --- parameters ----------------------------------------------------------------------------------------------
 
     def use_price(
-        self, parameter: ParameterClass, use: tuple[int, int], choice: StoredChoice, port: Port
+        self, parameter: ParameterClass, use: tuple[int, int], choice: StorageOption, port: PortLayouts
     ) -> Price | None:
         """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
         found = self._use(parameter, use)
-        if choice.gathered_over is None:
+        if choice.fsdp_axes is None:
             return self.parameter_pricer.use(found, choice, port)
-        if fully_sharded_use(choice) != (port.layout, port.gradient):
+        if fsdp_use_layouts(choice) != (port.layout, port.gradient):
             return None
         return self._block_price(parameter, found, choice, port)
 
     def _block_price(
-        self, parameter: ParameterClass, use: ParameterUse, choice: StoredChoice, port: Port
+        self, parameter: ParameterClass, use: ParameterClassUse, choice: StorageOption, port: PortLayouts
     ) -> Price | None:
         """Return the same of parameters that `fully_shard` gathers with their blocks, to ``port``."""
         gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
         return self.fsdp_variables.use_price(parameter, port, gradient_nbytes)
 
-    def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterUse:
+    def _use(self, parameter: ParameterClass, use: tuple[int, int]) -> ParameterClassUse:
         index, slot = use
         structure = self._structure
         region = structure.representative(index)
         value = region.slots[slot].value
         root, ops = structure.profile.root[value.name], structure.profile.ops
-        return ParameterUse(
+        return ParameterClassUse(
             value=value,
             count=len(parameter.values) * parameter.uses[use],
             saved=any(root in ops[o.op.name].saved for o in region.ops),
@@ -364,13 +371,13 @@ class Formulator:
         )
 
     def _parameter_edges(
-        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StoredChoice, ...]]
+        self, strategies: Sequence[tuple[Strategy, ...]], stored: Sequence[tuple[StorageOption, ...]]
     ) -> Iterator[Edge]:
         """Yield the edges between parameters and their uses."""
         for position, (parameter, choices) in enumerate(zip(self._structure.parameters, stored, strict=True)):
             for use in parameter.uses:
                 index, slot = use
-                shown = [self._ports.number(leaving(s, slot)) for s in strategies[index]]
+                shown = [self._ports.number(producer_port(s, slot)) for s in strategies[index]]
                 yield Edge(
                     producer=len(strategies) + position,
                     consumer=index,
@@ -380,21 +387,21 @@ class Formulator:
                 )
 
     def _use_charges(
-        self, parameter: ParameterClass, use: ParameterUse, choices: Sequence[StoredChoice], shown: Sequence[int]
+        self, parameter: ParameterClass, use: ParameterClassUse, choices: Sequence[StorageOption], shown: Sequence[int]
     ) -> dict[tuple[int, int], Charge]:
         """Return what a use costs by number of choice and of port; where it cannot be, nothing."""
         ports = [self._ports.port(q) for q in shown]
         by_layouts: dict[tuple[Layout | None, Layout | None], list[int]] = defaultdict(list)
         for q, port in zip(shown, ports, strict=True):
             by_layouts[port.layout, port.gradient].append(q)
-        alone = UsePrices(self.parameter_pricer, use, ports)
+        alone = ParameterUsePrices(self.parameter_pricer, use, ports)
         pairs: dict[tuple[int, int], Charge] = {}
         for c, choice in enumerate(choices):
-            if choice.gathered_over is None:
+            if choice.fsdp_axes is None:
                 found = zip(shown, alone.charges(choice), strict=True)
                 pairs.update(((c, q), charge) for q, charge in found if charge is not None)
                 continue
-            layouts = fully_sharded_use(choice)
+            layouts = fsdp_use_layouts(choice)
             for q in () if layouts is None else by_layouts.get(layouts, ()):
                 price = self._block_price(parameter, use, choice, self._ports.port(q))
                 if price is not None:

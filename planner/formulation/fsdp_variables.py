@@ -20,13 +20,14 @@ from planner.ilp.shared_charges import SharedChargeCollector
 from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.reshard import ReshardAfter
-from planner.pricing.fsdp_group_costs import BlockGatherPricer
-from planner.pricing.parameter_costs import StoredChoice
-from planner.pricing.redistribution_costs import Port, Price, add_prices
-from planner.pricing.storage_options import gathering_axes
+from planner.pricing.fsdp_group_costs import FsdpGroupPricer
+from planner.pricing.parameter_costs import StorageOption
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import Price, add_prices
+from planner.pricing.storage_options import fsdp_axis_groups
 
 _APART = -1
-"""Port of a parameter that is not gathered with its block, on the edge to the axes."""
+"""PortLayouts of a parameter that is not gathered with its block, on the edge to the axes."""
 
 Size = tuple[tuple[int, ...], int]
 """The axes that a block gathers over, and the elements that it gathers of a parameter."""
@@ -45,17 +46,17 @@ class FsdpGroupChoice:
 class FsdpVariables:
     """What of a run's `Problem` is about gathering with blocks."""
 
-    def __init__(self, structure: Structure, pricer: BlockGatherPricer, mesh_shape: Sequence[int]) -> None:
+    def __init__(self, structure: Structure, pricer: FsdpGroupPricer, mesh_shape: Sequence[int]) -> None:
         self._structure = structure
         self._pricer = pricer
         self._mesh = mesh_shape
-        self._over = gathering_axes(mesh_shape)
+        self._over = fsdp_axis_groups(mesh_shape)
         self._holders: dict[str, list[tuple[FsdpGroup, int]]] = defaultdict(list)
         for block in structure.fsdp_groups:
             for position, held in block.parameter_counts.items():
                 self._holders[structure.parameters[position].values[0]].append((block, held))
 
-    def use_price(self, parameter: ParameterClass, port: Port, gradient_nbytes: float) -> Price | None:
+    def use_price(self, parameter: ParameterClass, port: PortLayouts, gradient_nbytes: float) -> Price | None:
         """Return the price of using parameters that `fully_shard` gathers with their blocks; None where none are in."""
         held = tuple(self._holders.get(parameter.values[0], ()))
         gradients = gradient_nbytes, parameter.unreduced
@@ -63,7 +64,7 @@ class FsdpVariables:
 
     def nodes(self) -> list[Node]:
         """Return the node of the axes, and one for each kind of block: how long it keeps what it gathers."""
-        ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.keepings)
+        ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.reshard_options)
         return [
             Node(name="gathering axes", charges=tuple({} for _ in self._over)),
             *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.fsdp_groups),
@@ -72,7 +73,7 @@ class FsdpVariables:
     def edges(
         self,
         parameters: int,
-        stored: Sequence[tuple[StoredChoice, ...]],
+        stored: Sequence[tuple[StorageOption, ...]],
         axes_node: int,
         first: int,
         charges: SharedChargeCollector,
@@ -91,44 +92,44 @@ class FsdpVariables:
                 sizes = self._sizes(block, position, stored[position])
                 if any(sizes):
                     for size in dict.fromkeys(size for size in sizes if size is not None):
-                        for way in range(len(self._pricer.keepings)):
+                        for way in range(len(self._pricer.reshard_options)):
                             members[size[0], way].append((first + len(edges), _number(sizes, size), way))
                     edges.append(self._kept_edge(block, sizes, parameters + position, axes_node + 1 + number))
             for (axes, way), pairs in members.items():
-                latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.keepings[way])
+                latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.reshard_options[way])
                 charges.add(tuple(pairs), latency.charge)
         return edges
 
     def _axes_edges(
-        self, parameters: int, stored: Sequence[tuple[StoredChoice, ...]], axes_node: int
+        self, parameters: int, stored: Sequence[tuple[StorageOption, ...]], axes_node: int
     ) -> Iterator[Edge]:
         over = range(len(self._over))
         for position, choices in enumerate(stored):
-            if any(choice.gathered_over is not None for choice in choices):
+            if any(choice.fsdp_axes is not None for choice in choices):
                 yield Edge(
                     producer=parameters + position,
                     consumer=axes_node,
                     producer_ports=tuple(
-                        _APART if c.gathered_over is None else self._over.index(c.gathered_over) for c in choices
+                        _APART if c.fsdp_axes is None else self._over.index(c.fsdp_axes) for c in choices
                     ),
                     consumer_ports=tuple(over),
                     pairs={(p, q): {} for p in (_APART, *over) for q in over if p in (_APART, q)},
                 )
 
-    def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StoredChoice]) -> list[Size | None]:
+    def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StorageOption]) -> list[Size | None]:
         """Return, by choice of a parameter class, the axes and the elements that a block gathers of it, if it does."""
         value = self._value(self._structure.parameters[position])
         numel = block.parameter_counts[position] * (value.nbytes // value.dtype.itemsize)
         return [
             None
-            if (axes := choice.gathered_over) is None
+            if (axes := choice.fsdp_axes) is None
             else (axes, numel * math.prod(self._mesh[a] for a in axes) // split_factor(choice.stored, self._mesh))
             for choice in choices
         ]
 
     def _kept_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
         """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
-        ways, itemsize = self._pricer.keepings, self._itemsize(block)
+        ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
             for way, keeping in enumerate(ways):
@@ -144,21 +145,21 @@ class FsdpVariables:
 
     # --- under a decision ----------------------------------------------------------------------------------------
 
-    def reshard_after(self, stored: Sequence[StoredChoice], ways: Sequence[int]) -> dict[str, ReshardAfter]:
+    def reshard_after(self, stored: Sequence[StorageOption], ways: Sequence[int]) -> dict[str, ReshardAfter]:
         """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
         found = {
-            block.kind: self._pricer.keepings[way]
+            block.kind: self._pricer.reshard_options[way]
             for block, way in zip(self._structure.fsdp_groups, ways, strict=True)
-            if any(stored[position].gathered_over is not None for position in block.parameter_counts)
+            if any(stored[position].fsdp_axes is not None for position in block.parameter_counts)
         }
         return {kind: keeping for kind, keeping in found.items() if keeping is not ReshardAfter.FORWARD}
 
     def earlier_reshards(self, keeping: ReshardAfter) -> tuple[ReshardAfter, ...]:
         """Return the ways to keep what is gathered less long."""
         order = tuple(ReshardAfter)
-        return tuple(other for other in self._pricer.keepings if order.index(other) < order.index(keeping))
+        return tuple(other for other in self._pricer.reshard_options if order.index(other) < order.index(keeping))
 
-    def chosen(self, stored: Sequence[StoredChoice], kept: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
+    def chosen(self, stored: Sequence[StorageOption], kept: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
         """Yield what each kind of block gathers that gathers anything."""
         for block in self._structure.fsdp_groups:
             sizes = [

@@ -12,8 +12,9 @@ from planner.formulation.formulate import Accepts, AcceptsStored, Formulator
 from planner.ilp.problem import Charge, step_time_s
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
-from planner.pricing.parameter_costs import StoredChoice
-from planner.pricing.redistribution_costs import Port, add_prices, entering, leaving
+from planner.pricing.parameter_costs import StorageOption
+from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
+from planner.pricing.price import add_prices
 from planner.pricing.storage_options import stored_layouts
 from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
@@ -70,10 +71,10 @@ def _accepted(
 def _tidier(
     formulator: Formulator,
     parameter: ParameterClass,
-    choice: StoredChoice,
+    choice: StorageOption,
     decision: Decision,
     is_accepted: Callable[[Layout], bool],
-) -> StoredChoice:
+) -> StorageOption:
     """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
     wanted = _parameter_charge(formulator, parameter, choice, decision)
     value = formulator.value_of(parameter)
@@ -81,7 +82,7 @@ def _tidier(
         stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
     ):
         accumulated = layout if choice.accumulated == choice.stored else choice.accumulated
-        other = StoredChoice(stored=layout, accumulated=accumulated, gathered_over=choice.gathered_over)
+        other = StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=choice.fsdp_axes)
         if other == choice:
             return choice
         if not is_accepted(layout):
@@ -93,13 +94,13 @@ def _tidier(
 
 
 def _parameter_charge(
-    formulator: Formulator, parameter: ParameterClass, choice: StoredChoice, decision: Decision
+    formulator: Formulator, parameter: ParameterClass, choice: StorageOption, decision: Decision
 ) -> Charge | None:
     prices = [formulator.parameter_price(parameter, choice)]
     for use in parameter.uses:
         index, slot = use
         strategy = decision.strategies[index]
-        prices.append(formulator.use_price(parameter, use, choice, leaving(strategy, slot)))
+        prices.append(formulator.use_price(parameter, use, choice, producer_port(strategy, slot)))
     found = [price for price in prices if price is not None]
     return add_prices(found).charge if len(found) == len(prices) else None
 
@@ -117,16 +118,16 @@ def _input_strategy(
     formulator: Formulator, structure: Structure, index: int, decision: Decision, accepts: Accepts | None
 ) -> Strategy:
     """Return the way to take an input in that is split most, over the first dims, without communication."""
-    wanted: list[tuple[int, Port]] = []
+    wanted: list[tuple[int, PortLayouts]] = []
     for edge in structure.edges:
         if edge.producer == index:
             consumer = decision.strategies[edge.consumer]
-            wanted.append((edge.producer_slot, entering(consumer, edge.consumer_slot)))
+            wanted.append((edge.producer_slot, consumer_port(consumer, edge.consumer_slot)))
     region = structure.representative(index)
 
     def is_free(strategy: Strategy) -> bool:
         for slot, port in wanted:
-            price = formulator.redistribution_price(region.slots[slot].value, leaving(strategy, slot), port)
+            price = formulator.redistribution_price(region.slots[slot].value, producer_port(strategy, slot), port)
             if price is None or price.collectives:
                 return False
         return True

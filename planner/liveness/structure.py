@@ -119,7 +119,9 @@ def build_structure(
         if region.ops and any(slot.origin == "parameter" for slot in region.slots)
     ]
     order = {op.name: position for position, op in enumerate(regions.graph.ops)}
-    summed, joined = ({name: getattr(op, use) for name, op in profile.ops.items()} for use in ("summed", "joined"))
+    summed, joined = (
+        {name: getattr(op, use) for name, op in profile.ops.items()} for use in ("autograd_sums", "gemm_sums")
+    )
     return Structure(
         regions=regions,
         profile=profile,
@@ -161,7 +163,7 @@ def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
     """Return all that a structure asks of the profile of each op."""
     return [
         (
-            *(name, op.saved, op.summed, op.joined, op.in_place),
+            *(name, op.saved, op.autograd_sums, op.gemm_sums, op.in_place),
             *(op.saved_extra_nbytes > 0, op.cached_extra_nbytes > 0, op.nbytes > 0, op.flops > 0),
         )
         for name, op in profile.ops.items()

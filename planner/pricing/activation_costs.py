@@ -25,55 +25,59 @@ from planner.model_rewrites import experts
 from planner.plan.estimate import Phase
 from planner.plan.job import CheckpointingMode
 from planner.pricing.op_times import OpTime, OpTimes
-from planner.pricing.overlap import Beside, Overlap, link_of
-from planner.pricing.redistribution_costs import Collective, Communication, Exchange, Port, Price, add_prices
+from planner.pricing.overlap import AdjacentGemms, Overlap, link_of
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import Collective, Price, add_prices
+from planner.pricing.redistribution_costs import RedistributedTensor, RedistributionPricer
 from planner.pricing.run_spec import PIPELINE_AXIS, Run, StagePlace
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, find_op_inputs, is_received, is_sent
 from planner.strategies import context_parallel
-from planner.strategies.context_parallel import ContextWork
+from planner.strategies.context_parallel import ContextParallelWork
 from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
 from planner.strategies.inner_collectives import InnerCollective
 from planner.strategies.own_rules import inner_collectives, piece_shape, work_split
 
 
-class Pricer:
+class ActivationPricer:
     """Prices of single decisions in one `Run`."""
 
-    def __init__(self, run: Run, profile: GraphProfile, communication: Communication, op_times: OpTimes) -> None:
-        """Take ``communication`` on the run's mesh and ``op_times`` on its devices; other runs may use them as well."""
+    def __init__(
+        self, run: Run, profile: GraphProfile, redistribution_pricer: RedistributionPricer, op_times: OpTimes
+    ) -> None:
+        """Price on the mesh of ``redistribution_pricer`` and the devices of ``op_times``; runs may share both."""
         self.run = run
-        self.communication = communication
+        self.redistribution_pricer = redistribution_pricer
         self._profile = profile
         self._op_times = op_times
         self._overlap = Overlap.of(run.cluster.device)
 
     # --- activations ---------------------------------------------------------------------------------------------
 
-    def exchange(self, value: Value, beside: Beside | None = None) -> Exchange:
+    def redistributed_tensor(self, value: Value, beside: AdjacentGemms | None = None) -> RedistributedTensor:
         """Return what is exchanged where an activation like ``value`` is redistributed, once per micro-batch.
 
         Args:
             beside: the products that hide it, where the job has it so.
         """
-        return Exchange(
+        return RedistributedTensor(
             value.shape, value.dtype.itemsize, self.run.passes, value.requires_grad and self.run.job.training, beside
         )
 
     def redistribution(
-        self, value: Value, source: Port, target: Port, count: int, beside: Beside | None = None
+        self, value: Value, source: PortLayouts, target: PortLayouts, count: int, beside: AdjacentGemms | None = None
     ) -> Price | None:
         """Return the price of ``count`` redistributions of an activation per micro-batch, forward and backward.
 
         None where there is no path, or where the tensor has a gradient on one side only.
         """
-        ports = self.communication.ports
-        exchanged = self.exchange(value, beside)._replace(calls=count * self.run.passes)
-        return self.communication.exchange(exchanged, ports.number(source), ports.number(target))
+        ports = self.redistribution_pricer.ports
+        exchanged = self.redistributed_tensor(value, beside)._replace(calls=count * self.run.passes)
+        return self.redistribution_pricer.both_ways(exchanged, ports.number(source), ports.number(target))
 
     def recomputed_redistribution(
-        self, value: Value, source: Port, target: Port, count: int, beside: Beside | None = None
+        self, value: Value, source: PortLayouts, target: PortLayouts, count: int, beside: AdjacentGemms | None = None
     ) -> Price:
         """Return the price of repeating ``count`` forward redistributions while blocks are recomputed."""
         assert source[0] is not None
@@ -83,13 +87,15 @@ class Pricer:
         assert price is not None
         if beside is None:
             return price
-        path = self.communication.path(value.shape, value.dtype.itemsize, source[0], target[0])
-        return self.communication.hidden(price, path, quantity.BACKWARD, beside.reading.forward, beside.making.forward)
+        path = self.redistribution_pricer.path(value.shape, value.dtype.itemsize, source[0], target[0])
+        return self.redistribution_pricer.overlap_with_gemms(
+            price, path, quantity.BACKWARD, beside.consumers.forward, beside.producer.forward
+        )
 
     def _move(
         self, value: Value, source: Layout, target: Layout, phase: Phase, calls: float, prefix: str
     ) -> Price | None:
-        return self.communication.move(
+        return self.redistribution_pricer.one_way(
             value.shape, value.dtype.itemsize, source, target, phase=phase, calls=calls, prefix=prefix
         )
 
@@ -121,8 +127,8 @@ class Pricer:
         group, nbytes, calls = place.group(self.run.mesh), round(self.local_nbytes(value, layout)), self.run.passes
         time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
         ahead = self.run.passes_ahead
-        charge = self._overlap.waiting(phase, link_of(group), count * (calls - ahead) * time_s)
-        for name, amount in self._overlap.messages_beside(phase, group, count * ahead * time_s).items():
+        charge = self._overlap.blocking(phase, link_of(group), count * (calls - ahead) * time_s)
+        for name, amount in self._overlap.overlapped_messages(phase, group, count * ahead * time_s).items():
             charge[name] = charge.get(name, 0.0) + amount
         found = Collective(
             kind="send_recv", axis=PIPELINE_AXIS, phase=phase, nbytes=nbytes, count=count * calls, time_s=time_s
@@ -245,11 +251,13 @@ class Pricer:
             elif self.run.job.training:
                 phases.append(("backward", quantity.BACKWARD))
             for phase, kind in phases:
-                price = self.communication.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, kind.blocking)
+                price = self.redistribution_pricer.collective(
+                    inner.kind, inner.axis, inner.nbytes, phase, calls, kind.blocking
+                )
                 # What selective checkpointing keeps is not computed again, and hides nothing.
                 runs = phase != "recompute" or mode == "full"
                 hidden_s = self._hidden_s(region, region_op, strategy, inner, price) if runs else 0.0
-                prices.append(self.communication.beside(price, kind, hidden_s))
+                prices.append(self.redistribution_pricer.overlap(price, kind, hidden_s))
         return prices
 
     def _hidden_s(
@@ -294,7 +302,7 @@ class Pricer:
             profile.forward_peak_nbytes / split,
         )
 
-    def _context_work(self, region: Region, region_op: RegionOp, strategy: Strategy) -> ContextWork | None:
+    def _context_work(self, region: Region, region_op: RegionOp, strategy: Strategy) -> ContextParallelWork | None:
         """Return what attention takes on one device whose sequence is split; None for any other op."""
         mesh = self.run.mesh.shape
         layouts = [strategy.forward[i] for i in region_op.inputs]
@@ -303,7 +311,7 @@ class Pricer:
             return None
         values = find_op_inputs(region, region_op)
         shapes = [piece_shape(value, layout, mesh) for value, layout in zip(values, layouts, strict=True)]
-        return ContextWork.of(region_op.op, shapes, values[0].dtype.itemsize, mesh[axis])
+        return ContextParallelWork.of(region_op.op, shapes, values[0].dtype.itemsize, mesh[axis])
 
     def _kept_beside(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
         """Return the bytes of query, key, value and result that the op keeps, and the profiled kernel does not."""
@@ -352,15 +360,21 @@ class Pricer:
         return inside + sum(self.local_nbytes(region.slots[i].value, strategy.forward[i]) for i in slots)
 
     def copy(
-        self, value: Value, layout: Layout, multiplicity: Multiplicity, throughout: Lifetime, *, again: bool = False
+        self,
+        value: Value,
+        layout: Layout,
+        multiplicity: Multiplicity,
+        throughout: Lifetime,
+        *,
+        reallgather: bool = False,
     ) -> Price:
         """Return the price of keeping copies of ``value`` in ``layout`` as often as ``multiplicity`` says.
 
         Args:
-            again: whether they are made again in the backward instead, and there for as long as it reads them.
+            reallgather: whether they are made again in the backward instead, and there for as long as it reads them.
         """
         nbytes = self.local_nbytes(value, layout)
-        if again:
+        if reallgather:
             return Price(charge=multiplicity.reallgathered_lifetime.charge(nbytes))
         others = multiplicity.live_after_forward * (self.run.in_flight - 1)
         return add_prices([

@@ -1,18 +1,21 @@
-"""Tensor parallelism's communication in pieces, beside the matrix products next to it: assumed where a job says so.
+"""Async tensor parallelism: the GEMMs that tensor-parallel communication overlaps with, where a job assumes it.
 
-Cut into as many pieces as there are ranks, one of them local, an all-gather runs beside the products that read what it
-brings, and a reduction beside the product whose partial result it sums, all but its last piece (Transformer Engine's
-userbuffers, which Megatron calls ``tp_comm_overlap``; torch's async tensor parallelism). Exposed is
+A collective is cut into as many pieces as there are ranks; one of them is local. An all-gather overlaps with the GEMMs
+that read its result. A reduction overlaps with the GEMM whose partial result it sums, except for its last piece. This
+is Transformer Engine's userbuffers (``tp_comm_overlap`` in Megatron) and torch's async tensor parallelism. What remains
+exposed:
 
-    gather     max(0, gather - products)                reduction     max(reduction / ranks, reduction - product)
+    all-gather     max(0, gather - GEMMs)
+    reduction      max(reduction / ranks, reduction - GEMM)
 
-as `tensor_parallel` has it for configurations. What is hidden still takes its link, and processors from the
-products (`planner.pricing.overlap`). Nothing here runs so. The buffers that the pieces move in are not counted.
+`cost_model.configuration.tensor_parallel` states the same for configurations. Overlapped communication still occupies
+its link and slows the GEMMs (`planner.pricing.overlap`). `RedistributionPricer.overlap_with_gemms` applies the rule.
 
-It is assumed of redistributions that are one collective, on the innermost axis of the mesh, inside a node: there a
-product never has both its gather and its reduction to hide. The seconds of a product are what one device takes at
-least: its FLOPs over all devices, at the rate of the best tiles. That is below what any strategy takes, and in
-proportion to a micro-batch's samples, so that what bounds large micro-batches bounds small ones as well.
+The assumption holds for redistributions that are a single collective on the innermost mesh axis, inside a node. No GEMM
+then has both an all-gather and a reduction to overlap with. The seconds of a GEMM are a lower bound: its FLOPs divided
+over all devices, at the rate of the fastest tiles. They are in proportion to the samples of a micro-batch, so that a
+lower bound for large micro-batches holds for small ones. The buffers of the pieces are not counted as memory. The
+executor does not run async tensor parallelism.
 """
 
 from __future__ import annotations
@@ -24,93 +27,96 @@ from cost_model.kernels.gemm import gemm_rate_flops_per_s
 from cost_model.kernels.in_step import in_step
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import EdgeKey, Structure
-from planner.pricing.overlap import Beside, Products
-from planner.pricing.regather_variants import is_linear
+from planner.pricing.overlap import AdjacentGemms, GemmWork
+from planner.pricing.reallgather_variants import is_linear
 from planner.pricing.run_spec import Run
 from planner.regions.regions import Link, Region, RegionOp
 
-NONE = Products(0.0, 0.0)
+NO_WORK = GemmWork(0.0, 0.0)
 
 
-class ProductsBeside:
-    """Finds the products beside each redistribution of one run.
+class AdjacentGemmFinder:
+    """Finds the GEMMs before and after each redistribution of one run.
 
-    A tensor is read by linear layers alone, directly or where a module around them hands it on to them, or it is as if
-    by none.
+    The GEMMs of consumers count only where linear layers alone read the tensor, directly or through modules that pass
+    it on to them.
     """
 
     def __init__(self, structure: Structure, run: Run) -> None:
         rate = gemm_rate_flops_per_s(run.cluster.device, run.job.dtype) * in_step(run.cluster.device).gemm_share
         self._s_per_flop = 1.0 / (rate * run.mesh.size)
         self._structure = structure
-        self._leaving: dict[tuple[int, int], list[Link]] = defaultdict(list)
-        self._arriving: dict[tuple[int, int], Link] = {}
-        self._of_edge: dict[EdgeKey, list[Link]] = defaultdict(list)
+        self._links_from: dict[tuple[int, int], list[Link]] = defaultdict(list)
+        self._link_to: dict[tuple[int, int], Link] = {}
+        self._links_of_edge: dict[EdgeKey, list[Link]] = defaultdict(list)
         class_of = structure.regions.class_of
         for link in structure.regions.links:
-            self._leaving[link.producer, link.producer_slot].append(link)
-            self._arriving[link.consumer, link.consumer_slot] = link
+            self._links_from[link.producer, link.producer_slot].append(link)
+            self._link_to[link.consumer, link.consumer_slot] = link
             key = EdgeKey(
                 producer=class_of[link.producer],
                 producer_slot=link.producer_slot,
                 consumer=class_of[link.consumer],
                 consumer_slot=link.consumer_slot,
             )
-            self._of_edge[key].append(link)
+            self._links_of_edge[key].append(link)
 
-    def of(self, multiplicity: Multiplicity) -> Beside:
-        """Return the products beside a multiplicity's redistributions: where there are several tensors, the least.
+    def redistribution(self, multiplicity: Multiplicity) -> AdjacentGemms:
+        """Return the GEMMs around the redistributions of ``multiplicity``, in seconds; of several tensors the smallest.
 
-        All that read a tensor are beside its gather, in whichever layout each wants it: that of queries needs no gather
-        to be done when keys and values wait for one.
+        All GEMMs that read a tensor count, whichever layout each of them needs: while keys and values wait for an
+        all-gather, the GEMM of the queries can run.
         """
-        readers: dict[tuple[int, int], list[Products]] = defaultdict(list)
+        consumers: dict[tuple[int, int], list[GemmWork]] = defaultdict(list)
         for edge in multiplicity.edges:
-            for link in self._of_edge[self._structure.edges[edge]]:
-                found = self._reading(link.consumer, link.consumer_slot)
-                readers[link.producer, link.producer_slot].append(found)
-        reading = [NONE if NONE in found else _sum(found) for found in readers.values()]
-        making = [self._making(producer, slot) for producer, slot in readers]
-        return Beside(self._least_s(reading), self._least_s(making))
+            for link in self._links_of_edge[self._structure.edges[edge]]:
+                flops = self._consumers_flops(link.consumer, link.consumer_slot)
+                consumers[link.producer, link.producer_slot].append(flops)
+        reading = [NO_WORK if NO_WORK in flops else _sum(flops) for flops in consumers.values()]
+        producing = [self._producer_flops(producer, slot) for producer, slot in consumers]
+        return AdjacentGemms(self._least_s(reading), self._least_s(producing))
 
-    def again(self, multiplicity: Multiplicity) -> Beside | None:
-        """Return the products beside what a checkpointed block repeats; None where it does not repeat products."""
+    def recomputed(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
+        """Return the GEMMs around the redistributions that a checkpointed block repeats, in seconds.
+
+        None where the block does not recompute GEMMs.
+        """
         key, structure = self._structure.edges[multiplicity.edges[0]], self._structure
         if structure.mode(structure.representative(key.consumer)) != "full":
             return None
-        found = self.of(multiplicity)
-        made_again = structure.mode(structure.representative(key.producer)) == "full"
-        return found if made_again else found._replace(making=NONE)
+        gemms = self.redistribution(multiplicity)
+        producer_is_recomputed = structure.mode(structure.representative(key.producer)) == "full"
+        return gemms if producer_is_recomputed else gemms._replace(producer=NO_WORK)
 
-    def _least_s(self, products: list[Products]) -> Products:
-        least = Products(min(p.forward for p in products), min(p.backward for p in products))
+    def _least_s(self, flops: list[GemmWork]) -> GemmWork:
+        least = GemmWork(min(work.forward for work in flops), min(work.backward for work in flops))
         return least.times(self._s_per_flop)
 
-    def _reading(self, region_index: int, slot: int) -> Products:
-        """Return the FLOPs of the products that read a slot; none where anything else reads it as well."""
+    def _consumers_flops(self, region_index: int, slot: int) -> GemmWork:
+        """Return the FLOPs of the GEMMs that read a slot; no work where anything else reads it as well."""
         region = self._structure.regions.regions[region_index]
-        found = [self._product(region, op) for op in region.ops if slot in op.inputs]
-        found += [self._reading(link.consumer, link.consumer_slot) for link in self._leaving[region_index, slot]]
-        if not all(products.forward for products in found):
-            return NONE
-        return _sum(found)
+        works = [self._linear_flops(region, op) for op in region.ops if slot in op.inputs]
+        works += [
+            self._consumers_flops(link.consumer, link.consumer_slot) for link in self._links_from[region_index, slot]
+        ]
+        return _sum(works) if all(work.forward for work in works) else NO_WORK
 
-    def _making(self, region_index: int, slot: int) -> Products:
-        """Return the FLOPs of the product whose result a slot shows."""
+    def _producer_flops(self, region_index: int, slot: int) -> GemmWork:
+        """Return the FLOPs of the GEMM that computes the tensor of a slot."""
         region = self._structure.regions.regions[region_index]
         if region.slots[slot].origin == "entry":
-            link = self._arriving.get((region_index, slot))
-            return NONE if link is None else self._making(link.producer, link.producer_slot)
-        made = [op for op in region.ops if slot in op.outputs]
-        return self._product(region, made[0]) if made else NONE
+            link = self._link_to.get((region_index, slot))
+            return NO_WORK if link is None else self._producer_flops(link.producer, link.producer_slot)
+        producers = [op for op in region.ops if slot in op.outputs]
+        return self._linear_flops(region, producers[0]) if producers else NO_WORK
 
-    def _product(self, region: Region, region_op: RegionOp) -> Products:
-        """Return the FLOPs of a linear layer: a product of one activation and of parameters."""
+    def _linear_flops(self, region: Region, region_op: RegionOp) -> GemmWork:
+        """Return the FLOPs of an op that is a linear layer; no work for any other op."""
         if not is_linear(region, region_op, self._structure.profile):
-            return NONE
+            return NO_WORK
         profile = self._structure.profile.ops[region_op.op.name]
-        return Products(profile.flops, profile.backward_flops)
+        return GemmWork(profile.flops, profile.backward_flops)
 
 
-def _sum(products: Sequence[Products]) -> Products:
-    return Products(sum(p.forward for p in products), sum(p.backward for p in products))
+def _sum(works: Sequence[GemmWork]) -> GemmWork:
+    return GemmWork(sum(work.forward for work in works), sum(work.backward for work in works))

@@ -21,7 +21,9 @@ from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.plan.reshard import ReshardAfter
 from planner.pricing.overlap import Overlap
-from planner.pricing.redistribution_costs import Collective, Communication, Port, Price, add_prices
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import Collective, Price, add_prices
+from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 
 
@@ -37,17 +39,17 @@ class CollectiveLine:
     seconds_per_byte: float
 
 
-class BlockGatherPricer:
+class FsdpGroupPricer:
     """Prices of flat collectives in one `Run`."""
 
-    def __init__(self, run: Run, communication: Communication) -> None:
+    def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run
-        self._communication = communication
+        self._redistribution_pricer = redistribution_pricer
         self._overlap = Overlap.of(run.cluster.device)
         self._lines: dict[tuple[CollectiveKind, tuple[int, ...], int, int], CollectiveLine] = {}
 
     @property
-    def keepings(self) -> tuple[ReshardAfter, ...]:
+    def reshard_options(self) -> tuple[ReshardAfter, ...]:
         """How long gathered parameters may be kept.
 
         Not from forward to backward in a pipeline: there a device runs backwards without a forward between them, before
@@ -63,7 +65,7 @@ class BlockGatherPricer:
     def use(
         self,
         value: Value,
-        use: Port,
+        use: PortLayouts,
         blocks: tuple[tuple[FsdpGroup, int], ...],
         gradients: tuple[float, Lifetime],
     ) -> Price:
@@ -164,7 +166,7 @@ class BlockGatherPricer:
         Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
         a gather per micro-batch before each further chunk of the model.
         """
-        link, for_step = self._communication.flat_link(axes), keeping is ReshardAfter.STEP
+        link, for_step = self._redistribution_pricer.flat_link(axes), keeping is ReshardAfter.STEP
         passes = 1 if for_step else self._run.passes
         calls = block.count * passes
         exposed_gathers = passes * (block.is_first + (0 if for_step else block.chunk_heads))
@@ -203,7 +205,7 @@ class BlockGatherPricer:
         if key not in self._lines:
             others = self._run.mesh.size // self._ranks(axes)
             low = max(high // max(others, 2), 1)
-            at_low, at_high = (self._communication.flat_time_s(kind, axes, nbytes) for nbytes in (low, high))
+            at_low, at_high = (self._redistribution_pricer.flat_time_s(kind, axes, nbytes) for nbytes in (low, high))
             slope = (at_high - at_low) / (high - low) if high > low else 0.0
             latency_s = max(at_low - low * slope, 0.0)
             self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)

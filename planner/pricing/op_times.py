@@ -20,7 +20,7 @@ from planner.model_rewrites import experts, fused_kernels
 from planner.plan.job import BYTES_PER_ELEMENT, AttentionKernel
 from planner.profile.op_profile import OpProfile
 from planner.profile.profile import ATTENTION
-from planner.strategies.context_parallel import ContextWork, is_causal, may_split
+from planner.strategies.context_parallel import ContextParallelWork, is_causal, may_split
 from planner.strategies.inner_collectives import Kernel
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
@@ -99,7 +99,7 @@ class OpTimes:
         profile: OpProfile,
         share: float,
         split: int,
-        context: ContextWork | None = None,
+        context: ContextParallelWork | None = None,
         exchange_ranks: int = 1,
     ) -> OpTime:
         """Return the seconds of ``op`` on one device.
@@ -155,7 +155,7 @@ class OpTimes:
             return 0.5
         return 1.0 / (1.0 + causal_imbalance(self._device, self._kernel))
 
-    def beside_s(self, kernel: Kernel, work: ContextWork, dtype: torch.dtype, *, backward: bool) -> float:
+    def beside_s(self, kernel: Kernel, work: ContextParallelWork, dtype: torch.dtype, *, backward: bool) -> float:
         """Return the seconds of a kernel of attention in pieces, as those that communication runs beside."""
         return self.kernel_s(kernel, work.query, work.value, _DTYPE_NAMES.get(dtype, "fp32"), backward=backward)
 
@@ -216,7 +216,7 @@ class OpTimes:
         kernels = (Kernel(rows, keys, _is_causal(op), heads, kv_heads),)
         return self._kernels(kernels, kernels, (shapes[0], shapes[2]), profile, dtype, share)
 
-    def _context(self, work: ContextWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
+    def _context(self, work: ContextParallelWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
         """Return the seconds of attention whose sequence is split: of its kernels, and of putting pieces in order."""
         found = self._kernels(work.kernels, work.backward_kernels, (work.query, work.value), profile, dtype, share)
         bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share

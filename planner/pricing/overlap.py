@@ -1,4 +1,9 @@
-"""Where communication is charged that compute can hide, and what it takes of that compute."""
+"""Overlap: the quantities that communication is charged to where compute hides it, and what it costs that compute.
+
+Communication that a device overlaps with compute is charged to a prefetch quantity of its phase and link
+(`planner.ilp.problem`). Its kernels take processors and memory bandwidth from compute: it also adds a fraction of its
+seconds to the slowdown quantity of the phase. On a device that overlaps nothing, all communication is blocking.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +16,20 @@ from planner.ilp import problem as quantity
 
 
 def link_of(group: AxisGroup) -> str:
-    """Name the wires that a group of ranks communicates over."""
+    """Return the name of the link that a group of ranks communicates over."""
     return "between-nodes" if group.nodes > 1 else "inside-node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """How a device runs communication beside compute.
+    """How a device overlaps communication with compute.
 
     Attributes:
-        forward, backward: prefix of the quantity of what each phase hides; where nothing is hidden, of what it waits
-            for.
-        once_forward, once_backward: likewise, of what runs once a step, in the first forward or the last backward.
-        taken_share: by how much of such communication's seconds compute takes longer.
-        message_share: the same of messages between nodes.
+        forward, backward: prefixes of the quantities of overlapped communication; those of blocking communication where
+            the device overlaps nothing.
+        once_forward, once_backward: likewise for what runs once a step, in the first forward or the last backward.
+        taken_share: seconds that compute takes longer, per second of overlapped communication.
+        message_share: the same per second of pipeline messages between nodes.
     """
 
     forward: str
@@ -36,31 +41,31 @@ class Overlap:
 
     @classmethod
     def of(cls, device: DeviceSpec) -> Self:
-        """Return how ``device`` does."""
+        """Return how ``device`` overlaps communication."""
         if not device.overlaps:
             forward, backward = quantity.BLOCKING_FORWARD, quantity.BLOCKING_BACKWARD
             return cls(forward=forward, backward=backward, once_forward=forward, once_backward=backward)
-        alone = in_step(device)
+        constants = in_step(device)
         return cls(
             forward=quantity.PREFETCH_FORWARD,
             backward=quantity.PREFETCH_BACKWARD,
             once_forward=quantity.ONCE_FORWARD,
             once_backward=quantity.ONCE_BACKWARD,
-            taken_share=alone.taken_share,
-            message_share=alone.message_share,
+            taken_share=constants.taken_share,
+            message_share=constants.message_share,
         )
 
     @staticmethod
-    def waiting(phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
-        """Return what ``seconds`` of communication add to a phase that waits for them."""
+    def blocking(phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
+        """Return the charge of ``seconds`` of communication that the phase waits for."""
         if not seconds:
             return {}
         return {(quantity.BLOCKING_FORWARD if phase == "forward" else quantity.BLOCKING_BACKWARD) + link: seconds}
 
-    def messages_beside(
+    def overlapped_messages(
         self, phase: Literal["forward", "backward"], group: AxisGroup, seconds: float
     ) -> dict[str, float]:
-        """Return what ``seconds`` of messages add to a phase whose compute they run beside, if they can."""
+        """Return the charge of ``seconds`` of pipeline messages that overlap with compute of the phase, if they can."""
         if not seconds:
             return {}
         slowdown = quantity.SLOWDOWN_FORWARD if phase == "forward" else quantity.SLOWDOWN_BACKWARD
@@ -70,24 +75,29 @@ class Overlap:
             slowdown: share * seconds,
         }
 
-    def slowdown_s(self, hidden_s: float) -> float:
-        """Return by how much compute takes longer where so many seconds of communication run beside it."""
-        return hidden_s * self.taken_share
+    def slowdown_s(self, overlapped_s: float) -> float:
+        """Return the seconds that compute takes longer because of ``overlapped_s`` seconds of communication."""
+        return overlapped_s * self.taken_share
 
 
-class Products(NamedTuple):
-    """Seconds, or FLOPs, of matrix products, forward and backward."""
+class GemmWork(NamedTuple):
+    """FLOPs, or seconds, of GEMMs in the forward and in the backward."""
 
     forward: float
     backward: float
 
-    def times(self, factor: float) -> Products:
-        """Return both times ``factor``."""
-        return Products(self.forward * factor, self.backward * factor)
+    def times(self, factor: float) -> GemmWork:
+        """Return both passes times ``factor``."""
+        return GemmWork(self.forward * factor, self.backward * factor)
 
 
-class Beside(NamedTuple):
-    """The seconds of products beside a redistribution: of those that read the tensor, and of the one that makes it."""
+class AdjacentGemms(NamedTuple):
+    """Seconds of the GEMMs before and after a redistribution.
 
-    reading: Products
-    making: Products
+    Attributes:
+        consumers: the GEMMs that read the redistributed tensor.
+        producer: the GEMM that computes it.
+    """
+
+    consumers: GemmWork
+    producer: GemmWork

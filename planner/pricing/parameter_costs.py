@@ -21,28 +21,30 @@ from planner.liveness.peak_candidates import UPDATE
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
 from planner.pricing.overlap import Overlap
-from planner.pricing.redistribution_costs import FREE, Communication, Port, Price, add_prices
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import FREE, Price, add_prices
+from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredChoice:
+class StorageOption:
     """How a parameter rests, and how it is gathered and its gradient reduced.
 
     Attributes:
         stored: the layout that it rests in.
         accumulated: the layout that its gradient is brought to in every backward; None: the gradient accumulates in
             the layout that its one use gives it, and is reduced once a step.
-        gathered_over: indices of the mesh axes over which it is gathered with its block; None: by itself.
+        fsdp_axes: indices of the mesh axes over which it is gathered with its block; None: by itself.
     """
 
     stored: Layout
     accumulated: Layout | None
-    gathered_over: tuple[int, ...] | None = None
+    fsdp_axes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterUse:
+class ParameterClassUse:
     """One use of equal parameters.
 
     Attributes:
@@ -69,14 +71,14 @@ class ParameterUse:
 class ParameterPricer:
     """Prices of parameters in one `Run`."""
 
-    def __init__(self, run: Run, communication: Communication) -> None:
+    def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run
-        self._communication = communication
+        self._redistribution_pricer = redistribution_pricer
         self._overlap = Overlap.of(run.cluster.device)
         self.stored_dtype: str = run.job.master_dtype or run.job.dtype
         """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
 
-    def resting(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> Price | None:
+    def resting(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> Price | None:
         """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
 
         Args:
@@ -85,7 +87,7 @@ class ParameterPricer:
         price = self.kept(value, choice.stored, count)
         if self._run.job.training and value.requires_grad:
             price = add_prices([price, Price(charge=self._arriving(value, choice, count, gradients))])
-        if choice.gathered_over is None:
+        if choice.fsdp_axes is None:
             price = add_prices([price, self._cast(value, choice.stored, count)])
         if choice.accumulated is None:
             return price
@@ -96,14 +98,14 @@ class ParameterPricer:
             return add_prices([price, reduced])
         return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
 
-    def _arriving(self, value: Value, choice: StoredChoice, count: int, gradients: Lifetime) -> dict[str, float]:
+    def _arriving(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> dict[str, float]:
         """Return the bytes of the gradients that a backward leaves, by candidate.
 
         Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
         Then the casts, which `_cast` charges throughout, give way to gradients in the stored dtype.
         """
         once = self._run.micro_batches == 1
-        if choice.gathered_over is not None or not self._is_cast(value):
+        if choice.fsdp_axes is not None or not self._is_cast(value):
             nbytes = self.gradient_nbytes(value, choice.stored) if once else 0.0
             return gradients.charge(nbytes)
         nbytes = value.nbytes / split_factor(choice.stored, self._run.mesh.shape)
@@ -149,7 +151,7 @@ class ParameterPricer:
 
     # --- by itself -----------------------------------------------------------------------------------------------
 
-    def use(self, use: ParameterUse, choice: StoredChoice, port: Port) -> Price | None:
+    def use(self, use: ParameterClassUse, choice: StorageOption, port: PortLayouts) -> Price | None:
         """Return the price of one use, and of its gradients; None where nothing leads there.
 
         Args:
@@ -159,7 +161,7 @@ class ParameterPricer:
         found = [price for price in halves if price is not None]
         return add_prices(found) if len(found) == len(halves) else None
 
-    def gathering(self, use: ParameterUse, stored: Layout, layout: Layout | None) -> Price | None:
+    def gathering(self, use: ParameterClassUse, stored: Layout, layout: Layout | None) -> Price | None:
         """Return the price of taking parameters from rest to the ``layout`` of their use, each by itself."""
         assert layout is not None
         value, calls = use.value, use.count * self._run.passes
@@ -179,7 +181,7 @@ class ParameterPricer:
                 prices.append(Price(charge=use.working.charge(copy)))
         return add_prices(prices)
 
-    def reducing(self, use: ParameterUse, choice: StoredChoice, gradient: Layout | None) -> Price | None:
+    def reducing(self, use: ParameterClassUse, choice: StorageOption, gradient: Layout | None) -> Price | None:
         """Return the price of reducing a use's gradients to where they accumulate, or rest."""
         if gradient is None or not self._run.job.training:
             return FREE
@@ -197,7 +199,7 @@ class ParameterPricer:
         """Price the copy of a parameter that inference uses: a slice is read and written in every step."""
         copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
         charge = working.charge(copy)
-        path = self._communication.path(value.shape, value.dtype.itemsize, stored, layout)
+        path = self._redistribution_pricer.path(value.shape, value.dtype.itemsize, stored, layout)
         if path is not None and any(step.kind == "slice" for step in path.steps):
             device = self._run.cluster.device
             charge[quantity.COMPUTE_FORWARD] = calls * (2 * copy / stream_bytes_per_s(device) + device.kernel_launch_s)
@@ -206,12 +208,12 @@ class ParameterPricer:
     def _gather(
         self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: float, prefix: str
     ) -> Price | None:
-        return self._communication.move(
+        return self._redistribution_pricer.one_way(
             value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, prefix=prefix
         )
 
     def _accumulating(
-        self, value: Value, choice: StoredChoice, layout: Layout, count: int, gradients: Lifetime
+        self, value: Value, choice: StorageOption, layout: Layout, count: int, gradients: Lifetime
     ) -> Price:
         """Price the gradients that add up over micro-batches in ``layout``: in the wire's dtype where that is ahead.
 
@@ -219,7 +221,7 @@ class ParameterPricer:
         """
         arrived = self.gradient_nbytes(value, choice.stored)
         nbytes = self.gradient_nbytes(value, layout)
-        if choice.gathered_over is None and layout != choice.stored:
+        if choice.fsdp_axes is None and layout != choice.stored:
             nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
         charge = {quantity.MEMORY + "gradients": count * nbytes}
         if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
@@ -238,7 +240,7 @@ class ParameterPricer:
     ) -> Price | None:
         """Price bringing a gradient from one layout to another: once a step, or with every micro-batch."""
         itemsize = BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
-        price = self._communication.move(
+        price = self._redistribution_pricer.one_way(
             value.shape,
             itemsize,
             gradient,
@@ -256,12 +258,12 @@ class ParameterPricer:
         return add_prices([price, Price(charge=more)])
 
 
-def fully_sharded_use(choice: StoredChoice) -> tuple[Layout, Layout] | None:
+def fsdp_use_layouts(choice: StorageOption) -> tuple[Layout, Layout] | None:
     """Return the layouts of parameter and gradient in the one use that `fully_shard` takes it to, and from.
 
     None where there is none: it splits one dim on the axes that it gathers over, and keeps the layout on all others.
     """
-    axes, accumulated, stored = choice.gathered_over, choice.accumulated, choice.stored
+    axes, accumulated, stored = choice.fsdp_axes, choice.accumulated, choice.stored
     if axes is None or accumulated is None:
         return None
     split = stored[axes[0]]

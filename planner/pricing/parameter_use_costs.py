@@ -11,21 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from cost_model.layouts.layout import Layout
 from planner.ilp.problem import Charge
 from planner.ilp.shared_charges import sum_charges
-from planner.pricing.parameter_costs import ParameterPricer, ParameterUse, StoredChoice
-from planner.pricing.redistribution_costs import Port, Price
+from planner.pricing.parameter_costs import ParameterClassUse, ParameterPricer, StorageOption
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import Price
 
 
-class UsePrices:
+class ParameterUsePrices:
     """Prices one use of parameters that are gathered by themselves, at each of ``ports``."""
 
-    def __init__(self, pricer: ParameterPricer, use: ParameterUse, ports: Sequence[Port]) -> None:
+    def __init__(self, pricer: ParameterPricer, use: ParameterClassUse, ports: Sequence[PortLayouts]) -> None:
         self._pricer = pricer
         self._use = use
         self._numbers: dict[Layout | None, int] = {}
         self._ports = [(port, self._number(port.layout), self._number(port.gradient)) for port in ports]
         self._known: dict[tuple[int, ...], Charge | None] = {}
 
-    def charges(self, choice: StoredChoice) -> Iterator[Charge | None]:
+    def charges(self, choice: StorageOption) -> Iterator[Charge | None]:
         """Yield what the pricer's `use` charges for ``choice`` at each port, None where nothing leads there."""
         pricer, use = self._pricer, self._use
         stored, accumulated = self._number(choice.stored), self._number(choice.accumulated)

@@ -8,7 +8,7 @@ from cost_model import AxisGroup, ClusterSpec, axis_group
 from cost_model.configuration.pipeline_schedules import held_micro_batches, idle_passes
 from cost_model.layouts.layout import MeshSpec
 from planner.plan.job import Job
-from planner.regions.block_grouping import ALIKE, Grouping
+from planner.regions.block_grouping import UNIFORM_BLOCKS, Grouping
 
 PIPELINE_AXIS = "pp"
 """The mesh axis of pipeline stages: the outermost one."""
@@ -57,7 +57,7 @@ class Run:
     mesh: MeshSpec
     micro_batches: int
     ac: str
-    grouping: Grouping = ALIKE
+    grouping: Grouping = UNIFORM_BLOCKS
     place: StagePlace | None = None
     batch_axes: tuple[int, ...] = ()
 

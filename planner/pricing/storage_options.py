@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, divides, replicated, sharded_dim, split_factor
 from planner.graph.op_graph import Value
-from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.parameter_costs import StorageOption
 from planner.pricing.run_spec import Run
 
 
@@ -38,9 +38,9 @@ def _mixes(layout: Layout) -> bool:
     return any(sum(sharded_dim(place) == dim for place in layout) > 1 for dim in strided)
 
 
-def stored_choices(
+def storage_options(
     value: Value, layouts: Sequence[Layout], run: Run, natural: Sequence[Layout], uses: int
-) -> tuple[StoredChoice, ...]:
+) -> tuple[StorageOption, ...]:
     """Return every way in which a parameter can rest in one of ``layouts`` and its gradient get there.
 
     Args:
@@ -52,32 +52,32 @@ def stored_choices(
     """
     trained = run.job.training and value.requires_grad
     if uses < 2 or not trained:
-        once = [StoredChoice(stored=layout, accumulated=None) for layout in layouts]
+        once = [StorageOption(stored=layout, accumulated=None) for layout in layouts]
         return (*once, *(_reduced_every_time(layouts, run) if trained else ()))
     return tuple(
-        StoredChoice(stored=layout, accumulated=accumulated)
+        StorageOption(stored=layout, accumulated=accumulated)
         for layout in layouts
         for accumulated in dict.fromkeys([*sorted(set(natural), key=str), layout])
     )
 
 
-def _reduced_every_time(layouts: Sequence[Layout], run: Run) -> list[StoredChoice]:
+def _reduced_every_time(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:
     """Return the choices that reduce a gradient in every micro-batch: with the block, or by itself."""
     mesh_shape = run.mesh.shape
     with_block = [
-        StoredChoice(stored=layout, accumulated=accumulated, gathered_over=axes)
+        StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=axes)
         for layout in layouts
-        for axes in gathering_axes(mesh_shape)
+        for axes in fsdp_axis_groups(mesh_shape)
         if isinstance(layout[axes[0]], Shard) and all(layout[axis] == layout[axes[0]] for axis in axes)
         for accumulated in _left_by_block(layout, axes, mesh_shape)
     ]
     if run.micro_batches == 1:
         return with_block
     split = [layout for layout in layouts if split_factor(layout, mesh_shape) > 1]
-    return [*(StoredChoice(stored=layout, accumulated=layout) for layout in split), *with_block]
+    return [*(StorageOption(stored=layout, accumulated=layout) for layout in split), *with_block]
 
 
-def gathering_axes(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+def fsdp_axis_groups(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the axes over which a block can be gathered: each by itself, and two that follow each other as one."""
     axes = range(len(mesh_shape))
     pairs = [(outer, inner) for outer, inner in itertools.pairwise(axes) if mesh_shape[outer] > 1 < mesh_shape[inner]]

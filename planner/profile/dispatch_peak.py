@@ -1,4 +1,4 @@
-"""How many bytes an op has alive at once, and what it dispatches, forward and backward, seen on meta tensors."""
+"""Peak of live bytes of one op, and the ops and bytes that it dispatches, forward and backward, on meta tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from planner.model_rewrites.fused_kernels import run_backward, run_forward
 
 
 class Dispatched(NamedTuple):
-    """What a pass of an op dispatches, one by one: ``ops``, views included, and bytes that all but products move."""
+    """What torch dispatches in one pass of an op.
+
+    Attributes:
+        ops: number of dispatched ops, views included.
+        nbytes: bytes that they read and write, matrix multiplications left out.
+    """
 
     ops: int
     nbytes: int
 
 
 class OpRun(NamedTuple):
-    """What is seen of an op that runs forward and backward.
+    """One run of an op, forward and backward.
 
     Attributes:
-        rise: bytes by which the backward rises above what was there before it and the gradients that it leaves.
-        forward, backward: what each dispatches.
+        rise: peak of live bytes in the backward, beyond those at its start and the gradients that it returns.
+        forward, backward: what each pass dispatches.
     """
 
     rise: int
@@ -39,20 +44,27 @@ class OpRun(NamedTuple):
 NOTHING = Dispatched(0, 0)
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops inside it make, and takes them off as they are freed."""
+class LiveBytesMode(TorchDispatchMode):
+    """Counts the bytes of storages that are allocated inside it, until they are freed, and what is dispatched.
+
+    Attributes:
+        now: live bytes.
+        peak: largest value of ``now``.
+        ops: dispatched ops.
+        moved_nbytes: bytes that they read and write.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.ops = 0
-        self.moved = 0
-        self._known: set[int] = set()
+        self.moved_nbytes = 0
+        self._storages: set[int] = set()
 
-    def know(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor's storage out of the count."""
-        self._known.add(tensor.untyped_storage()._cdata)
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leave the storage of a tensor out of the count."""
+        self._storages.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -61,88 +73,88 @@ class _LiveBytes(TorchDispatchMode):
             self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.now)
         self.ops += 1
-        self.moved += _moved(func, args, results)
+        self.moved_nbytes += _moved_nbytes(func, args, results)
         return out
 
     def dispatched(self, before: Dispatched = NOTHING) -> Dispatched:
-        """Return what has been dispatched since ``before`` was."""
-        return Dispatched(self.ops - before.ops, self.moved - before.nbytes)
+        """Return what has been dispatched since ``before``."""
+        return Dispatched(self.ops - before.ops, self.moved_nbytes - before.nbytes)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
+        if key not in self._storages:
+            self._storages.add(key)
             self.now += storage.nbytes()
             weakref.finalize(storage, self._forget, key, storage.nbytes())
 
     def _forget(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        self._storages.discard(key)
         self.now -= nbytes
 
 
 def forward_peak(op: Op, inputs: Sequence[torch.Tensor]) -> int:
-    """Return the most bytes that the forward of ``op`` has alive at once, beside its inputs, on meta."""
+    """Return the peak of live bytes in the forward of ``op`` beyond its inputs, which are meta tensors."""
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
-    with _LiveBytes() as live:
+    with LiveBytesMode() as live:
         for leaf in leaves:
-            live.know(leaf)
+            live.ignore(leaf)
         run_op(op, leaves)
     return int(live.peak)
 
 
 def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
-    """Return what is seen of ``op`` forward and backward.
+    """Return what ``op`` allocates and dispatches, forward and backward.
 
     Args:
-        inputs: on meta; those that need gradients have them computed.
+        inputs: meta tensors; the gradients of those that require one are computed.
     """
     leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    with _LiveBytes() as live:
+    differentiable = [leaf for leaf in leaves if leaf.requires_grad]
+    with LiveBytesMode() as live:
         for leaf in leaves:
-            live.know(leaf)
-        # Autograd forbids an op that writes in place to write to a leaf.
-        returned = pytree.tree_leaves(run_op(op, leaves, functional=bool(wanted)))
-        results = [r for r in returned if isinstance(r, torch.Tensor) and r.requires_grad]
+            live.ignore(leaf)
+        # Autograd does not let an in-place op write to a leaf: run its functional variant.
+        returned = pytree.tree_leaves(run_op(op, leaves, functional=bool(differentiable)))
+        results = [leaf for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         del returned
         forward = live.dispatched()
-        if not wanted or not results:
+        if not differentiable or not results:
             return OpRun(0, forward, NOTHING)
-        arriving = [torch.empty_like(result) for result in results]
+        output_gradients = [torch.empty_like(result) for result in results]
         del results[1:]
-        before, forward_and_more = live.now, live.dispatched()
+        before, before_backward = live.now, live.dispatched()
         live.peak = before
-        gradients = torch.autograd.grad(results, wanted, arriving[:1], allow_unused=True)
-        left = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if g is not None}
-        given = {a.untyped_storage()._cdata for a in arriving}
-        remaining = sum(int(nbytes) for key, nbytes in left.items() if key not in given)
-        return OpRun(int(live.peak - before) - remaining, forward, live.dispatched(forward_and_more))
+        gradients = torch.autograd.grad(results, differentiable, output_gradients[:1], allow_unused=True)
+        nbytes = {g.untyped_storage()._cdata: g.untyped_storage().nbytes() for g in gradients if g is not None}
+        passed_on = {gradient.untyped_storage()._cdata for gradient in output_gradients}
+        returned_nbytes = sum(int(size) for storage, size in nbytes.items() if storage not in passed_on)
+        return OpRun(int(live.peak - before) - returned_nbytes, forward, live.dispatched(before_backward))
 
 
 def run_fused(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
-    """Return what is seen of the formulas of one of `fused_kernels`, run step by step; ``inputs`` are on meta."""
-    given = [tensor.detach() for tensor in inputs]
-    args, _ = fill((op.args, dict(op.kwargs)), list(given))
-    with torch.no_grad(), _LiveBytes() as live:
-        for tensor in given:
-            live.know(tensor)
-        result, *made = run_forward(op.target_name, args)
+    """Return what the formulas of a fused op (`fused_kernels`) allocate and dispatch, run step by step on meta."""
+    tensors = [tensor.detach() for tensor in inputs]
+    args, _ = fill((op.args, dict(op.kwargs)), list(tensors))
+    with torch.no_grad(), LiveBytesMode() as live:
+        for tensor in tensors:
+            live.ignore(tensor)
+        result, *saved = run_forward(op.target_name, args)
         forward = live.dispatched()
         live.peak = before = live.now
-        gradients = run_backward(op.target_name, torch.empty_like(result), args, made)
-        remaining = sum(tensor.untyped_storage().nbytes() for tensor in gradients)
-        return OpRun(int(live.peak - before) - remaining, forward, live.dispatched(forward))
+        gradients = run_backward(op.target_name, torch.empty_like(result), args, saved)
+        returned_nbytes = sum(tensor.untyped_storage().nbytes() for tensor in gradients)
+        return OpRun(int(live.peak - before) - returned_nbytes, forward, live.dispatched(forward))
 
 
-def _moved(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that one dispatched op reads and writes, as kernels do that are bound by them.
+def _moved_nbytes(func: Any, args: Any, results: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that one dispatched op reads and writes.
 
-    None for a view, for memory that nobody writes, and for a product, which is priced by its shape.
+    0 for a view and for uninitialized memory, which move none, and for a GEMM, which is priced by its shape.
     """
-    given = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    storages = {tensor.untyped_storage()._cdata for tensor in given}
+    inputs = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = bool(storages) and all(result.untyped_storage()._cdata in storages for result in results)
     if (is_view and not func._schema.is_mutable) or "empty" in func.name() or func._overloadpacket in flop_registry:
         return 0
     # An expanded tensor is read as often as it is stored.
-    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*given, *results))
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*inputs, *results))

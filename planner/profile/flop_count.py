@@ -1,7 +1,8 @@
-"""FLOPs of ops as they run, on meta or for real, by torch's own formulas."""
+"""FLOPs of ops as they run, on meta or real tensors, by torch's formulas."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,23 +11,27 @@ from torch.utils.flop_counter import flop_registry
 
 
 class FlopCount(TorchDispatchMode):
-    """Adds up what runs.
+    """Adds up the FLOPs of all ops that run inside it.
 
     Attributes:
-        flops: so far; a multiply-add is two.
-        products: storage of an op's result that has FLOPs -> its bytes.
+        flops: FLOPs so far; a multiply-add is two.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0.0
-        self.products: dict[int, int] = {}
-        self._kept: list[torch.Tensor] = []
+        self._result_nbytes: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def inner_nbytes(self, results: Sequence[torch.Tensor]) -> int:
+        """Return the bytes of GEMMs' results that are none of ``results``."""
+        outer = (self._result_nbytes.get(tensor.untyped_storage()._cdata, 0) for tensor in results)
+        return sum(self._result_nbytes.values()) - sum(outer)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._overloadpacket not in flop_registry:
-            # As FlopCounterMode: count what a composite op is made of.
+            # Composite ops count as what they decompose into, as in torch's FlopCounterMode.
             decomposed = (
                 func.decompose(*args, **kwargs) if func is not torch.ops.prim.device.default else NotImplemented
             )
@@ -37,6 +42,6 @@ class FlopCount(TorchDispatchMode):
             self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             if isinstance(out, torch.Tensor):
                 storage = out.untyped_storage()
-                self.products[storage._cdata] = storage.nbytes()
-                self._kept.append(out)
+                self._result_nbytes[storage._cdata] = storage.nbytes()
+                self._alive.append(out)
         return out

@@ -1,4 +1,4 @@
-"""What an op costs before it is split, as `planner.profile.profile` finds it."""
+"""`OpProfile`: FLOPs, bytes and saved tensors of one unsplit op, as `planner.profile.profile` measures them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ class OpProfile:
     """One op, unsplit.
 
     Attributes:
-        flops: of the forward, multiply-add counted as two; 0 where no matrix product runs.
-        backward_flops: of the backward.
-        nbytes: read and written by the forward; 0 for a view.
-        backward_nbytes: read and written by the backward.
-        saved: values (roots of their storage) that autograd keeps for this op.
-        saved_extra_nbytes: bytes kept beside them, of tensors that exist only inside the op.
-        cached_extra_nbytes: bytes of products inside the op that are not its results; selective checkpointing keeps
-            them.
-        forward_peak_nbytes: most that its forward has alive beside its inputs, where there are such products.
-        backward_extra_nbytes: by how much the backward's bytes rise above what was there before and the gradients that
-            it leaves; below 0 where it frees what was kept before it makes those.
-        forward_dispatched, backward_dispatched: what torch dispatches one by one; of an op of ours, which runs on
-            local pieces, the ops are the tensors that become plain and DTensors again.
-        summed: which of its inputs have an earlier use: autograd adds the gradients of both.
-        joined: which of its inputs have a gradient that its product adds to what later linear layers have left.
-        in_place: which of those have no other gradient meanwhile, so that there is one tensor in all.
-        cached_tokens: of each sequence, in the key-value cache behind an op of attention; 0 where there is none.
+        flops: FLOPs of the forward, a multiply-add counted as two; 0 where no matrix multiplication runs.
+        backward_flops: FLOPs of the backward.
+        nbytes: bytes that the forward reads and writes; 0 for a view.
+        backward_nbytes: bytes that the backward reads and writes.
+        saved: values that autograd saves for this op's backward, each by the root of its storage.
+        saved_extra_nbytes: bytes that autograd saves of tensors that exist only inside the op.
+        cached_extra_nbytes: bytes of GEMM results that exist only inside the op; selective checkpointing saves them.
+        forward_peak_nbytes: peak of live bytes in the forward beyond the inputs, if ``cached_extra_nbytes`` is not 0.
+        backward_extra_nbytes: peak of live bytes in the backward beyond those at its start and the gradients that it
+            returns. Negative where it frees saved tensors before it allocates the gradients.
+        forward_dispatched, backward_dispatched: what torch dispatches op by op. An op of the executor's own runs on
+            local tensors: its dispatched ops are the conversions from DTensor to local tensor and back.
+        autograd_sums: inputs (positions) that another op has read before: autograd adds the two gradients.
+        gemm_sums: inputs whose gradient this op's GEMM adds to the gradient that later linear layers have left.
+        in_place: those of ``gemm_sums`` whose gradient exists once at that time: the GEMM adds to it in place.
+        cached_tokens: tokens of each sequence in the key-value cache of an attention op; 0 where there is no cache.
     """
 
     flops: float
@@ -43,15 +42,21 @@ class OpProfile:
     backward_extra_nbytes: int
     forward_dispatched: Dispatched = NOTHING
     backward_dispatched: Dispatched = NOTHING
-    summed: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
+    autograd_sums: tuple[int, ...] = ()
+    gemm_sums: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
     cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProfile:
-    """Every op's profile by name, and for every value the value whose storage it shares, and that storage's bytes."""
+    """The profiles of all ops of a graph.
+
+    Attributes:
+        ops: op name -> its profile.
+        root: value -> the first value with the same storage.
+        storage_nbytes: value -> bytes of its storage.
+    """
 
     ops: Mapping[str, OpProfile]
     root: Mapping[str, str]

@@ -1,4 +1,8 @@
-"""Linear layers that read the same tensor, and add up its gradient in their products: see `joined_linears`."""
+"""Shared-input linears: linear layers that read the same tensor and accumulate its gradient inside their GEMMs.
+
+In the backward the last of these layers writes the gradient of their common input. Each earlier one adds to it in its
+own GEMM (``beta=1``), so that autograd runs no addition. `executor.ops.joined_linears` carries this out.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +15,38 @@ from planner.regions.regions import block_of
 _LINEAR = "aten.linear.default"
 
 
-class SharedInputs(NamedTuple):
+class GradientSums(NamedTuple):
     """Positions of an op's inputs whose gradient is added to that of another use; see `planner.profile.op_profile`."""
 
-    summed: tuple[int, ...] = ()
-    joined: tuple[int, ...] = ()
+    autograd_sums: tuple[int, ...] = ()
+    gemm_sums: tuple[int, ...] = ()
     in_place: tuple[int, ...] = ()
 
 
-def shared_inputs(graph: OpGraph, *, joins: bool) -> dict[str, SharedInputs]:
-    """Return op -> those of its inputs that other ops read as well, of the ops that have any.
+def gradient_sums(graph: OpGraph, *, shared_input_linears: bool) -> dict[str, GradientSums]:
+    """Return op name -> its inputs whose gradient is added to that of another use; ops without any are left out.
 
     Args:
-        joins: whether linear layers join their inputs' gradients, block by block: a block that runs again reads tensors
-            anew. Of several the first ones add to what the last has made, and all are one use.
+        shared_input_linears: whether the linear layers of a block that read the same tensor accumulate its gradient in
+            their GEMMs. All of them together are then one use of the tensor. Layers of different blocks do not join:
+            under checkpointing a block reads tensors of its own in its recomputation.
     """
-    joined, followers = _joined(graph) if joins else ({}, frozenset[str]())
-    found = {}
+    accumulating, followers = _accumulating_linears(graph) if shared_input_linears else ({}, frozenset[str]())
+    sums = {}
     for name, positions in later_uses(graph).items():
-        summed = tuple(position for position in positions if position or name not in followers)
-        adds, alone = name in joined, joined.get(name, False)
-        if summed or adds:
-            found[name] = SharedInputs(summed, (0,) if adds else (), (0,) if alone else ())
-    return found
+        by_autograd = tuple(position for position in positions if position or name not in followers)
+        by_gemm, in_place = name in accumulating, accumulating.get(name, False)
+        if by_autograd or by_gemm:
+            sums[name] = GradientSums(by_autograd, (0,) if by_gemm else (), (0,) if in_place else ())
+    return sums
 
 
-def _joined(graph: OpGraph) -> tuple[dict[str, bool], frozenset[str]]:
-    """Return the linear layers that add to a gradient that is there, and whether no other of that tensor waits
-    meanwhile; and those that an earlier one joins."""
+def _accumulating_linears(graph: OpGraph) -> tuple[dict[str, bool], frozenset[str]]:
+    """Return the linear layers whose GEMM adds to a gradient that exists, and all layers behind the first of a group.
+
+    The value of a layer says whether linear layers of its group are the only uses of the tensor: then no other gradient
+    of the tensor exists at that time.
+    """
     readers: dict[tuple[str | None, str], list[str]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
     for op in graph.ops:
@@ -47,5 +55,5 @@ def _joined(graph: OpGraph) -> tuple[dict[str, bool], frozenset[str]]:
         value = graph.values[op.inputs[0]] if op.inputs else None
         if op.target_name == _LINEAR and value is not None and value.requires_grad and value.kind != "input":
             readers[block_of(graph.calls[op.call].fqn), value.name].append(op.name)
-    joined = {name: uses[value] == len(ops) for (_, value), ops in readers.items() for name in ops[:-1]}
-    return joined, frozenset(name for ops in readers.values() for name in ops[1:])
+    accumulating = {name: uses[value] == len(ops) for (_, value), ops in readers.items() for name in ops[:-1]}
+    return accumulating, frozenset(name for ops in readers.values() for name in ops[1:])

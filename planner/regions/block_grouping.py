@@ -28,11 +28,11 @@ class Grouping:
     parts: tuple[tuple[str, int], ...] = ()
 
 
-ALIKE = Grouping()
+UNIFORM_BLOCKS = Grouping()
 """Equal blocks are alike, and none is checkpointed."""
 
 
-def first_blocks(blocks: Blocks, ac: str, apart: int | None = None) -> Grouping:
+def group_first_blocks(blocks: Blocks, ac: str, apart: int | None = None) -> Grouping:
     """Return the grouping of a mode of checkpointing, with the first blocks of each list apart from the rest.
 
     Args:
@@ -43,10 +43,10 @@ def first_blocks(blocks: Blocks, ac: str, apart: int | None = None) -> Grouping:
     mode, first = Checkpointing.parse(ac)
     again = blocks.first(first) if mode != "none" else ()
     modes: dict[str, CheckpointingMode] = dict.fromkeys(again, "selective" if mode == "selective" else "full")
-    return parted(blocks, modes, apart)
+    return group_blocks(blocks, modes, apart)
 
 
-def parted(blocks: Blocks, modes: Mapping[str, CheckpointingMode], apart: int | None = None) -> Grouping:
+def group_blocks(blocks: Blocks, modes: Mapping[str, CheckpointingMode], apart: int | None = None) -> Grouping:
     """Return the grouping in which blocks of one mode are alike, the first ``apart`` of each list among themselves."""
     front = frozenset(() if apart is None else blocks.first(apart))
     kinds: dict[tuple[str | None, bool], int] = {}

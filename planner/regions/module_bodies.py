@@ -1,4 +1,4 @@
-"""Frames: the bodies of module calls, which tensors are seen in each, and where they come from."""
+"""ModuleBodies: the bodies of module calls, which tensors are seen in each, and where they come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SlotKey = tuple[str, int]
 OUTSIDE = -1
 
 
-class Frames:
+class ModuleBodies:
     """Which slots exist, and where each entry comes from."""
 
     def __init__(self, graph: OpGraph) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from planner.errors import ModelError
 from planner.graph.op_graph import Crossing, Op, OpGraph, Ref, Value, leaves_of, overload_name
-from planner.regions.module_bodies import OUTSIDE, Frames, SlotKey
+from planner.regions.module_bodies import OUTSIDE, ModuleBodies, SlotKey
 
 SlotOrigin = Literal["entry", "parameter", "plain", "op"]
 _BLOCK = re.compile(r"^((?:[^.]+\.)*?\d+)(?:\.|$)")
@@ -130,7 +130,7 @@ class _Union:
         self._parent[self.find(a)] = self.find(b)
 
 
-def _slot_key(frames: Frames, value: str, call: int) -> SlotKey:
+def _slot_key(frames: ModuleBodies, value: str, call: int) -> SlotKey:
     return (value, call) if (value, call) in frames.entries else (value, frames.home.get(value, call))
 
 
@@ -140,7 +140,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
     Args:
         fold: whether equal regions are one class; otherwise each decides for itself, which takes long to solve.
     """
-    frames = Frames(graph)
+    frames = ModuleBodies(graph)
     union = _Union()
     live_ops = [op for op in graph.ops if any(graph.values[v].kind == "activation" for v in op.outputs)]
     for key, (_, _) in frames.entries.items():
@@ -169,7 +169,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
     return _link(graph, regions, fold)
 
 
-def _build_region(graph: OpGraph, frames: Frames, index: int, ops: list[Op], keys: list[SlotKey]) -> Region:
+def _build_region(graph: OpGraph, frames: ModuleBodies, index: int, ops: list[Op], keys: list[SlotKey]) -> Region:
     slots: list[Slot] = []
     positions: dict[Hashable, int] = {}
     call = ops[0].call if ops else keys[0][1]
@@ -295,7 +295,7 @@ def _link(graph: OpGraph, regions: list[Region], fold: bool) -> RegionGraph:
     return RegionGraph(graph=graph, regions=finished, classes=classes, class_of=class_of, links=tuple(links))
 
 
-def in_parts(regions: RegionGraph, part_of: Callable[[Region], Hashable]) -> RegionGraph:
+def split_classes(regions: RegionGraph, part_of: Callable[[Region], Hashable]) -> RegionGraph:
     """Return folded ``regions`` with equal regions in one class only where ``part_of`` says the same of them."""
     classes, class_of = _classify(regions.regions, part_of)
     return dataclasses.replace(regions, classes=classes, class_of=class_of)

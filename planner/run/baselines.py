@@ -20,7 +20,7 @@ from planner.graph.op_graph import OpGraph, Value
 from planner.plan.patterns import match_keys
 from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
-from planner.strategies.own_rules import PACKED
+from planner.strategies.own_rules import FUSED_GATE_UP
 
 R = Replicate()
 
@@ -194,7 +194,7 @@ def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Pla
     for pattern, matched in match_keys(styles, shapes).items():
         for name in matched:
             if len(shapes[name]) == 3 and styles[pattern] in _PACKED:
-                wanted[name] = PACKED
+                wanted[name] = FUSED_GATE_UP
             elif len(shapes[name]) == 3 and styles[pattern] in _ROWWISE:
                 wanted[name] = Shard(2)
     return wanted

@@ -15,7 +15,7 @@ from planner.plan.job import BYTES_PER_ELEMENT, Job
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
-from planner.strategies.context_parallel import ContextWork
+from planner.strategies.context_parallel import ContextParallelWork
 
 
 def least_alive_bytes(structure: Structure) -> float:
@@ -116,7 +116,7 @@ def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) ->
     if region_op.op.target_name != context_parallel.OP_NAME or not context_parallel.may_split(region_op.op, inputs):
         return extras
     shapes = [value.shape for value in inputs]
-    sums = ContextWork.of(region_op.op, shapes, inputs[0].dtype.itemsize, 1).saved_nbytes
+    sums = ContextParallelWork.of(region_op.op, shapes, inputs[0].dtype.itemsize, 1).saved_nbytes
     return min(extras[0], sums), min(extras[1], sums)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.formulation.formulate import Formulation
 from planner.ilp.relaxation import Relaxer
-from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.parameter_costs import StorageOption
 from planner.strategies.enumerate import Strategy
 
 
@@ -72,11 +72,11 @@ class ChoicesBelow:
 
     def strategy(self, index: int, choice: Strategy) -> bool:
         # To gather again takes no less than to keep.
-        kept = dataclasses.replace(choice, again=()) if choice.again else choice
+        kept = dataclasses.replace(choice, reallgathered=()) if choice.reallgathered else choice
         return self.floor.strategies[index].get(kept, self.floor.bound_s) < self.time_s
 
-    def stored(self, index: int, choice: StoredChoice) -> bool:
-        key = choice.stored, choice.gathered_over
+    def stored(self, index: int, choice: StorageOption) -> bool:
+        key = choice.stored, choice.fsdp_axes
         return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
 
 
@@ -102,7 +102,7 @@ def bound_mesh(
     for choices, times in zip(formulation.stored, relaxed.choice_bounds_s[regions:axes_node], strict=True):
         least: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
-            key = choice.stored, choice.gathered_over
+            key = choice.stored, choice.fsdp_axes
             least[key] = min(least.get(key, math.inf), time_s)
         stored.append(least)
     return MeshBound(

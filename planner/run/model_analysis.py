@@ -9,11 +9,11 @@ from planner.graph.trace_module import BASE_BATCH, TracedModule
 from planner.liveness.structure import Structure, at_another_batch, build_structure
 from planner.pricing.op_times import OpTimes
 from planner.profile.op_profile import GraphProfile
-from planner.profile.profile import profile
-from planner.regions.block_grouping import ALIKE, Grouping, first_blocks
+from planner.profile.profile import profile_graph
+from planner.regions.block_grouping import UNIFORM_BLOCKS, Grouping, group_first_blocks
 from planner.regions.blocks import Blocks, find_blocks
-from planner.regions.regions import RegionGraph, block_of, build_regions, in_parts
-from planner.strategies.token_reordering import Reordering, find_reordering, in_any_order
+from planner.regions.regions import RegionGraph, block_of, build_regions, split_classes
+from planner.strategies.token_reordering import Reordering, find_reordering, with_zigzag_attention
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class ModelAnalysis:
         reordering = find_reordering(module.graph) if even_order and module.phase == "training" else None
         cached = module.phase != "training" and module.has_kv_cache
         return cls(
-            graph=in_any_order(module.graph) if isinstance(reordering, Reordering) else module.graph,
+            graph=with_zigzag_attention(module.graph) if isinstance(reordering, Reordering) else module.graph,
             traced_batch=module.traced_batch,
             any_batch=module.any_batch,
             flash_attention=flash_attention,
@@ -112,19 +112,19 @@ class ModelAnalysis:
         return self._regions[batch]
 
     def grouping(self, ac: str, apart: int | None = None) -> Grouping:
-        """Return how the blocks are grouped under a mode of checkpointing; see `first_blocks`."""
+        """Return how the blocks are grouped under a mode of checkpointing; see `group_first_blocks`."""
         if (ac, apart) not in self._groupings:
-            self._groupings[ac, apart] = first_blocks(self.blocks, ac, apart)
+            self._groupings[ac, apart] = group_first_blocks(self.blocks, ac, apart)
         return self._groupings[ac, apart]
 
-    def structure(self, batch: int, grouping: Grouping = ALIKE) -> Structure:
+    def structure(self, batch: int, grouping: Grouping = UNIFORM_BLOCKS) -> Structure:
         """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
         if (batch, grouping) not in self._structures:
             regions, blocks = self._at(batch)
             found = self.profile(batch)
             if grouping.parts and self.fold:
                 parts = dict(grouping.parts)
-                regions = in_parts(regions, lambda region: parts.get(block_of(region.fqn) or ""))
+                regions = split_classes(regions, lambda region: parts.get(block_of(region.fqn) or ""))
                 blocks = find_blocks(regions, self.lists)
             known = next((structure for (_, other), structure in self._structures.items() if other == grouping), None)
             structure = None if known is None else at_another_batch(known, regions, found)
@@ -136,12 +136,12 @@ class ModelAnalysis:
     def profile(self, batch: int) -> GraphProfile:
         """Return the unsplit cost of every op at a micro-batch of ``batch`` samples."""
         if batch not in self._profiles:
-            self._profiles[batch] = profile(
+            self._profiles[batch] = profile_graph(
                 self.graph_at(batch),
                 flash_attention=self.flash_attention,
                 cached_before=self.cached_before,
                 compiles=self.compiles,
-                joins=self.joins,
+                shared_input_linears=self.joins,
             )
         return self._profiles[batch]
 

@@ -21,9 +21,9 @@ from planner.ilp.solve import solve
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Estimate
 from planner.plan.job import Job
-from planner.pricing.activation_costs import Pricer
+from planner.pricing.activation_costs import ActivationPricer
 from planner.pricing.op_times import OpTimes
-from planner.pricing.redistribution_costs import Communication
+from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.regions.regions import Region
@@ -33,7 +33,7 @@ from planner.run.mesh_bound import MeshBound
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pin
 from planner.run.stage_clock import Clock, left_s
-from planner.strategies.dtensor_rules import quiet
+from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
 
 
@@ -113,7 +113,9 @@ class RunPlanner:
         self._table: StrategyTable = StrategyTable() if beside is None else beside._table
         self.memory_bytes = job.memory_bytes or cluster.memory_bytes
         shared = beside is not None and beside.cluster == cluster
-        self._communication: dict[MeshSpec, Communication] = beside._communication if shared and beside else {}
+        self._redistribution_pricers: dict[MeshSpec, RedistributionPricer] = (
+            beside._redistribution_pricers if shared and beside else {}
+        )
         self.op_times: OpTimes = (
             OpTimes(cluster.device, model.flash_attention, job.attention_kernel) if beside is None else beside.op_times
         )
@@ -141,7 +143,7 @@ class RunPlanner:
         """Return the run of the job on ``mesh``.
 
         Args:
-            apart: how many blocks at the front of each list choose apart from the rest; see `first_blocks`.
+            apart: how many blocks at the front of each list choose apart from the rest; see `group_first_blocks`.
         """
         return Run(
             job=self.job,
@@ -191,9 +193,11 @@ class RunPlanner:
         structure = self.model.structure(micro_batch, run.grouping)
         if not peak:
             structure = structure.without_peak_candidates()
-        if run.mesh not in self._communication:
-            self._communication[run.mesh] = Communication(run.mesh, run.cluster)
-        pricer = Pricer(run, self.model.profile(micro_batch), self._communication[run.mesh], self.op_times)
+        if run.mesh not in self._redistribution_pricers:
+            self._redistribution_pricers[run.mesh] = RedistributionPricer(run.mesh, run.cluster)
+        pricer = ActivationPricer(
+            run, self.model.profile(micro_batch), self._redistribution_pricers[run.mesh], self.op_times
+        )
         return Formulator(structure, pricer, self._table, self.model.base), structure
 
     def formulate(
@@ -211,7 +215,7 @@ class RunPlanner:
             floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
             peak: whether its memory is asked about, beyond what rests.
         """
-        with self.clock.stage("costs_s"), quiet():
+        with self.clock.stage("costs_s"), quiet_dtensor():
             formulator, structure = self.formulator(run, peak=peak)
             built = formulator.build(
                 None if restriction is None else restriction.accepts,
@@ -292,7 +296,7 @@ class RunPlanner:
 
     def refused(self, run: Run, formulation: Formulation, decision: Decision) -> list[int]:
         """Return the region classes whose strategy DTensor would run otherwise on the whole mesh than axis by axis."""
-        with self.clock.stage("check_s"), quiet():
+        with self.clock.stage("check_s"), quiet_dtensor():
             return [
                 index
                 for index, strategy in enumerate(decision.strategies)

@@ -73,7 +73,7 @@ def split_axis(op: Op, layouts: Sequence[Layout | None], mesh_shape: Sequence[in
     return axes[0] if axes else None
 
 
-class ContextWork(NamedTuple):
+class ContextParallelWork(NamedTuple):
     """What attention takes on one rank, whose sequence is split over ``ranks``.
 
     Attributes:
@@ -92,7 +92,7 @@ class ContextWork(NamedTuple):
     is_zigzag: bool = False
 
     @classmethod
-    def of(cls, op: Op, shapes: Sequence[tuple[int, ...]], itemsize: int, ranks: int) -> ContextWork:
+    def of(cls, op: Op, shapes: Sequence[tuple[int, ...]], itemsize: int, ranks: int) -> ContextParallelWork:
         """Return the work on pieces of ``shapes``, those of the inputs."""
         return cls(shapes[0], shapes[1], shapes[2], itemsize, ranks, is_causal(op), op.is_zigzag)
 
@@ -252,7 +252,7 @@ def collectives(
     axis = split_axis(op, layouts, mesh_shape)
     if axis is None:
         return ()
-    work = ContextWork.of(op, shapes, inputs[0].dtype.itemsize, mesh_shape[axis])
+    work = ContextParallelWork.of(op, shapes, inputs[0].dtype.itemsize, mesh_shape[axis])
     before, *after = work.own_kernels if work.own_first else (None, None)
 
     def keys(kind: CollectiveKind, phase: Literal["forward", "backward"], beside: Kernel | None) -> InnerCollective:

@@ -20,27 +20,27 @@ NOT_SPLIT = -1
 """In place of an axis, where attention has whole sequences."""
 
 
-def even_length(graph: OpGraph) -> int | None:
+def zigzag_length(graph: OpGraph) -> int | None:
     """Return the length of sequences that are in an even order where they are split; None: none are."""
     return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_zigzag), None)
 
 
-def even_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
+def zigzag_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
     """Return the axes on which all stages of a pipeline may have attention's sequences split, `NOT_SPLIT` among them.
 
     None alone where each may do as it likes, because sequences are in their own order.
     """
-    if even_length(graph) is None:
+    if zigzag_length(graph) is None:
         return (None,)
     return (NOT_SPLIT, *(axis for axis, size in enumerate(mesh_shape) if size > 1))
 
 
-def has_attention(region: Region) -> bool:
+def has_zigzag_attention(region: Region) -> bool:
     """Tell whether a region has attention that is handed sequences in an even order."""
     return any(region_op.op.is_zigzag for region_op in region.ops)
 
 
-def split_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> set[int]:
+def sequence_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> set[int]:
     """Return the axes on which the sequence of such attention is split, `NOT_SPLIT` for whole ones."""
     found = set()
     for region_op in region.ops:
@@ -51,7 +51,7 @@ def split_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) ->
     return found
 
 
-def may_reorder(region: Region, strategy: Strategy, length: int, mesh_shape: Sequence[int]) -> bool:
+def allows_zigzag(region: Region, strategy: Strategy, length: int, mesh_shape: Sequence[int]) -> bool:
     """Tell whether sequences of ``length`` may be in an even order under a strategy.
 
     They are whole where the model is called with them, and so are labels where a loss reads them, split by samples at
@@ -69,10 +69,10 @@ def may_reorder(region: Region, strategy: Strategy, length: int, mesh_shape: Seq
             layout, rows = strategy.forward[labels], region.slots[labels].value.shape[0]
             if layout is not None and rows % (length * split_factor(layout, mesh_shape)):
                 return False
-    return len(split_axes(region, strategy, mesh_shape)) <= 1
+    return len(sequence_axes(region, strategy, mesh_shape)) <= 1
 
 
-def agreements(
+def zigzag_edges(
     regions: Sequence[Region], strategies: Sequence[Sequence[Strategy]], mesh_shape: Sequence[int]
 ) -> Iterator[Edge]:
     """Yield edges that hold the attention of all classes to one axis.
@@ -83,9 +83,9 @@ def agreements(
     """
     before: tuple[int, tuple[int, ...]] | None = None
     for node, (region, choices) in enumerate(zip(regions, strategies, strict=True)):
-        if not has_attention(region):
+        if not has_zigzag_attention(region):
             continue
-        axes = tuple(next(iter(split_axes(region, strategy, mesh_shape))) for strategy in choices)
+        axes = tuple(next(iter(sequence_axes(region, strategy, mesh_shape))) for strategy in choices)
         if before is not None:
             producer, ports = before
             yield Edge(
@@ -98,9 +98,9 @@ def agreements(
         before = node, axes
 
 
-def axis_of(regions: RegionGraph, strategies: Sequence[Strategy], mesh_shape: Sequence[int]) -> int | None:
+def zigzag_axis(regions: RegionGraph, strategies: Sequence[Strategy], mesh_shape: Sequence[int]) -> int | None:
     """Return the axis on which sequences are in an even order under a decision; None: on none."""
     for members, strategy in zip(regions.classes, strategies, strict=True):
-        for axis in split_axes(regions.regions[members.members[0]], strategy, mesh_shape) - {NOT_SPLIT}:
+        for axis in sequence_axes(regions.regions[members.members[0]], strategy, mesh_shape) - {NOT_SPLIT}:
             return axis
     return None

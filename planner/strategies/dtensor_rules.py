@@ -67,7 +67,7 @@ def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_dtensor() -> Iterator[None]:
     """Silence what DTensor logs of the layouts that it refuses. (For many attempts at once: it takes a millisecond.)"""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level

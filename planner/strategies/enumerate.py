@@ -13,7 +13,7 @@ from cost_model.layouts.layout import Layout, divides
 from planner.graph.op_graph import Op, Value
 from planner.regions.module_bodies import OUTSIDE
 from planner.regions.regions import Region, RegionOp, find_op_inputs
-from planner.strategies.dtensor_rules import DTensorRules, WholeOutputs, quiet
+from planner.strategies.dtensor_rules import DTensorRules, WholeOutputs, quiet_dtensor
 from planner.strategies.own_rules import may_join, may_run, own_rules, uncommon_placements
 
 R = Replicate()
@@ -37,12 +37,12 @@ class Strategy:
     Attributes:
         forward: the layout of each slot; None: plain.
         gradient: of its gradient; None: it has none.
-        again: slots whose tensor, gathered for the region, is not kept for the backward but gathered again.
+        reallgathered: slots whose tensor, gathered for the region, is not kept for the backward but gathered again.
     """
 
     forward: tuple[Layout | None, ...]
     gradient: tuple[Layout | None, ...]
-    again: tuple[int, ...] = ()
+    reallgathered: tuple[int, ...] = ()
 
 
 def gradient_options(placement: Placement) -> tuple[Placement, ...]:
@@ -287,7 +287,7 @@ class StrategyTable:
         key = ((region.signature, region.exits), size)
         if key not in self._axis:
             search = _RegionSearch(region, self.axis_rules(size), size)
-            with quiet():
+            with quiet_dtensor():
                 self._axis[key] = tuple(dict.fromkeys(search.run()))
         return self._axis[key]
 
@@ -342,7 +342,7 @@ class StrategyTable:
         shape = tuple(canonical_size(size) if size > 1 else 1 for size in mesh_shape)
         key = ((region.signature, region.exits), shape, strategy)
         if key not in self._verified:
-            with quiet():
+            with quiet_dtensor():
                 self._verified[key] = self._replay(region, strategy, shape)
         return self._verified[key]
 

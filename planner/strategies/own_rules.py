@@ -33,7 +33,7 @@ from planner.strategies.inner_collectives import InnerCollective
 
 R = Replicate()
 P = Partial()
-PACKED = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
+FUSED_GATE_UP = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
 """Of the experts' gates and ups, which lie in one tensor one after the other, the same piece of both."""
 
 
@@ -178,7 +178,7 @@ def _experts(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
             input_gradients=tuple(place if need else None for place, need in zip(found, needed, strict=True)),
         )
 
-    inner = (PACKED, Shard(2))
+    inner = (FUSED_GATE_UP, Shard(2))
     return [
         rule(R, (R, R), R, (R, R, R)),
         rule(Shard(0), (R, R), Shard(0), (Shard(0), P, P)),
@@ -244,7 +244,7 @@ def _fused_rule(
 
 def uncommon_placements(op: Op, position: int) -> tuple[Placement, ...]:
     """Return in which placements, beside whole and evenly split dims, a rule of ours takes an input of ``op``."""
-    return (PACKED,) if op.target_name == experts.OP_NAME and position == 3 else ()
+    return (FUSED_GATE_UP,) if op.target_name == experts.OP_NAME and position == 3 else ()
 
 
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:

@@ -23,7 +23,7 @@ from planner.graph.op_graph import Crossing, Op, OpGraph, Value, build_digraph
 from planner.model_rewrites import fused_kernels
 from planner.regions.module_bodies import OUTSIDE
 from planner.strategies import context_parallel
-from planner.strategies.dtensor_rules import quiet
+from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import AxisRules, StrategyTable
 from planner.strategies.own_rules import is_shardable_cross_entropy, own_rules
 
@@ -46,7 +46,7 @@ _WEIGHT_DIMS: Mapping[str, Mapping[int, int]] = {
 """Ops with weights -> which of their inputs may be weights, and of how many dims, so that none is that of tokens."""
 
 
-class Place(NamedTuple):
+class ModuleBoundary(NamedTuple):
     """A boundary that a tensor crosses: of which module, which way, and as what."""
 
     fqn: str
@@ -65,7 +65,7 @@ class Reordering:
     """
 
     length: int
-    places: Mapping[Place, int]
+    places: Mapping[ModuleBoundary, int]
     results: tuple[str, ...]
 
 
@@ -76,7 +76,7 @@ class _RefusedError(Exception):
 class _WantedError(Exception):
     """A tensor has to be brought in order at a boundary that nothing is brought in order at yet."""
 
-    def __init__(self, place: Place, dim: int) -> None:
+    def __init__(self, place: ModuleBoundary, dim: int) -> None:
         super().__init__(f"{place} along dim {dim}")
         self.place, self.dim = place, dim
 
@@ -84,13 +84,13 @@ class _WantedError(Exception):
 def find_reordering(graph: OpGraph) -> Reordering | str:
     """Return how the sequences of a model that is trained may be reordered, or why they may not."""
     try:
-        with quiet():
+        with quiet_dtensor():
             return _find(graph)
     except _RefusedError as error:
         return str(error)
 
 
-def in_any_order(graph: OpGraph) -> OpGraph:
+def with_zigzag_attention(graph: OpGraph) -> OpGraph:
     """Return ``graph`` with its attention said to be handed sequences in an even order where they are split."""
     ops = [
         dataclasses.replace(op, is_zigzag=True) if op.target_name == context_parallel.OP_NAME else op
@@ -134,18 +134,18 @@ def _length(graph: OpGraph) -> int:
     return found.pop()
 
 
-def _ids(graph: OpGraph, makers: Mapping[str, Op], length: int) -> dict[Place, int]:
+def _ids(graph: OpGraph, makers: Mapping[str, Op], length: int) -> dict[ModuleBoundary, int]:
     """Return where the ids come in that embeddings look up."""
     inputs = {given.value for given in graph.inputs}
     wanted = [op.inputs[1] for op in graph.ops if op.target_name == _EMBEDDING]
-    found: dict[Place, int] = {}
+    found: dict[ModuleBoundary, int] = {}
     while wanted:
         name = wanted.pop()
         if name in makers:
             wanted += makers[name].inputs
         elif name in inputs and graph.values[name].shape[1:2] == (length,):
             path = next(given.path for given in graph.inputs if given.value == name)
-            found[Place("", "input", path)] = 1
+            found[ModuleBoundary("", "input", path)] = 1
     if not found:
         raise _RefusedError("no embedding looks up ids that the model is called with")
     return found
@@ -155,7 +155,12 @@ class _Follower:
     """Follows the order from the ids on, with what is brought in order at some places."""
 
     def __init__(
-        self, graph: OpGraph, rules: AxisRules, makers: Mapping[str, Op], length: int, places: Mapping[Place, int]
+        self,
+        graph: OpGraph,
+        rules: AxisRules,
+        makers: Mapping[str, Op],
+        length: int,
+        places: Mapping[ModuleBoundary, int],
     ) -> None:
         self._graph, self._rules, self._makers = graph, rules, makers
         self._length, self._places = length, places
@@ -198,8 +203,10 @@ class _Follower:
             dim = wanted
         return dim
 
-    def _path(self, name: str, crossings: Sequence[Crossing]) -> list[Place]:
-        return [Place(self._graph.calls[c.call].fqn, c.direction, c.path) for c in crossings if c.call != OUTSIDE]
+    def _path(self, name: str, crossings: Sequence[Crossing]) -> list[ModuleBoundary]:
+        return [
+            ModuleBoundary(self._graph.calls[c.call].fqn, c.direction, c.path) for c in crossings if c.call != OUTSIDE
+        ]
 
     def _through(self, op: Op, dims: list[int | None]) -> None:
         inputs = [self._graph.values[name] for name in op.inputs]
@@ -323,5 +330,5 @@ def _module(graph: OpGraph, op: Op) -> str:
     return graph.calls[op.call].fqn or "the root"
 
 
-def _text(place: Place) -> str:
+def _text(place: ModuleBoundary) -> str:
     return f"{place.direction} {place.path!r} of {place.fqn or 'the root'}"

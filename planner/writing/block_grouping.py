@@ -11,7 +11,7 @@ from planner.plan.patterns import resolve_keys
 from planner.plan.ports import resolve_input_ports, resolve_output_ports
 from planner.plan.reshard import reshard_modes
 from planner.plan.sharding_plan import ShardingPlan
-from planner.regions.block_grouping import Grouping, parted
+from planner.regions.block_grouping import Grouping, group_blocks
 from planner.regions.blocks import Blocks
 from planner.regions.regions import block_of
 
@@ -52,7 +52,7 @@ def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> li
                 number += 1
             parts[block] = number
     apart = sorted(starts) if len(starts) <= _MOST_STARTS else ()
-    coarser = [parted(blocks, modes, count) for count in (None, *apart)]
+    coarser = [group_blocks(blocks, modes, count) for count in (None, *apart)]
     told_apart = tuple(parts.items()) if len(set(parts.values())) > 1 else ()
     finest = Grouping(modes=tuple(modes.items()), parts=told_apart)
     return [*(grouping for grouping in dict.fromkeys(coarser) if grouping != finest), finest]

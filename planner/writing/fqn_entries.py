@@ -16,7 +16,7 @@ from planner.liveness.structure import Structure, hook_key
 from planner.plan.ports import PortSpec, input_key, output_key
 from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import Port
-from planner.pricing.parameter_costs import StoredChoice
+from planner.pricing.parameter_costs import StorageOption
 from planner.regions.regions import Link, Slot, block_of
 from planner.strategies.enumerate import Strategy
 
@@ -167,12 +167,12 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
     """Return the layouts of ``decision`` by name."""
     regions = structure.regions
     found = NamedEntries()
-    by_value: dict[str, StoredChoice] = {}
+    by_value: dict[str, StorageOption] = {}
     together: dict[str, list[str]] = defaultdict(list)
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         for value in parameter.values:
             by_value[value] = choice
-            if choice.gathered_over is not None:
+            if choice.fsdp_axes is not None:
                 (name,) = regions.graph.parameters[value]
                 block = block_of(name)
                 assert block is not None
@@ -229,5 +229,5 @@ def _port(
     source, source_gradient = producer.forward[link.producer_slot], producer.gradient[link.producer_slot]
     if (source, source_gradient) == (layout, gradient):
         return None
-    again = position in strategy.again
+    again = position in strategy.reallgathered
     return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient, regather=again)

@@ -11,7 +11,7 @@ from planner.model_rewrites import fused_kernels
 from planner.plan.job import Job
 from planner.plan.ports import PortSpec, ports_of
 from planner.pricing.run_spec import Run
-from planner.profile.shared_input_linears import shared_inputs
+from planner.profile.shared_input_linears import gradient_sums
 from planner.run.model_analysis import ModelAnalysis
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
@@ -52,7 +52,7 @@ def fused_ops_note(graph: OpGraph) -> str:
     """Say how many ops of a model are fused, by kind, and in how many linear layers gradients are joined."""
     counts = Counter(op.target_name for op in graph.ops if op.target_name in fused_kernels.NAMES)
     parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
-    joined = sum(bool(shared.joined) for shared in shared_inputs(graph, joins=True).values())
+    joined = sum(bool(shared.gemm_sums) for shared in gradient_sums(graph, shared_input_linears=True).values())
     said = NOTHING_FUSED if not parts else f"{_FUSED}{parts}."
     return f"{said} Beside that {joined} {_JOINED}." if joined else said
 

@@ -13,7 +13,7 @@ from planner.plan.ports import input_key, output_key
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.token_order import ZigzagOrder
 from planner.pricing.run_spec import Run
-from planner.strategies.context_parallel_order import axis_of
+from planner.strategies.context_parallel_order import zigzag_axis
 from planner.strategies.token_reordering import Reordering
 from planner.writing.fqn_entries import fold_names
 
@@ -22,7 +22,7 @@ def zigzag_order(
     reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
 ) -> ZigzagOrder | None:
     """Return the order that sequences have under ``decision``; None: their own."""
-    axis = axis_of(structure.regions, decision.strategies, run.mesh.shape)
+    axis = zigzag_axis(structure.regions, decision.strategies, run.mesh.shape)
     if axis is None or not isinstance(reordering, Reordering):
         return None
     inputs, outputs = defaultdict[str, dict[str, int]](dict), defaultdict[str, dict[str, int]](dict)

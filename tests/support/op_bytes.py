@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from executor.torch_internals import local_of, make_dtensor
-from planner.profile.dispatch_peak import _LiveBytes
+from planner.profile.dispatch_peak import LiveBytesMode
 
 
-class LiveBytes(_LiveBytes):
+class LiveBytes(LiveBytesMode):
     """Of a meta tensor that has arrived torch makes another; a real one is the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,7 +39,7 @@ def bytes_seen(op: Callable[[], DTensor], given: Sequence[DTensor]) -> dict[str,
 
     with LiveBytes() as live:
         for tensor in given:
-            live.know(local_of(tensor))
+            live.ignore(local_of(tensor))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             found = op()
         forward_peak = live.peak

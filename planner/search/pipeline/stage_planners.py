@@ -24,7 +24,7 @@ from planner.run.run_planner import Candidate, RunPlanner
 from planner.search.pipeline import split_graph as cutting
 from planner.search.pipeline.interleaving import Role, chunk_sizes
 from planner.search.pipeline.step_time import StageKind, kinds_of
-from planner.strategies.context_parallel_order import has_attention, split_axes
+from planner.strategies.context_parallel_order import has_zigzag_attention, sequence_axes
 from planner.strategies.enumerate import Strategy
 
 R = Replicate()
@@ -207,8 +207,8 @@ class StagePlanners:
         def accepts(region: Region, strategy: Strategy) -> bool:
             if pinned is not None and not pinned.accepts(region, strategy):
                 return False
-            is_held = even_axis is not None and has_attention(region)
-            if is_held and split_axes(region, strategy, run.mesh.shape) != {even_axis}:
+            is_held = even_axis is not None and has_zigzag_attention(region)
+            if is_held and sequence_axes(region, strategy, run.mesh.shape) != {even_axis}:
                 return False
             for slot, forward, gradient in zip(region.slots, strategy.forward, strategy.gradient, strict=True):
                 if is_sent(region, slot) or (is_root_input(slot) and is_handed_over(_path(slot))):

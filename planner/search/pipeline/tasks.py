@@ -23,7 +23,7 @@ from planner.search.pipeline.interleaving import Role
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners, listed_blocks
 from planner.search.pipeline.step_time import StageKind, least_step_s, pipeline_step_s, stage_limit_s
 from planner.search.worker_context import WorkerContext
-from planner.strategies.context_parallel_order import even_axes
+from planner.strategies.context_parallel_order import zigzag_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +330,7 @@ class SolvePipeline:
         limit_s = stage_limit_s(self.bounds, kind, pipeline.micro_batches, self.at_most_s)
         relax_stage = RelaxStage(kind=kind, pipeline=pipeline, floor=self.floors.get(kind), limit_s=limit_s)
         layouts = stages.layouts(search, pipeline.mesh, search.batch // pipeline.micro_batches)
-        for layout, even_axis in itertools.product(layouts, even_axes(search.model.graph, pipeline.mesh.shape)):
+        for layout, even_axis in itertools.product(layouts, zigzag_axes(search.model.graph, pipeline.mesh.shape)):
             bound_s, formulated = relax_stage.within(stages, layout, even_axis)
             if bound_s < limit_s:
                 yield _LayoutLook(layout=layout, even_axis=even_axis, bound_s=bound_s, formulated=formulated)

@@ -14,7 +14,7 @@ from executor.ops.context_parallel import context_parallel_attention
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import fake_process_group, make_dtensor
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.strategies.context_parallel import ContextWork
+from planner.strategies.context_parallel import ContextParallelWork
 
 ROWS, WIDTH = 256, 64
 LAYOUT = (Shard(2),)
@@ -30,7 +30,7 @@ class Case:
     causal: bool
     is_zigzag: bool
 
-    def measure(self, rank: int) -> tuple[ContextWork, dict[str, int]]:
+    def measure(self, rank: int) -> tuple[ContextParallelWork, dict[str, int]]:
         """Return the work that is expected of a rank, and the bytes that are seen there."""
         pieces = [(2, count, ROWS, WIDTH) for count in (self.heads, self.kv_heads, self.kv_heads)]
         with fake_process_group(self.ranks):
@@ -47,7 +47,7 @@ class Case:
             seen = bytes_seen(
                 lambda: context_parallel_attention(redistributor, 0, given, None, scale=None, **options), given
             )
-        return ContextWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_zigzag), seen
+        return ContextParallelWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_zigzag), seen
 
 
 @pytest.mark.parametrize(("causal", "is_zigzag"), [(True, False), (False, False), (True, True)])

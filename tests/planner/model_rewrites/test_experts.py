@@ -16,9 +16,9 @@ from planner.graph.op_graph import OpGraph, Value, at_batch
 from planner.graph.trace_module import trace_module
 from planner.model_rewrites.experts import OP_NAME, ExpertsWork, experts_activation, experts_in
 from planner.pricing.storage_options import stored_layouts
-from planner.profile.profile import profile
+from planner.profile.profile import profile_graph
 from planner.regions.regions import build_regions
-from planner.strategies.own_rules import PACKED
+from planner.strategies.own_rules import FUSED_GATE_UP
 
 SEQ = 4096
 
@@ -53,7 +53,7 @@ def test_flops_are_those_of_the_active_parameters(preset: str, parameters: int, 
     found = trace_module(module, batch=2, seq=SEQ)
     graph = at_batch(found.graph, found.traced_batch, 1)
     assert sum(value.nbytes for value in graph.values.values() if value.kind == "parameter") == 2 * parameters
-    ops = profile(graph, flash_attention=True).ops
+    ops = profile_graph(graph, flash_attention=True).ops
     attention = [ops[op.name] for op in graph.ops if op.target_name.startswith("aten.scaled_dot_product")]
     embeddings = module.get_input_embeddings().weight.numel()
     by_hand = 6 * (active - embeddings) * SEQ + sum(op.flops + op.backward_flops for op in attention)
@@ -73,12 +73,12 @@ def test_parameters_that_are_computed_in_a_strided_shard_rest_in_it() -> None:
     value = Value(name="up", shape=(4, 32, 8), dtype=torch.float32, kind="parameter", requires_grad=True)
     replicated = (Replicate(), Replicate())
     plain = set(stored_layouts(value, (2, 2), [replicated]))
-    strided = set(stored_layouts(value, (2, 2), [replicated, (Replicate(), PACKED)]))
+    strided = set(stored_layouts(value, (2, 2), [replicated, (Replicate(), FUSED_GATE_UP)]))
     assert strided - plain == {
         (a, b)
-        for a in (Replicate(), Shard(0), Shard(2), PACKED)
-        for b in (Replicate(), Shard(0), Shard(2), PACKED)
-        if (a == PACKED) != (b == PACKED)
+        for a in (Replicate(), Shard(0), Shard(2), FUSED_GATE_UP)
+        for b in (Replicate(), Shard(0), Shard(2), FUSED_GATE_UP)
+        if (a == FUSED_GATE_UP) != (b == FUSED_GATE_UP)
     }
 
 

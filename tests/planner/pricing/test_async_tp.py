@@ -1,4 +1,4 @@
-"""Communication of activations in pieces beside matrix products: what it hides, worked by hand, and what it leaves."""
+"""Async tensor parallelism: the overlapped part of a redistribution against hand-worked numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError, PlanError
 from planner.ilp import problem as quantity
 from planner.plan.sharding_plan import Estimate, ShardingPlan
-from planner.pricing.overlap import Beside, Overlap, Products
-from planner.pricing.redistribution_costs import Communication, Exchange, Port, Price
+from planner.pricing.overlap import AdjacentGemms, GemmWork, Overlap
+from planner.pricing.port_layouts import PortLayouts
+from planner.pricing.price import Price
+from planner.pricing.redistribution_costs import RedistributedTensor, RedistributionPricer
 from planner.session import PlanningSession
 from planner.writing.notes import ASYNC_TP_NOTE
 from planner.writing.reprice import estimate_plan
@@ -28,12 +30,14 @@ CALLS = 3
 LINK = "inside-node"
 
 
-def exchanged(source: tuple, target: tuple, beside: Beside | None, mesh: str = "dp=2,tp=4") -> tuple[Price, float]:
+def exchanged(
+    source: tuple, target: tuple, beside: AdjacentGemms | None, mesh: str = "dp=2,tp=4"
+) -> tuple[Price, float]:
     """Return the price of a tensor that is redistributed so, and the seconds of one of its collectives."""
-    communication = Communication(MeshSpec.parse(mesh), ClusterSpec.parse("2x4xh100-sxm-80gb"))
-    kind = Exchange((8, 1024, 4096), 2, CALLS, True, beside)
-    numbers = [communication.ports.number(Port(*port)) for port in (source, target)]
-    price = communication.exchange(kind, *numbers)
+    pricer = RedistributionPricer(MeshSpec.parse(mesh), ClusterSpec.parse("2x4xh100-sxm-80gb"))
+    kind = RedistributedTensor((8, 1024, 4096), 2, CALLS, True, beside)
+    numbers = [pricer.ports.number(PortLayouts(*port)) for port in (source, target)]
+    price = pricer.both_ways(kind, *numbers)
     assert price is not None
     return price, price.collectives[0].time_s
 
@@ -42,7 +46,9 @@ def exchanged(source: tuple, target: tuple, beside: Beside | None, mesh: str = "
 def test_a_gather_hides_behind_what_reads_it_and_its_gradients_reduction_all_but_a_piece(part: float) -> None:
     # Korthikanti et al.'s g: gathered forward, reduce-scattered backward. 64 MiB, of which there is one collective.
     _, gather_s = exchanged((SPLIT, SPLIT), (WHOLE, SUMS), None)
-    price, _ = exchanged((SPLIT, SPLIT), (WHOLE, SUMS), Beside(Products(part * gather_s, 3.0), Products(5.0, 7.0)))
+    price, _ = exchanged(
+        (SPLIT, SPLIT), (WHOLE, SUMS), AdjacentGemms(GemmWork(part * gather_s, 3.0), GemmWork(5.0, 7.0))
+    )
     reduce_s = next(c.time_s for c in price.collectives if c.kind == "reduce_scatter")
     taken = Overlap.of(ClusterSpec.parse("1xh100-sxm-80gb").device).taken_share
     hidden_s = min(part, 1.0) * gather_s
@@ -58,27 +64,32 @@ def test_a_gather_hides_behind_what_reads_it_and_its_gradients_reduction_all_but
 
 def test_what_is_gathered_again_hides_behind_the_product_of_the_inputs_gradient() -> None:
     _, gather_s = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), None)
-    price, _ = exchanged((SPLIT, SPLIT), (WHOLE, SUMS, True), Beside(Products(gather_s / 2, 3.0), Products(5.0, 7.0)))
+    price, _ = exchanged(
+        (SPLIT, SPLIT), (WHOLE, SUMS, True), AdjacentGemms(GemmWork(gather_s / 2, 3.0), GemmWork(5.0, 7.0))
+    )
     reduce_s = next(c.time_s for c in price.collectives if c.kind == "reduce_scatter")
     assert [(c.kind, c.phase) for c in price.collectives] == [
         ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward")
     ]  # fmt: skip
     assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * gather_s / 2)
     assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s / 2 + reduce_s / 4))
-    communication = Communication(MeshSpec.parse("dp=2,tp=4"), ClusterSpec.parse("2x4xh100-sxm-80gb"))
-    number = communication.ports.number
+    pricer = RedistributionPricer(MeshSpec.parse("dp=2,tp=4"), ClusterSpec.parse("2x4xh100-sxm-80gb"))
+    number = pricer.ports.number
     for source in ((WHOLE, SUMS), (SUMS, WHOLE), ((S1, R), (S1, R))):
-        kept, again = number(Port(*source)), number(Port(SPLIT if source[0] == (S1, R) else WHOLE, SUMS, True))
-        assert communication.exchange(Exchange((8, 1024, 4096), 2, CALLS, True), kept, again) is None  # no gather
+        kept, again = (
+            number(PortLayouts(*source)),
+            number(PortLayouts(SPLIT if source[0] == (S1, R) else WHOLE, SUMS, True)),
+        )
+        assert pricer.both_ways(RedistributedTensor((8, 1024, 4096), 2, CALLS, True), kept, again) is None  # no gather
 
 
 def test_a_reduction_hides_behind_what_makes_it_and_its_gradients_gather_behind_the_same() -> None:
-    products = Beside(Products(5.0, 7.0), Products(1e-6, 2e-6))
+    products = AdjacentGemms(GemmWork(5.0, 7.0), GemmWork(1e-6, 2e-6))
     price, reduce_s = exchanged((SUMS, WHOLE), (SPLIT, SPLIT), products)
     gather_s = next(c.time_s for c in price.collectives if c.kind == "all_gather")
     assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * (reduce_s - 1e-6))
     assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s - 2e-6))
-    price, reduce_s = exchanged((SUMS, WHOLE), (WHOLE, WHOLE), Beside(Products(0.0, 0.0), Products(1.0, 1.0)))
+    price, reduce_s = exchanged((SUMS, WHOLE), (WHOLE, WHOLE), AdjacentGemms(GemmWork(0.0, 0.0), GemmWork(1.0, 1.0)))
     assert [c.kind for c in price.collectives] == ["all_reduce"]
     assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * reduce_s / 4)
 
@@ -94,7 +105,7 @@ def test_a_reduction_hides_behind_what_makes_it_and_its_gradients_gather_behind_
     ],
 )
 def test_nothing_else_is_hidden(source: tuple, target: tuple, mesh: str) -> None:
-    plenty = Beside(Products(1.0, 1.0), Products(1.0, 1.0))
+    plenty = AdjacentGemms(GemmWork(1.0, 1.0), GemmWork(1.0, 1.0))
     ports = (source, source), (target, target)
     assert exchanged(*ports, plenty, mesh)[0].charge == exchanged(*ports, None, mesh)[0].charge
 
@@ -206,9 +217,9 @@ def test_a_gather_hides_behind_all_products_that_read_it() -> None:
     for multiplicity in structure.redistributions:
         readers = [structure.edges[edge].consumer for edge in multiplicity.edges]
         names = sorted({structure.regions.classes[index].pattern.rpartition(".")[2] for index in readers})
-        beside = formulator.beside(multiplicity)
+        beside = formulator.adjacent_gemms(multiplicity)
         assert beside is not None
-        read_by[tuple(names)] = beside.reading.forward
+        read_by[tuple(names)] = beside.consumers.forward
     flops = {
         graph.calls[op.call].fqn.rpartition(".")[2]: structure.profile.ops[op.name].flops
         for graph in [structure.regions.graph]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.plan.sharding_plan import ShardingPlan
-from planner.pricing.parameter_costs import StoredChoice, fully_sharded_use
+from planner.pricing.parameter_costs import StorageOption, fsdp_use_layouts
 from planner.session import PlanningSession
 
 R, P = Replicate(), Partial()
@@ -96,8 +96,8 @@ def test_checkpointed_blocks_gather_before_the_recomputation_and_not_again() -> 
 def test_what_fully_shard_can_do(
     stored: Layout, accumulated: Layout, compute: Layout, gradient: Layout, axes: tuple[int, ...], accepted: bool
 ) -> None:
-    choice = StoredChoice(stored=stored, accumulated=accumulated, gathered_over=axes)
-    assert (fully_sharded_use(choice) == (compute, gradient)) is accepted
+    choice = StorageOption(stored=stored, accumulated=accumulated, fsdp_axes=axes)
+    assert (fsdp_use_layouts(choice) == (compute, gradient)) is accepted
 
 
 def test_all_blocks_gather_over_the_same_axes() -> None:

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from planner.graph.capture import to_meta
 from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
-from planner.profile.profile import FLASH_BACKWARD_FLOPS, profile
+from planner.profile.op_formulas import FLASH_BACKWARD_FLOPS
+from planner.profile.profile import profile_graph
 
 
 @pytest.mark.parametrize("family", [*families.FAMILIES, *families.WITH_EXPERTS])
@@ -29,7 +30,7 @@ def test_flops_equal_torchs_own_count(family: str) -> None:
         loss = output if isinstance(output, torch.Tensor) else output.loss
         with FlopCounterMode(display=False) as backward:
             loss.backward()
-    found = profile(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False)
+    found = profile_graph(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False)
     assert sum(op.flops for op in found.ops.values()) == forward.get_total_flops() > 0
     assert sum(op.backward_flops for op in found.ops.values()) == backward.get_total_flops() > 0
 
@@ -38,7 +39,7 @@ def test_attention_kept_whole_or_recomputed() -> None:
     """Flash attention keeps inputs, output and one float per row; math attention keeps its scores."""
     module, kwargs = families.make("llama", 4)
     graph = trace(to_meta(module, None), meta_inputs(kwargs))
-    math, flash = (profile(graph, flash_attention=flag) for flag in (False, True))
+    math, flash = (profile_graph(graph, flash_attention=flag) for flag in (False, True))
     name = next(op.name for op in graph.ops if "scaled_dot_product" in op.target_name)
     scores = 4 * 8 * 16 * 16 * 4
     assert math.ops[name].saved_extra_nbytes >= scores
@@ -51,7 +52,7 @@ def test_attention_kept_whole_or_recomputed() -> None:
 def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Flatten(0))
     graph = trace(to_meta(module, None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile(graph, flash_attention=False)
+    found = profile_graph(graph, flash_attention=False)
     linear, view = (found.ops[op.name] for op in graph.ops)
     assert linear.flops == linear.backward_flops == 2 * 6 * 8 * 4  # the input needs no gradient: one product
     assert linear.nbytes == 4 * (6 * 8 + 8 * 4 + 6 * 4)
@@ -72,7 +73,7 @@ class Parts(torch.nn.Module):
 
 def test_gradients_of_parts_are_put_side_by_side() -> None:
     graph = trace(to_meta(Parts(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile(graph, flash_attention=False)
+    found = profile_graph(graph, flash_attention=False)
     split = next(found.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
     assert (split.nbytes, split.backward_nbytes) == (0, 2 * 4 * 6 * 12)
 
@@ -91,8 +92,8 @@ def test_as_many_ops_are_counted_as_torch_dispatches() -> None:
     module, kwargs = families.make("mlp", 4, "cpu")
     with _Count() as count:
         torch.autograd.grad(module(**kwargs), list(module.parameters()))
-    ops = profile(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False).ops.values()
-    found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.summed) for op in ops)
+    ops = profile_graph(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False).ops.values()
+    found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.autograd_sums) for op in ops)
     assert found == count.ops - 1  # the gradient of the loss is made for all
 
 
@@ -107,26 +108,28 @@ def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -
             return scaled[:, :4] + scaled[:, 4:]
 
     graph = trace(to_meta(Twice(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile(graph, flash_attention=False).ops
+    found = profile_graph(graph, flash_attention=False).ops
     by_name = {op.target_name: found[op.name] for op in graph.ops}
     product, piece = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
     assert product.forward_dispatched == (1, 4 * (48 + 8 + 48))
     assert piece.forward_dispatched == (1, 0)
     assert piece.backward_dispatched.nbytes >= 4 * 48  # zeros of the whole
-    assert sorted(op.summed for op in found.values()) == [(), (), (), (0,)]
+    assert sorted(op.autograd_sums for op in found.values()) == [(), (), (), (0,)]
 
 
 def test_linear_layers_that_read_one_tensor_join_its_gradient() -> None:
     """Of n readers n - 1 products add to what is there; any other use is summed with what they make as one."""
     module, kwargs = families.make("llama", 4)
     graph = trace(to_meta(module, None), meta_inputs(kwargs))
-    plain, joined = (profile(graph, flash_attention=False, joins=joins).ops for joins in (False, True))
+    plain, joined = (
+        profile_graph(graph, flash_attention=False, shared_input_linears=joins).ops for joins in (False, True)
+    )
     names = {op.name: graph.calls[op.call].fqn.rpartition(".")[2] for op in graph.ops}
-    assert {names[op] for op in joined if joined[op].joined} == {"q_proj", "k_proj", "gate_proj"}
-    assert sum(len(op.joined) for op in joined.values()) == 2 * 3  # layers
-    assert all(op.joined == op.in_place for op in joined.values())
-    assert not any(op.joined for op in plain.values())
-    less = Counter({names[op]: len(plain[op].summed) - len(joined[op].summed) for op in joined})
+    assert {names[op] for op in joined if joined[op].gemm_sums} == {"q_proj", "k_proj", "gate_proj"}
+    assert sum(len(op.gemm_sums) for op in joined.values()) == 2 * 3  # layers
+    assert all(op.gemm_sums == op.in_place for op in joined.values())
+    assert not any(op.gemm_sums for op in plain.values())
+    less = Counter({names[op]: len(plain[op].autograd_sums) - len(joined[op].autograd_sums) for op in joined})
     assert +less == Counter({"k_proj": 1, "v_proj": 1, "up_proj": 1})
 
 
@@ -146,9 +149,11 @@ class _Mixed(torch.nn.Module):
 def test_a_use_between_linear_layers_is_summed_with_them() -> None:
     """Its gradient waits while they join theirs, and what the model is called with joins nothing."""
     graph = trace(to_meta(_Mixed(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile(graph, flash_attention=False, joins=True).ops
+    found = profile_graph(graph, flash_attention=False, shared_input_linears=True).ops
     names = {graph.calls[op.call].fqn or op.target_name: found[op.name] for op in graph.ops}
-    assert {name: (op.joined, op.summed) for name, op in names.items() if op.joined or 0 in op.summed} == {
+    assert {
+        name: (op.gemm_sums, op.autograd_sums) for name, op in names.items() if op.gemm_sums or 0 in op.autograd_sums
+    } == {
         "first": ((0,), ()),
         "aten.exp.default": ((), (0,)),
         "aten.sin.default": ((), (0,)),

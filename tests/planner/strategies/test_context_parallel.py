@@ -20,7 +20,7 @@ from planner.pricing.op_times import OpTimes
 from planner.profile.op_profile import OpProfile
 from planner.run.compute_bound import least_compute_s
 from planner.session import PlanningSession
-from planner.strategies.context_parallel import SEQUENCE, ContextWork, may_split
+from planner.strategies.context_parallel import SEQUENCE, ContextParallelWork, may_split
 from planner.strategies.inner_collectives import Kernel
 from planner.strategies.own_rules import inner_collectives, own_rules
 
@@ -52,7 +52,9 @@ def value(name: str, shape: tuple[int, ...], *, requires_grad: bool = True) -> V
 @pytest.mark.parametrize("is_zigzag", [False, True])
 @pytest.mark.parametrize(("rows", "ranks"), [(16, 4), (15, 3), (1, 2), (64, 1)])
 def test_all_scores_under_a_causal_mask_are_worked_on_once(rows: int, ranks: int, is_zigzag: bool) -> None:
-    work = ContextWork((2, 8, rows, 16), (2, 2, rows, 16), (2, 2, rows, 16), 2, ranks, causal=True, is_zigzag=is_zigzag)
+    work = ContextParallelWork(
+        (2, 8, rows, 16), (2, 2, rows, 16), (2, 2, rows, 16), 2, ranks, causal=True, is_zigzag=is_zigzag
+    )
     whole = rows * ranks
     for kernels in (work.kernels, work.backward_kernels):
         pairs = sum(k.heads * (k.queries * (k.queries + 1) // 2 if k.causal else k.queries * k.keys) for k in kernels)
@@ -72,7 +74,7 @@ def test_own_keys_run_in_two_parts_for_each_head_once(heads: int, kv_heads: int)
 
 
 def test_without_a_mask_each_rank_sees_all_keys() -> None:
-    work = ContextWork((2, 8, 16, 16), (2, 2, 16, 16), (2, 2, 16, 16), 2, 4, causal=False)
+    work = ContextParallelWork((2, 8, 16, 16), (2, 2, 16, 16), (2, 2, 16, 16), 2, 4, causal=False)
     assert work.kernels == work.backward_kernels == (Kernel(16, 64, False, 8, 2),)
 
 
@@ -145,7 +147,7 @@ def test_pieces_run_in_the_devices_own_kernel() -> None:
     shape, device = (1, 8, 1 << 14, 128), ClusterSpec.parse("1x8xh100-sxm-80gb").device
     none = {"saved_extra_nbytes": 0, "cached_extra_nbytes": 0, "forward_peak_nbytes": 0, "backward_extra_nbytes": 0}
     profile = OpProfile(flops=1.0, backward_flops=1.0, nbytes=1, backward_nbytes=1, saved=(), **none)
-    work = ContextWork(shape, shape, shape, 2, 2, causal=True)
+    work = ContextParallelWork(shape, shape, shape, 2, 2, causal=True)
     times = OpTimes(device, flash_attention=True)
     found = times.of(op, inputs, inputs[0], [shape] * 3, shape, profile, 1.0, 1, context=work)
 

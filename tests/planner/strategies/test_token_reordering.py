@@ -21,7 +21,7 @@ from planner.graph.from_fx import trace
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.token_order import zigzag_chunks, zigzag_indices
 from planner.session import PlanningSession
-from planner.strategies.token_reordering import Place, Reordering, find_reordering
+from planner.strategies.token_reordering import ModuleBoundary, Reordering, find_reordering
 from planner.writing.reprice import estimate_plan
 
 ROWS, WIDTH, VOCABULARY = 16, 8, 32
@@ -83,13 +83,16 @@ def found_for(model: nn.Module) -> Reordering | str:
     return find_reordering(trace(to_meta(model, None), meta_inputs({"ids": ids, "labels": ids})))
 
 
-ALLOWED: dict[str, tuple[Mix, dict[Place, int]]] = {
+ALLOWED: dict[str, tuple[Mix, dict[ModuleBoundary, int]]] = {
     "no positions": (lambda model, x: x, {}),
-    "a table of a module": (lambda model, x: x * model.table(x), {Place("table", "output", ""): 0}),
-    "a part of a table": (lambda model, x: x * model.table(x)[..., :1].cos(), {Place("table", "output", ""): 0}),
+    "a table of a module": (lambda model, x: x * model.table(x), {ModuleBoundary("table", "output", ""): 0}),
+    "a part of a table": (
+        lambda model, x: x * model.table(x)[..., :1].cos(),
+        {ModuleBoundary("table", "output", ""): 0},
+    ),
     "positions that are looked up": (
         lambda model, x: x + model.positions(torch.arange(ROWS, device=x.device)),
-        {Place("positions", "input", "0"): 0},
+        {ModuleBoundary("positions", "input", "0"): 0},
     ),
     "dims that change places": (lambda model, x: x.transpose(0, 1).contiguous().transpose(0, 1).sigmoid(), {}),
     "heads": (lambda model, x: F.layer_norm(x.unflatten(-1, (2, 4)), (4,)).flatten(2), {}),
@@ -103,7 +106,7 @@ def test_models_that_work_token_by_token_may_be_reordered(name: str, shifted: bo
     found = found_for(Model(mix, shifted))
     assert isinstance(found, Reordering), found
     assert found.length == ROWS
-    assert found.places == {Place("", "input", "ids"): 1} | places
+    assert found.places == {ModuleBoundary("", "input", "ids"): 1} | places
 
 
 REFUSED: dict[str, tuple[Mix, str]] = {

@@ -13,7 +13,7 @@ from torch import nn
 
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.graph.op_graph import OpGraph
-from planner.profile.profile import profile
+from planner.profile.profile import profile_graph
 from planner.run.model_analysis import ModelAnalysis
 from planner.search.pipeline.split_graph import cut, obstacle
 from planner.session import PlanningSession
@@ -27,7 +27,7 @@ def llama(layers: int = 4, **changes: Any) -> ModelAnalysis:
 
 
 def flops(graph: OpGraph) -> float:
-    ops = profile(graph, flash_attention=False).ops.values()
+    ops = profile_graph(graph, flash_attention=False).ops.values()
     return sum(op.flops + op.backward_flops for op in ops)
 
 

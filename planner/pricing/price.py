@@ -1,0 +1,59 @@
+"""A `Price`: what one decision adds to the quantities of a step, in seconds and bytes, and its collectives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cost_model.hardware.collective_kinds import CollectiveKind
+from planner.plan.estimate import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Equal calls of one collective in a step.
+
+    Attributes:
+        axis: name of the mesh axis; names joined by commas where several axes act as one.
+        nbytes: bytes of the full buffer of one call.
+        count: calls in a step. In a pipeline stage the idle time counts as further micro-batches
+            (`planner.pricing.run_spec.Run.passes`), so that the number need not be whole.
+        time_s: seconds of one call.
+    """
+
+    kind: CollectiveKind
+    axis: str
+    phase: Phase
+    nbytes: int
+    count: float
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """What one decision adds to a step.
+
+    Attributes:
+        charge: quantity name (see `planner.ilp.problem`) -> seconds or bytes.
+        collectives: the collectives that the charge pays for.
+    """
+
+    charge: Mapping[str, float] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
+
+
+FREE = Price()
+
+
+def add_prices(prices: Sequence[Price]) -> Price:
+    """Return the sum of ``prices``."""
+    if len(prices) == 1:
+        return prices[0]
+    charge: dict[str, float] = defaultdict(float)
+    collectives: list[Collective] = []
+    for price in prices:
+        for name, amount in price.charge.items():
+            charge[name] += amount
+        collectives += price.collectives
+    return Price(charge=charge, collectives=tuple(collectives))

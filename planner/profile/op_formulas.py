@@ -1,0 +1,137 @@
+"""Profiles by formula, of ops that are not run to be profiled: flash attention, fused ops and experts.
+
+The executor runs these ops by code of its own (``executor.ops``), so that running what the graph holds would not show
+what they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from planner.graph.op_graph import Op, Value
+from planner.model_rewrites import experts, fused_kernels
+from planner.profile.dispatch_peak import NOTHING, Dispatched, OpRun, run_fused
+from planner.profile.meta_tensors import MetaTensors
+from planner.profile.op_profile import OpProfile
+
+FLASH_BACKWARD_FLOPS = 2.5
+"""FLOPs of flash attention's backward per FLOP of its forward: five GEMMs against two (FlashAttention-2, 2023)."""
+
+CROSS_ENTROPY_COPIES = {True: 1, False: 3}
+"""Float32 copies of the logits that `executor.ops.cross_entropy` has in its backward in addition to their gradient, by
+whether the logits themselves are float32."""
+
+CROSS_ENTROPY_PASSES = 6, 8
+"""Times that `executor.ops.cross_entropy` reads or writes the logits: forward (largest, differences, exponentials,
+sums) and backward (differences, exponentials, ignored rows, multiplication)."""
+
+
+def flash_result(tensors: MetaTensors, result: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return attention's result as a fused kernel allocates it: its dims are in the memory order of the query's."""
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    positions = [order.index(dim) for dim in range(query.dim())]
+    fused = torch.empty([result.shape[dim] for dim in order], dtype=result.dtype, device="meta").permute(positions)
+    return tensors.non_leaf(fused) if result.requires_grad else fused
+
+
+def flash_attention_profile(
+    op: Op, inputs: Sequence[Value], outputs: Sequence[Value], tensors: MetaTensors
+) -> OpProfile:
+    """Return the profile of a fused attention kernel.
+
+    It saves its inputs, its output and one float32 per row of scores (the logarithm of its sum of exponentials).
+    """
+    batch, heads, length, width = inputs[0].shape
+    keys = inputs[1].shape[2]
+    flops = 4.0 * batch * heads * length * keys * width
+    nbytes = sum(min(v.nbytes, tensors.storage_nbytes[v.name]) for v in inputs) + sum(v.nbytes for v in outputs)
+    return OpProfile(
+        flops=flops,
+        backward_flops=FLASH_BACKWARD_FLOPS * flops,
+        nbytes=nbytes,
+        backward_nbytes=2 * nbytes,
+        saved=tuple(dict.fromkeys(tensors.root[name] for name in (*op.inputs, *op.outputs))),
+        saved_extra_nbytes=4 * math.prod((batch, heads, length)),
+        cached_extra_nbytes=0,
+        forward_peak_nbytes=0,
+        backward_extra_nbytes=0,
+    )
+
+
+def with_kv_cache(profile: OpProfile, inputs: Sequence[Value], cached_before: int) -> OpProfile:
+    """Return the profile of attention whose keys and values extend a cache of ``cached_before`` tokens per sequence."""
+    new = inputs[1].shape[2]
+    tokens = cached_before + new
+    earlier_nbytes = sum(value.nbytes for value in inputs[1:3]) // new * cached_before
+    return dataclasses.replace(
+        profile, flops=profile.flops / new * tokens, nbytes=profile.nbytes + earlier_nbytes, cached_tokens=tokens
+    )
+
+
+def cross_entropy_run(logits: Value) -> OpRun:
+    """Return what `executor.ops.cross_entropy` allocates and dispatches, in place of torch's op."""
+    nbytes = 4 * math.prod(logits.shape)  # in float32
+    forward, backward = (Dispatched(0, passes * nbytes) for passes in CROSS_ENTROPY_PASSES)
+    return OpRun(CROSS_ENTROPY_COPIES[logits.dtype == torch.float32] * nbytes, forward, backward)
+
+
+def fused_op_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: MetaTensors, compiles: bool) -> OpProfile:
+    """Return the profile of one of `fused_kernels`, and add its result to ``tensors``.
+
+    Args:
+        compiles: whether it runs as one kernel each way; otherwise its formulas run step by step.
+    """
+    # An expanded tensor is read as often as it is stored.
+    shapes = [(value.shape, min(value.nbytes, tensors.storage_nbytes[value.name])) for value in inputs]
+    work = fused_kernels.fused_work(op.target_name, shapes, output.nbytes)
+    if compiles:
+        run = OpRun(0, Dispatched(1, work.forward_nbytes), Dispatched(1, work.backward_nbytes))
+    else:
+        run = run_fused(op, [tensors.tensor(name) for name in op.inputs])
+    keeps_strides = op.target_name in (fused_kernels.GATED, fused_kernels.ROTARY)
+    tensors.add_result(op.outputs[0], output, tensors.tensor(op.inputs[0]) if keeps_strides else None)
+    backward = output.requires_grad
+    crossing = len(inputs) + 1
+    return OpProfile(
+        flops=0.0,
+        backward_flops=0.0,
+        nbytes=work.forward_nbytes,
+        backward_nbytes=work.backward_nbytes if backward else 0,
+        saved=tuple(dict.fromkeys(tensors.root[op.inputs[i]] for i in work.saved)) if backward else (),
+        saved_extra_nbytes=work.saved_extra_nbytes if backward else 0,
+        cached_extra_nbytes=0,
+        forward_peak_nbytes=0,
+        backward_extra_nbytes=run.rise if backward else 0,
+        forward_dispatched=run.forward._replace(ops=crossing),
+        backward_dispatched=run.backward._replace(ops=crossing) if backward else NOTHING,
+    )
+
+
+def experts_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: MetaTensors) -> OpProfile:
+    """Return the profile of the experts' op (`planner.model_rewrites.experts`), and add its result to ``tensors``.
+
+    Every expert gets the same number of tokens.
+    """
+    work = experts.ExpertsWork.from_shapes([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
+    tensors.add_result(op.outputs[0], output)
+    backward = output.requires_grad
+    differentiable = [inputs[position].requires_grad for position in (0, 3, 4)]
+    saved = tuple(dict.fromkeys(tensors.root[op.inputs[position]] for position in (0, 2, 3, 4)))
+    crossing = len(inputs) + 1
+    return OpProfile(
+        flops=work.flops,
+        backward_flops=work.backward_flops(*differentiable) if backward else 0.0,
+        nbytes=work.forward_nbytes + work.weight_nbytes,
+        backward_nbytes=work.backward_nbytes + 2 * work.weight_nbytes if backward else 0,
+        saved=saved if backward else (),
+        saved_extra_nbytes=work.saved_nbytes if backward else 0,
+        cached_extra_nbytes=work.gemm_output_nbytes,
+        forward_peak_nbytes=work.forward_peak_nbytes,
+        backward_extra_nbytes=work.backward_rise_nbytes if backward else 0,
+        forward_dispatched=Dispatched(crossing, work.forward_nbytes),
+        backward_dispatched=Dispatched(crossing, work.backward_nbytes) if backward else NOTHING,
+    )
