@@ -1,4 +1,4 @@
-"""Counting the collectives that really run, whoever runs them: by kind, mesh axis, phase and bytes."""
+"""Counts of the collectives that really run, including those that DTensor adds, by kind, mesh axis, phase and bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from executor.torch_internals import collective_of, flattened_groups, is_communi
 from planner.plan.estimate import Phase
 
 UNKNOWN_AXIS = "?"
-"""Stands for process groups that are no axis of the mesh."""
+"""Name for process groups that are no axis of the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Row:
-    """All collectives that agree in these: ``bytes`` is of one call, the full buffer as nccl-tests counts it."""
+class CollectiveKey:
+    """What is counted together; ``bytes`` is the full buffer of one call, as nccl-tests counts it."""
 
     phase: Phase
     kind: CollectiveKind
@@ -30,25 +30,25 @@ class Row:
     bytes: int
 
 
-Counts = Counter[Row]
+Counts = Counter[CollectiveKey]
 
 
 def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
-    """Return name of the process group -> axis, for this rank's groups; the axes must be named.
+    """Return name of the process group -> axis of the mesh, for this rank's groups; the axes must have names.
 
-    Axes that are taken as one are joined by commas, as estimates name them.
+    Adjacent axes that torch has flattened into one are joined by commas, as estimates name them.
     """
     names = device_mesh.mesh_dim_names
     assert names is not None, "a planned mesh has names"
-    found = {group: ",".join(axes) for axes, group in flattened_groups(device_mesh).items()}
-    return found | {str(device_mesh.get_group(axis).group_name): name for axis, name in enumerate(names)}
+    flattened = {group: ",".join(axes) for axes, group in flattened_groups(device_mesh).items()}
+    return flattened | {str(device_mesh.get_group(axis).group_name): name for axis, name in enumerate(names)}
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While entered, counts collectives; those that DTensor runs by itself too."""
+    """Counts collectives while it is entered."""
 
     def __init__(self, axes: Mapping[str, str], phase: Callable[[], Phase]) -> None:
-        """Count by the axes that process groups belong to, and by what ``phase`` says at the time of a call."""
+        """Take process group -> axis, and the function that returns the phase at the time of a call."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = Counter()
         self._axes = axes
@@ -62,10 +62,10 @@ class CollectiveCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor takes the call apart, and calls again with local tensors: only those show what it communicates.
+            # DTensor dispatches again with local tensors, and only those calls are collectives.
             return NotImplemented
         if is_communication(func):
             kind, nbytes, group = collective_of(func, args)
             axis = self._axes.get(group, UNKNOWN_AXIS)
-            self.counts[Row(phase=self._phase(), kind=kind, axis=axis, bytes=nbytes)] += 1
+            self.counts[CollectiveKey(phase=self._phase(), kind=kind, axis=axis, bytes=nbytes)] += 1
         return func(*args, **(kwargs or {}))

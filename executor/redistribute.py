@@ -1,4 +1,4 @@
-"""Redistribution as it is run: the steps of ``cost_model.redistribute`` on this rank's piece, forward and backward."""
+"""Redistribution of tensors on a device mesh, forward and backward, along the paths of ``cost_model.redistribute``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec, sharded_dim
 from cost_model.redistribute import NoPathError, RedistributionPlanner, RedistributionStep
 from executor import torch_internals
-from executor.resolve.token_order import SequenceOrder
+from executor.resolve.token_order import ZigzagPermutation
 from executor.torch_internals import local_of, make_dtensor, run_function, waited
 from planner.plan.sharding_plan import ShardingPlan
 
 
 def conjugate(layout: Layout) -> Layout:
-    """Return the layout that a gradient has where nothing else is said: S -> S, R -> R, P -> R."""
+    """Return the layout of the gradient of a tensor in ``layout``, by default: S -> S, R -> R, P -> R."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in layout)
 
 
@@ -36,37 +36,44 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def stride_as(local: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a whole tensor of ``shape`` whose dims lie in memory as those of its piece ``local``.
+    """Return the strides of a dense global tensor of ``shape`` with the order of dims in memory of ``local``.
 
-    Fused attention leaves heads next to each other, as the module around it wants them: to make its piece contiguous
-    would be a copy, and the module would copy it back. Where the piece does not tell, as with one head on a rank, dims
-    lie as those of ``like``.
+    Fused attention returns heads adjacent in memory, as the surrounding module needs them. To make the local tensor
+    contiguous would be a copy, which the module would undo by another one.
+
+    Args:
+        local: local tensor of the global one.
+        shape: of the global tensor.
+        like: decides the order of dims of equal stride, as with one head on a rank.
     """
     order = sorted(range(local.dim()), key=lambda dim: (local.stride(dim), like.stride(dim)), reverse=True)
-    lying = contiguous_stride([shape[dim] for dim in order])
-    return tuple(lying[order.index(dim)] for dim in range(local.dim()))
+    strides = contiguous_stride([shape[dim] for dim in order])
+    return tuple(strides[order.index(dim)] for dim in range(local.dim()))
 
 
-def _in_own_memory(piece: torch.Tensor) -> torch.Tensor:
-    """Return ``piece``, contiguous; a slice is copied, as the view of it would keep all that it was cut from."""
-    piece = piece.contiguous()
-    return piece.clone() if piece.untyped_storage().nbytes() > piece.nbytes else piece
+def _in_own_storage(local: torch.Tensor) -> torch.Tensor:
+    """Return ``local``, contiguous and in a storage of its size: a slice would keep the whole tensor alive."""
+    local = local.contiguous()
+    return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
 
 class Redistributor:
-    """Takes tensors from one layout to another on one device mesh, along the paths that the planner prices."""
+    """Redistributes tensors on one device mesh, along the paths that the planner prices."""
 
     def __init__(
         self,
         device_mesh: DeviceMesh,
         cluster: ClusterSpec,
         mesh_spec: MeshSpec,
-        order: SequenceOrder | None = None,
+        zigzag: ZigzagPermutation | None = None,
     ) -> None:
-        """Choose paths by what they cost on ``mesh_spec`` of ``cluster``, and run them on ``device_mesh``.
+        """Take a mesh.
 
         Args:
-            order: that sequences are in; None: their own.
+            device_mesh: that redistributions run on.
+            cluster: whose prices choose their paths.
+            mesh_spec: ``device_mesh`` as the planner prices it.
+            zigzag: permutation of sequences' tokens; None where they are in natural order.
         """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
@@ -74,17 +81,17 @@ class Redistributor:
             return moving_time_s(kind, nbytes, groups[axis], cluster)
 
         self.device_mesh = device_mesh
-        self.order = order
+        self.zigzag = zigzag
         self._mesh_shape = mesh_spec.shape
         self._coordinate = device_mesh.get_coordinate() or [0] * len(mesh_spec.shape)
         self._paths = RedistributionPlanner(mesh_spec.shape, price_step)
 
     @classmethod
-    def of_plan(cls, device_mesh: DeviceMesh, plan: ShardingPlan) -> Redistributor:
-        """Return the redistributor for ``plan``; one written by hand, without a cluster, is priced on toy devices."""
-        described = dict(plan.cluster)
-        cluster = ClusterSpec.from_dict(described) if described else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
-        return cls(device_mesh, cluster, plan.mesh.spec, SequenceOrder.of_plan(plan))
+    def from_plan(cls, device_mesh: DeviceMesh, plan: ShardingPlan) -> Redistributor:
+        """Return the redistributor of ``plan``; one written by hand, without a cluster, is priced on toy devices."""
+        fields = dict(plan.cluster)
+        cluster = ClusterSpec.from_dict(fields) if fields else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
+        return cls(device_mesh, cluster, plan.mesh.spec, ZigzagPermutation.from_plan(plan))
 
     @property
     def replicated(self) -> Layout:
@@ -106,15 +113,16 @@ class Redistributor:
         return waited(torch_internals.all_reduce(local, reduce_op, self.device_mesh.get_group(axis)))
 
     def as_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Return ``tensor`` itself, or a plain one as replicated."""
+        """Return ``tensor``; a plain one as a replicated DTensor."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
 
     def labels(self, labels: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return this rank's piece of labels [rows] in ``layout``, in the order that sequences are in."""
-        given = self.as_dtensor(labels)
-        return local_of(self.to_layout(given if self.order is None else self.order.labels(given), layout))
+        """Return the local tensor of labels [rows] in ``layout``, in the token order of the plan."""
+        dtensor = self.as_dtensor(labels)
+        ordered = dtensor if self.zigzag is None else self.zigzag.labels_to_zigzag(dtensor)
+        return local_of(self.to_layout(ordered, layout))
 
     def to_layout(self, tensor: DTensor, target: Layout) -> DTensor:
         """Return ``tensor`` in ``target``, outside autograd.
@@ -124,41 +132,42 @@ class Redistributor:
         """
         return tensor if tuple(tensor.placements) == target else self.start(tensor, target)()
 
-    def again(self, tensor: DTensor, target: Layout) -> Callable[[], torch.Tensor]:
-        """Return what brings ``tensor``, as it is now, to ``target`` whenever it is called: the local piece."""
-        kept = cast(DTensor, tensor.detach())
-        return lambda: local_of(self.to_layout(kept, target))
+    def deferred(self, tensor: DTensor, target: Layout) -> Callable[[], torch.Tensor]:
+        """Return a function that redistributes ``tensor`` to ``target`` and returns the local tensor."""
+        detached = cast(DTensor, tensor.detach())
+        return lambda: local_of(self.to_layout(detached, target))
 
     def start(self, tensor: DTensor, target: Layout) -> Callable[[], DTensor]:
-        """Start to bring ``tensor`` to ``target``, outside autograd; the result is waited for when it is called for."""
+        """Start to redistribute ``tensor`` to ``target``, outside autograd; return a function that waits for it."""
         shape = tuple(tensor.shape)
-        local = self._walk(local_of(tensor), shape, tuple(tensor.placements), target)
+        local = self._run_steps(local_of(tensor), shape, tuple(tensor.placements), target)
 
         def finish() -> DTensor:
-            piece = _in_own_memory(waited(local))
-            return make_dtensor(piece, self.device_mesh, target, shape, contiguous_stride(shape))
+            arrived = _in_own_storage(waited(local))
+            return make_dtensor(arrived, self.device_mesh, target, shape, contiguous_stride(shape))
 
         return finish
 
-    def _walk(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
-        """Return the piece after all steps; what the last one brings may be still on its way."""
-        start, reached = self._without_axes_of_one(source), self._without_axes_of_one(target)
-        # A gradient that the plan has as partial may arrive reduced, for instance as zeros: there is no step R -> P.
+    def _run_steps(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
+        """Return the local tensor after all steps; the collective of the last one may still be running."""
+        start, end = self._replicated_on_single_ranks(source), self._replicated_on_single_ranks(target)
+        # A gradient that the plan has as partial may come reduced, for instance as zeros. There is no step R -> P:
+        # one rank keeps the values, and the others have zeros.
         reduced = tuple(
-            Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, reached, strict=True)
+            Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, end, strict=True)
         )
         for step in self._paths.path(shape, local.element_size(), start, reduced).steps:
-            local = self._step(waited(local), step)
-        for axis, (a, b) in enumerate(zip(reduced, reached, strict=True)):
+            local = self._run_step(waited(local), step)
+        for axis, (a, b) in enumerate(zip(reduced, end, strict=True)):
             if a != b and self._coordinate[axis] != 0:
                 local = torch.zeros_like(local)
         return local
 
-    def _without_axes_of_one(self, layout: Layout) -> Layout:
+    def _replicated_on_single_ranks(self, layout: Layout) -> Layout:
         # On an axis of one rank all placements are the same.
         return tuple(Replicate() if n == 1 else place for place, n in zip(layout, self._mesh_shape, strict=True))
 
-    def _step(self, local: torch.Tensor, step: RedistributionStep) -> torch.Tensor:
+    def _run_step(self, local: torch.Tensor, step: RedistributionStep) -> torch.Tensor:
         before, after = step.before[step.axis], step.after[step.axis]
         size, index = self._mesh_shape[step.axis], self._coordinate[step.axis]
         origin, target = sharded_dim(before), sharded_dim(after)
@@ -173,7 +182,7 @@ class Redistributor:
         if step.kind == "all_to_all":
             assert origin is not None
             assert target is not None
-            # No name for what is sent: it would be there until what has arrived is put together.
+            # The sent tensor gets no name, so that it is freed before the received pieces are concatenated.
             arrived = torch_internals.all_to_all(torch.stack(local.chunk(size, target)), group)
             return torch.cat(arrived.unbind(), origin)
         reduce_op = getattr(before, "reduce_op", "sum")
@@ -187,31 +196,33 @@ class Redistributor:
         return waited(local) / size if average else local
 
     def redistribute(self, tensor: torch.Tensor, layout: Layout, source_grad: Layout | None = None) -> DTensor:
-        """Return ``tensor`` in ``layout``, and take its gradient back to ``source_grad``, whatever layout it comes in.
+        """Return ``tensor`` in ``layout``; the backward redistributes its gradient, in any layout, to ``source_grad``.
 
         Args:
             tensor: a plain one counts as replicated.
-            layout: may be the tensor's own: then only the gradient is redistributed.
-            source_grad: layout in which the gradient is handed on; None is the conjugate of the tensor's layout.
+            layout: of the result. Where it is the tensor's own, only the gradient is redistributed.
+            source_grad: layout of the gradient that goes back to ``tensor``; None is the conjugate of its layout.
 
         Raises:
             NoPathError: a split would be uneven.
         """
         source = self.as_dtensor(tensor)
-        back = conjugate(tuple(source.placements)) if source_grad is None else source_grad
+        grad_layout = conjugate(tuple(source.placements)) if source_grad is None else source_grad
         if not (source.requires_grad and torch.is_grad_enabled()):
             return self.to_layout(source, layout)
-        result: DTensor = run_function(_Redistribute, source, self, layout, back)
+        result: DTensor = run_function(_Redistribute, source, self, layout, grad_layout)
         return result
 
 
 class _Redistribute(torch.autograd.Function):
-    """Keeps layouts, and no tensor, for the backward pass."""
+    """Saves layouts, and no tensor, for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, redistributor: Redistributor, layout: Layout, back: Layout) -> DTensor:
+    def forward(
+        ctx: Any, tensor: DTensor, redistributor: Redistributor, layout: Layout, grad_layout: Layout
+    ) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.redistributor, ctx.back = redistributor, back
+        ctx.redistributor, ctx.grad_layout = redistributor, grad_layout
         changed = redistributor.to_layout(tensor, layout)
         if changed is not tensor:
             return changed
@@ -223,7 +234,7 @@ class _Redistribute(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None
         redistributor: Redistributor = ctx.redistributor
-        return redistributor.to_layout(redistributor.as_dtensor(gradient), ctx.back), None, None, None
+        return redistributor.to_layout(redistributor.as_dtensor(gradient), ctx.grad_layout), None, None, None
 
 
 __all__ = ["NoPathError", "Redistributor", "conjugate", "contiguous_stride", "stride_as"]

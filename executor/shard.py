@@ -1,4 +1,4 @@
-"""``shard_module``: a plain module, in place, becomes one that runs as its plan says."""
+"""``shard_module``: changes a plain module in place, so that it runs as a plan says."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from executor.ops.experts import replace_experts
 from executor.ops.fused import replace_chains
 from executor.ops.joined_linears import JoinedLinears
 from executor.redistribute import Redistributor
-from executor.resolve.checks import check_plan
-from executor.resolve.fsdp_groups import gather_groups, members_of, unfinished_gradients, uses_outside
-from executor.resolve.parameter_uses import compute_dtype, parameter_uses, reduce_dtype
 from executor.resolve.place_parameters import place_parameters
+from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
-from executor.resolve.token_order import attach_order
-from executor.runtime.boundary_hooks import attach_boundaries
+from executor.resolve.token_order import attach_token_order
+from executor.runtime.boundary_hooks import attach_ports
 from executor.runtime.checkpointing import checkpoint_blocks
-from executor.runtime.fully_sharded import gather_together
+from executor.runtime.fully_sharded import apply_fsdp_groups
 from executor.runtime.grad_reduction import GradientReduction
-from executor.runtime.local_outputs import apply_local_outputs
-from executor.runtime.parameter_views import PresentedParameters, materialize_parameters
-from executor.runtime.run_context import PhaseClock, RunContexts
+from executor.runtime.local_outputs import attach_local_outputs
+from executor.runtime.parameter_views import ComputeDtypeParameters, attach_compute_layouts
+from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.model_rewrites.mla import concatenate_mla_keys
@@ -41,81 +39,83 @@ def shard_module(
     sharders: Mapping[str, Sharder] | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Return ``module``, which from now on runs on ``device_mesh`` as ``plan`` says; a training loop stays as it was.
+    """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; a training loop stays as it was.
 
-    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the
-    global batch, and in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of
-    each micro-batch by ``1 / plan.micro_batches``. A plan for prefill or decoding is run under ``torch.no_grad``, with
-    transformers' ``DynamicCache`` where there is one: its keys and values are DTensors, in pieces as attention is.
+    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch, and
+    are in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of each
+    micro-batch by ``1 / plan.micro_batches``. Run a plan for prefill or decoding under ``torch.no_grad``, with
+    transformers' ``DynamicCache`` where the model takes one: its keys and values are DTensors, sharded as attention is.
 
     Args:
-        module: plain, on the mesh's device or on meta; changed in place.
-        device_mesh: of the ranks that all call this.
+        module: plain, on the mesh's device or on meta.
+        device_mesh: mesh of the ranks that all call this.
         plan: for this module and this mesh.
         sharders: by the names that the plan uses.
-        src_data_rank: the rank whose parameter values count; None takes each rank's own, without communication.
+        src_data_rank: the rank, counted along each axis, whose parameter values are used; None uses each rank's own,
+            without communication.
 
     Raises:
-        PlanError: plan, module and mesh do not fit together, or the plan's kernel of attention cannot be had; nothing
-            has been touched.
+        PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
+            Sharder returned no module. The module has not been changed, except by a Sharder.
     """
-    return _shard(module, device_mesh, plan, PhaseClock(), sharders=sharders, src_data_rank=src_data_rank)
+    resolved = resolve_plan(module, device_mesh, plan, sharders)
+    return _shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank)
 
 
-def shard_with_clock(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, clock: PhaseClock) -> nn.Module:
-    """Do as ``shard_module`` does to a module on meta, which runs there, and tell ``clock`` of each phase that runs."""
-    return _shard(module, device_mesh, plan, clock, sharders=None, src_data_rank=None, without_memory=True)
+def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:
+    """Do what ``shard_module`` does with a module on meta, which also runs there; ``phases`` is told of each phase."""
+    return _shard(module, resolve_plan(module, device_mesh, plan), phases, src_data_rank=None, on_meta=True)
 
 
 def _shard(
     module: nn.Module,
-    device_mesh: DeviceMesh,
-    plan: ShardingPlan,
-    clock: PhaseClock,
+    resolved: ResolvedPlan,
+    phases: PhaseTracker,
     *,
-    sharders: Mapping[str, Sharder] | None,
     src_data_rank: int | None,
-    without_memory: bool = False,
+    on_meta: bool = False,
 ) -> nn.Module:
-    check_plan(module, device_mesh, plan, sharders)
-    use_kernel(plan.job.attention_kernel, device_mesh.device_type)
-    groups = gather_groups(module, plan)
-    # Nothing is trained in inference: no wider copy is kept.
-    resting = None if plan.job.phase == "training" else compute_dtype(plan)
-    place_parameters(module, device_mesh, plan, src_data_rank=src_data_rank, dtype=resting)
-    together = members_of(groups)
-    uses = uses_outside(groups, parameter_uses(module, plan))
-    # Keys are for the module as it was: what a Sharder makes is its own affair.
-    opaque = apply_sharders(module, plan, sharders or {})
-    redistributor = Redistributor.of_plan(device_mesh, plan)
+    plan, job = resolved.plan, resolved.plan.job
+    use_kernel(job.attention_kernel, resolved.device_mesh.device_type)
+    replacements = apply_sharders(module, resolved.sharders)
+    # Inference updates no parameter, so it needs no copy in a wider dtype.
+    stored_dtype = None if job.phase == "training" else resolved.compute_dtype
+    place_parameters(resolved, src_data_rank=src_data_rank, dtype=stored_dtype)
+
+    redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
-    linear = JoinedLinears() if plan.job.fused else None
-    presented = PresentedParameters(uses, compute_dtype(plan))
+    linear = JoinedLinears() if job.fused else None
+    outside_fsdp = resolved.parameters_outside_fsdp()
+    cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
     contexts = RunContexts(
-        clock=clock,
+        phases=phases,
         shared=shared,
         own_ops=lambda: OwnOps(redistributor, linear),
-        presented_parameters=presented.presented,
-        device_type=device_mesh.device_type,
+        cast_parameters=cast_parameters.cast,
+        device_type=resolved.device_mesh.device_type,
     )
+
     replace_experts(module, redistributor)
-    if plan.job.fused:
-        replace_chains(module, redistributor, opaque=opaque)
+    if job.fused:
+        replace_chains(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
-    attach_order(module, plan, redistributor.order)
-    attach_boundaries(module, plan, shared, opaque=opaque)
-    apply_local_outputs(module, plan, opaque=opaque)
-    # From the inside out: a recomputed block gathers its own parameters again.
+    attach_token_order(module, resolved.boundaries, redistributor.zigzag)
+    attach_ports(module, resolved.boundaries, shared)
+    attach_local_outputs(module, resolved.boundaries)
+    # Wrappers of forwards, innermost first: a recomputed block redistributes its own parameters again.
     region = CheckpointedRegion()
-    materialize_parameters(uses, redistributor, region)
-    checkpoint_blocks(module, plan, contexts, presented, region)
+    attach_compute_layouts(outside_fsdp, redistributor, resolved.reduce_dtype, region)
+    checkpoint_blocks(module, resolved.checkpointing, contexts, cast_parameters, region)
+
     reduction = GradientReduction(
-        redistributor, micro_batches=plan.micro_batches, dtype=reduce_dtype(plan), clock=clock
+        redistributor, micro_batches=plan.micro_batches, dtype=resolved.reduce_dtype, phases=phases
     )
-    alone = [parameter for parameter in module.parameters() if parameter not in together]
+    in_fsdp = [item for group in resolved.fsdp_groups for item in group.parameters]
+    fsdp_parameters = {item.parameter for item in in_fsdp}
     reduction.attach(
-        [parameter for parameter in alone if isinstance(parameter, DTensor)], unfinished=unfinished_gradients(groups)
+        [p for p in module.parameters() if isinstance(p, DTensor) and p not in fsdp_parameters],
+        reduce_scattered={item.parameter: item.accumulated for item in in_fsdp if item.accumulated != item.stored},
     )
-    gather_together(module, groups, device_mesh, plan, shared, reduction, clock, without_memory=without_memory)
+    apply_fsdp_groups(module, resolved, shared, reduction, phases, on_meta=on_meta)
     contexts.attach(module)
     return module

@@ -212,14 +212,14 @@ def adopt_parameters(module: FSDPModule) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
+class CollectiveContexts:
     """Contexts in which a module's collectives run."""
 
     all_gather: Callable[[], AbstractContextManager[None]] = nullcontext
     reduce_scatter: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def gather_on_meta(module: FSDPModule, within: Within) -> None:
+def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
     """Have ``module`` run with parameters on meta, which torch refuses, and put all its buffers there as well."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -233,12 +233,12 @@ def gather_on_meta(module: FSDPModule, within: Within) -> None:
 
     class AllGather(OnMeta, DefaultAllGather):
         def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-            with within.all_gather():
+            with contexts.all_gather():
                 return super().__call__(*args, **kwargs)
 
     class ReduceScatter(OnMeta, DefaultReduceScatter):
         def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
-            with within.reduce_scatter():
+            with contexts.reduce_scatter():
                 return super().__call__(*args, **kwargs)
 
     module.set_custom_all_gather(AllGather())
@@ -266,13 +266,13 @@ def forget_gradients(module: FSDPModule) -> None:
                 held._unsharded_param.grad = None
 
 
-def broke_off_backward(root: FSDPModule) -> bool:
+def backward_was_interrupted(root: FSDPModule) -> bool:
     """Tell whether the last backward of ``root`` ended in an exception."""
     context = root._get_fsdp_state()._state_ctx
     return bool(context.post_backward_final_callback_queued) and current_backward_pass() == -1
 
 
-def broke_off(root: FSDPModule) -> bool:
+def was_interrupted(root: FSDPModule) -> bool:
     """Tell whether the last forward of ``root``, or a backward, ended in an exception."""
     context = root._get_fsdp_state()._state_ctx
     unfinished = context.iter_forward_root is not None or context.post_backward_final_callback_queued

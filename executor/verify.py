@@ -1,4 +1,4 @@
-"""``verify``: does a plan run the collectives that it says, no more and no fewer? Without a GPU and without values."""
+"""``verify``: the collectives that a plan really runs, compared with its estimate, without a GPU and without values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.collective_counter import CollectiveCounter, Counts, Row, axes_by_group
+from executor.collective_counter import CollectiveCounter, CollectiveKey, Counts, axes_by_group
 from executor.redistribute import conjugate
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
-from executor.runtime.run_context import PhaseClock
-from executor.shard import shard_with_clock
+from executor.runtime.run_context import PhaseTracker
+from executor.shard import shard_on_meta
 from executor.torch_internals import fake_process_group, local_of, make_dtensor
 from planner.errors import PlanError
 from planner.model_rewrites.cache_argument import cache_argument
@@ -30,13 +30,13 @@ from planner.model_rewrites.eager_masks import unpacked_sequences
 from planner.plan.estimate import ONCE_A_STEP
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
-_RUN_AT_MOST = 2
-"""Micro-batches that are run: from the second on they are alike."""
+_MAX_MICRO_BATCHES = 2
+"""Micro-batches that are run: the third and later ones run the collectives of the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCount:
-    """A row of a report: ``count`` calls per step that agree in everything else; ``bytes`` is of one call."""
+    """``count`` calls per step that agree in everything else; ``bytes`` is of one call."""
 
     phase: str
     kind: str
@@ -47,7 +47,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Collectives of which the plan expects another number than ran."""
+    """Collectives whose number in a step differs between the plan and the run."""
 
     phase: str
     kind: str
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What a plan says that a step runs, what ran, and where the two differ."""
+    """The collectives that a plan expects of a step, those that ran, and the differences."""
 
     expected: tuple[CollectiveCount, ...]
     observed: tuple[CollectiveCount, ...]
@@ -67,7 +67,7 @@ class VerifyReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether there are no differences."""
         return not self.differences
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,17 +82,18 @@ class VerifyReport:
 def verify(
     module: nn.Module, plan: ShardingPlan, example_inputs: Any, micro_batches: int | None = None
 ) -> VerifyReport:
-    """Return how the collectives of one step under ``plan`` compare with the plan's estimate.
+    """Return the comparison of the collectives of one step under ``plan`` with the plan's estimate.
 
-    One step is every micro-batch's forward and backward and the reduction of gradients, on meta tensors; the optimizer
-    is not run. In prefill it is the forward, in decoding the forward of one token behind as many as the job says, which
-    ran through the model before, uncounted. ``module`` itself is neither changed nor read.
+    A training step is every micro-batch's forward and backward and the reduction of gradients, on meta tensors, without
+    the optimizer. In prefill it is one forward. In decoding it is the forward of one token, with a cache of as many
+    tokens as the job says; the forward that fills the cache is not counted. A copy of ``module`` runs; ``module`` is
+    not changed.
 
     Args:
         module: that the plan is for, plain, on any device.
         plan: with an estimate.
         example_inputs: a tuple of positional or a dict of keyword arguments; tensors have the shapes of one global
-            micro-batch, and no more is read of them than shape and dtype.
+            micro-batch, and only their shapes and dtypes are read.
         micro_batches: of a step; None is the plan's number.
 
     Raises:
@@ -103,55 +104,57 @@ def verify(
         raise PlanError("The plan has no estimate to verify.", what_to_do="Price it first: shardplan estimate.")
     expected: Counts = Counter()
     for item in plan.estimate.collectives:
-        expected[Row(phase=item.phase, kind=item.kind, axis=item.axis, bytes=item.bytes)] += item.count
+        expected[CollectiveKey(phase=item.phase, kind=item.kind, axis=item.axis, bytes=item.bytes)] += item.count
     return compare(expected, observed_collectives(module, plan, example_inputs, micro_batches))
 
 
 def compare(expected: Counts, observed: Counts) -> VerifyReport:
-    """Return the report on two countings."""
-    rows = sorted({row for row in (*expected, *observed) if expected[row] != observed[row]})
+    """Return the report on two counts."""
+    keys = sorted({key for key in (*expected, *observed) if expected[key] != observed[key]})
     return VerifyReport(
-        expected=_listed(expected),
-        observed=_listed(observed),
+        expected=_sorted_counts(expected),
+        observed=_sorted_counts(observed),
         differences=tuple(
-            Difference(**dataclasses.asdict(row), expected=expected[row], observed=observed[row]) for row in rows
+            Difference(**dataclasses.asdict(key), expected=expected[key], observed=observed[key]) for key in keys
         ),
     )
 
 
-def _listed(counts: Counts) -> tuple[CollectiveCount, ...]:
-    return tuple(CollectiveCount(**dataclasses.asdict(row), count=counts[row]) for row in sorted(+counts))
+def _sorted_counts(counts: Counts) -> tuple[CollectiveCount, ...]:
+    return tuple(CollectiveCount(**dataclasses.asdict(key), count=counts[key]) for key in sorted(+counts))
 
 
 def observed_collectives(
     module: nn.Module, plan: ShardingPlan, example_inputs: Any, micro_batches: int | None = None
 ) -> Counts:
     """Return the collectives of one step, run on rank 0 of fake processes; arguments as for ``verify``."""
-    wanted = plan.micro_batches if micro_batches is None else micro_batches
-    run = min(wanted, _RUN_AT_MOST)
-    clock = PhaseClock()
+    in_step = plan.micro_batches if micro_batches is None else micro_batches
+    run = min(in_step, _MAX_MICRO_BATCHES)
+    phases = PhaseTracker()
     with ExitStack() as stack:
-        stack.enter_context(_ranks(plan.mesh.size))
+        stack.enter_context(_process_group(plan.mesh.size))
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
-        shown = dataclasses.replace(plan, micro_batches=run)
-        model = shard_with_clock(_meta_copy(module, plan.job.phase), device_mesh, shown, clock)
+        shortened = dataclasses.replace(plan, micro_batches=run)
+        model = shard_on_meta(_meta_copy(module, plan.job.phase), device_mesh, shortened, phases)
         batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
         if plan.job.phase == "decode":
-            batch = _behind_a_prompt(model, batch, plan.job.seq or 0)
-        passes = [_run_once(model, batch, plan, device_mesh, clock) for _ in range(run)]
+            batch = _decoding_batch(model, batch, plan.job.seq or 0)
+        passes = [_run_micro_batch(model, batch, plan, device_mesh, phases) for _ in range(run)]
     total: Counts = Counter()
     for index, counts in enumerate(passes):
-        # The second stands for all that follow it; some gathers run in the first alone, reductions after the last.
-        times = wanted - 1 if index == 1 else 1
-        for row, count in counts.items():
-            total[row] += count if row.phase in ONCE_A_STEP else count * times
+        # The second pass stands for all later ones, except in phases that run once a step.
+        times = in_step - 1 if index == 1 else 1
+        for key, count in counts.items():
+            total[key] += count if key.phase in ONCE_A_STEP else count * times
     return total
 
 
-def _run_once(model: nn.Module, batch: Any, plan: ShardingPlan, device_mesh: DeviceMesh, clock: PhaseClock) -> Counts:
+def _run_micro_batch(
+    model: nn.Module, batch: Any, plan: ShardingPlan, device_mesh: DeviceMesh, phases: PhaseTracker
+) -> Counts:
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    counter = CollectiveCounter(axes_by_group(device_mesh), lambda: clock.phase)
+    counter = CollectiveCounter(axes_by_group(device_mesh), lambda: phases.phase)
     with counter:
         if plan.job.training:
             loss = _loss(model(*args, **kwargs))
@@ -162,8 +165,8 @@ def _run_once(model: nn.Module, batch: Any, plan: ShardingPlan, device_mesh: Dev
     return counter.counts
 
 
-def _behind_a_prompt(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
-    """Return the arguments of a decoding step, with a cache of ``tokens`` of each sequence.
+def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
+    """Return the arguments of a decoding step, with a cache of ``tokens`` tokens of each sequence.
 
     Args:
         model: sharded, with a key-value cache as transformers has them.
@@ -174,10 +177,10 @@ def _behind_a_prompt(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any
     cache = cache_argument(model)
     if cache is None:
         raise PlanError(f"{type(model).__name__} takes no cache.", what_to_do="Verify the plan of its prefill.")
-    given = {**batch, "use_cache": True}
-    prompt = {**given, "input_ids": batch["input_ids"].expand(-1, tokens)}
+    arguments = {**batch, "use_cache": True}
+    prompt = {**arguments, "input_ids": batch["input_ids"].expand(-1, tokens)}
     with torch.no_grad():
-        return {**given, cache: getattr(model(**prompt), cache) if tokens else None}
+        return {**arguments, cache: getattr(model(**prompt), cache) if tokens else None}
 
 
 def _ones_like(loss: torch.Tensor) -> torch.Tensor:
@@ -188,7 +191,7 @@ def _ones_like(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """Return the loss among what a module returned, or its first result."""
+    """Return the loss in the output of a module, or its first tensor."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if loss is None:
         loss = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
@@ -197,11 +200,11 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _ranks(size: int) -> Iterator[None]:
-    """Within it there is a process group of ``size`` ranks; one that is initialised already must have that size.
+def _process_group(size: int) -> Iterator[None]:
+    """Within it a fake process group of ``size`` ranks is initialised: a new one, unless there is one already.
 
     Raises:
-        PlanError: it has another.
+        PlanError: the one there is has another size, or is not fake.
     """
     with ExitStack() as stack:
         if not dist.is_initialized():
@@ -216,15 +219,15 @@ def _ranks(size: int) -> Iterator[None]:
 
 
 def _meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
-    """Return a copy with parameters and buffers on meta, as it runs in ``phase``; ties stay tied."""
+    """Return a copy with parameters and buffers on meta, in the mode of ``phase``; ties stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    found: nn.Module = copy.deepcopy(module, memo)
-    return found if phase == "training" else found.eval()
+    copied: nn.Module = copy.deepcopy(module, memo)
+    return copied if phase == "training" else copied.eval()
 
 
 def _meta_inputs(example_inputs: Any) -> Any:

@@ -41,7 +41,7 @@ def attention(
     layout = tuple(inputs[0].placements)
     if any(tensor.dim() != 4 or tuple(tensor.placements) != layout for tensor in inputs):
         return NotImplemented
-    order = redistributor.order
+    order = redistributor.zigzag
     split = [axis for axis, place in enumerate(layout) if place == SEQUENCE and redistributor.axis_size(axis) > 1]
     if order is not None:
         order.check_attention(split if attn_mask is None else [])

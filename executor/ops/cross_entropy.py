@@ -52,7 +52,7 @@ def cross_entropy(
         and all(placement in (Replicate(), Shard(0), Shard(1)) for placement in layout)
     )
     if not covered:
-        if layout == redistributor.replicated and redistributor.order is None:
+        if layout == redistributor.replicated and redistributor.zigzag is None:
             return NotImplemented
         raise PlanLayoutError(
             f"cross_entropy got logits of shape {tuple(logits.shape)} in the layout "

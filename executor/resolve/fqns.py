@@ -1,27 +1,32 @@
-"""Names: of submodules, of a forward's arguments, and of places in nested arguments, as plans write them."""
+"""Modules, arguments and tensors by the names that a plan has for them."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
-
-def module_fqns(module: nn.Module, *, opaque: Collection[nn.Module] = ()) -> list[str]:
-    """Return every name of every submodule, "" for the root first; what is inside an ``opaque`` module has none."""
-    named = dict(module.named_modules(remove_duplicate=False))
-    hidden = [f"{fqn}." for fqn, submodule in named.items() if submodule in opaque]
-    return [fqn for fqn in named if not any(fqn.startswith(prefix) for prefix in hidden)]
+T = TypeVar("T")
 
 
-def parameter_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters of ``module.forward`` that may be passed by position."""
+def modules_at(root: nn.Module, by_fqn: Mapping[str, T]) -> Iterator[tuple[nn.Module, str, T]]:
+    """Yield (module, FQN, value) for each module that ``by_fqn`` names, once, under the first of its names."""
+    seen: set[nn.Module] = set()
+    for fqn, value in by_fqn.items():
+        module = root.get_submodule(fqn)
+        if module not in seen:
+            seen.add(module)
+            yield module, fqn, value
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of ``module.forward`` that can be passed by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, item in inspect.signature(module.forward).parameters.items() if item.kind in kinds]
+    return tuple(name for name, item in inspect.signature(module.forward).parameters.items() if item.kind in kinds)
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Return a pytree path as the plan writes it: keys, indices and attribute names joined by dots."""
+    """Return a pytree path as a plan writes it: keys, indices and attribute names joined by dots."""
     return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path)

@@ -1,4 +1,4 @@
-"""Sharders: ways to split a module that no table of layouts can say, as in ``torch.distributed._shard.sharder``."""
+"""Sharders: user code that shards a module where layouts cannot say how, as in ``torch.distributed._shard.sharder``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from torch import nn
 
 from planner.errors import PlanTypeError
-from planner.plan.patterns import resolve_keys
-from planner.plan.sharding_plan import ShardingPlan
 
 
 class Sharder(abc.ABC):
-    """Something that replaces a module by a sharded one.
+    """Replaces a module by a sharded one.
 
-    A plan names a Sharder (``plan={"ebc": "bags"}``), and the caller says which one that is:
+    A plan names a Sharder (``plan={"ebc": "bags"}``), and the caller passes it:
     ``shard_module(module, mesh, plan, sharders={"bags": BagSharder(mesh)})``. So a plan file stays data.
     """
 
@@ -24,37 +22,29 @@ class Sharder(abc.ABC):
         """Return the module that takes the place of ``module``; it may be ``module`` itself, changed."""
 
 
-def sharder_paths(module: nn.Module, plan: ShardingPlan) -> dict[str, str]:
-    """Return module FQN -> name of its Sharder, for every module that the plan gives to one.
+def apply_sharders(module: nn.Module, sharders: Mapping[str, Sharder]) -> frozenset[nn.Module]:
+    """Replace submodules of ``module`` in place, and return the replacements.
 
-    Raises:
-        PlanKeyError: a key matches no module, or two keys disagree.
-    """
-    entries = {key: value for key, value in plan.plan.items() if isinstance(value, str)}
-    names = [fqn for fqn, _ in module.named_modules(remove_duplicate=False)]
-    return resolve_keys(entries, names, field="plan", what="module")
+    A submodule that is registered under several names is replaced by one module under all of them.
 
-
-def apply_sharders(module: nn.Module, plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> frozenset[nn.Module]:
-    """Replace, in place, every submodule that the plan gives to a Sharder, and return what took their places.
-
-    ``check_plan`` must have passed, and ``place_parameters`` have run: afterwards keys could match what a Sharder put
-    into the tree. A submodule that is registered under several names stays one module under all of them.
+    Args:
+        module: the root.
+        sharders: FQN of a submodule -> the Sharder that replaces it.
 
     Raises:
         PlanTypeError: a Sharder returned something else than a module; nothing has been replaced.
     """
-    originals: dict[nn.Module, str] = {}
-    for fqn, name in sharder_paths(module, plan).items():
-        originals.setdefault(module.get_submodule(fqn), name)
     replacements: dict[nn.Module, nn.Module] = {}
-    for original, name in originals.items():
-        replacement = sharders[name].shard(original)
+    for fqn, sharder in sharders.items():
+        original = module.get_submodule(fqn)
+        if original in replacements:
+            continue
+        replacement = sharder.shard(original)
         if not isinstance(replacement, nn.Module):
             raise PlanTypeError(
-                f"Sharder {name!r} returned {type(replacement).__name__}, not a module.",
+                f"The Sharder {type(sharder).__name__} of {fqn!r} returned {type(replacement).__name__}, not a module.",
                 field="plan",
-                key=name,
+                key=fqn,
                 what_to_do="Return the sharded nn.Module from Sharder.shard().",
             )
         replacements[original] = replacement

@@ -1,4 +1,4 @@
-"""Tensors among a module's arguments and results, by the names that a plan has for them."""
+"""Arguments and results of a module, changed where a plan names them."""
 
 from __future__ import annotations
 
@@ -12,62 +12,68 @@ from executor.resolve.fqns import path_text
 
 T = TypeVar("T")
 
+Change = Callable[[Any, T, str], Any]
+"""Takes a leaf, the value that the plan has for it, and its name; returns what takes its place."""
 
-def changed_arguments(
-    wanted: Mapping[str, T],
-    names: Sequence[str],
-    change: Callable[[Any, T, str], Any],
+
+def change_arguments(
+    by_name: Mapping[str, T],
+    positional: Sequence[str],
+    change: Change[T],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's arguments with ``change(argument, what is wanted of it, its name)`` in place of some.
+    """Return the arguments of a call, with ``change`` applied to those in ``by_name``.
 
     Args:
-        wanted: by position or keyword, with dots into nested arguments; "" is the first.
-        names: of the arguments that may be passed by position.
+        by_name: position or keyword of an argument, with dots into nested ones, -> value; "" is the first argument.
+        positional: names of the arguments that can be passed by position.
+        change: applied to each named leaf.
+        args: of the call.
+        kwargs: of the call.
     """
     first = "0" if args else next(iter(kwargs), "0")
-    by_name = {name or first: item for name, item in wanted.items()}
+    values = {name or first: value for name, value in by_name.items()}
 
-    def found(path: tuple[Any, ...], leaf: Any) -> Any:
+    def change_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         head, *rest = (path_text((key,)) for key in path[1:])
         by_position = path[0] == pytree.SequenceKey(0)
         aliases = [head]
-        if by_position and int(head) < len(names):
-            aliases.append(names[int(head)])
-        elif not by_position and head in names:
-            aliases.append(str(names.index(head)))
+        if by_position and int(head) < len(positional):
+            aliases.append(positional[int(head)])
+        elif not by_position and head in positional:
+            aliases.append(str(positional.index(head)))
         for alias in aliases:
-            item = by_name.get(".".join((alias, *rest)))
-            if item is not None:
-                return change(leaf, item, alias)
+            value = values.get(".".join((alias, *rest)))
+            if value is not None:
+                return change(leaf, value, alias)
         return leaf
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(found, (args, kwargs))
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(change_leaf, (args, kwargs))
     return changed
 
 
-def changed_results(
-    wanted: Mapping[str, T], change: Callable[[Any, T, str], Any], output: Any
-) -> tuple[Any, frozenset[str]]:
-    """Return a module's results likewise, and which names were met.
+def change_results(by_name: Mapping[str, T], change: Change[T], output: Any) -> tuple[Any, frozenset[str]]:
+    """Return the output of a call with ``change`` applied to the results in ``by_name``, and the names that occur.
 
     Args:
-        wanted: by position or key, with dots into nested results; "" is the only tensor.
+        by_name: position or key of a result, with dots into nested ones, -> value; "" is the only tensor.
+        change: applied to each named leaf.
+        output: of the call.
     """
-    met: set[str] = set()
-    lone = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1
+    occurring: set[str] = set()
+    is_only_tensor = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1
 
-    def found(path: tuple[Any, ...], leaf: Any) -> Any:
+    def change_leaf(path: tuple[Any, ...], leaf: Any) -> Any:
         text = path_text(path)
-        # A lone tensor is also the first of a list.
-        spellings = [text] if text else ["", "0"]
-        if lone and isinstance(leaf, torch.Tensor):
-            spellings.append("")
-        for name in spellings:
-            if name in wanted:
-                met.add(name)
-                return change(leaf, wanted[name], name)
+        # A bare tensor is also result 0.
+        names = [text] if text else ["", "0"]
+        if is_only_tensor and isinstance(leaf, torch.Tensor):
+            names.append("")
+        for name in names:
+            if name in by_name:
+                occurring.add(name)
+                return change(leaf, by_name[name], name)
         return leaf
 
-    return pytree.tree_map_with_path(found, output), frozenset(met)
+    return pytree.tree_map_with_path(change_leaf, output), frozenset(occurring)

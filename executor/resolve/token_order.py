@@ -1,6 +1,6 @@
-"""Sequences in an even order (`token_order`): brought in order where the plan says, and back where a user wants.
+"""Zigzag token order: tokens are permuted where the plan says so, and back for the user.
 
-Ids and tables of positions are whole along their sequences on every rank, so that this is a copy and nothing is sent.
+Ids and tables of positions are replicated along the sequence on every rank, so the permutation is a local copy.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from cost_model.layouts.layout import sharded_dim
-from executor.resolve.fqns import module_fqns, parameter_names
-from executor.resolve.tensor_paths import changed_arguments, changed_results
+from executor.resolve.boundaries import Boundaries
+from executor.resolve.fqns import modules_at, positional_names
+from executor.resolve.tensor_paths import change_arguments, change_results
 from executor.torch_internals import local_of, make_dtensor
 from planner.errors import PlanKeyError, PlanLayoutError
-from planner.plan.ports import resolve_input_ports, resolve_output_ports
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.token_order import ZigzagOrder, zigzag_indices
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
 
 
-class SequenceOrder:
-    """The order of a plan's sequences on its mesh."""
+class ZigzagPermutation:
+    """The permutation of a sequence's tokens between their natural order and zigzag order."""
 
     def __init__(self, order: ZigzagOrder, plan: ShardingPlan) -> None:
-        """Take the order of ``plan``, whose axis the mesh has."""
+        """Take the order of ``plan``; the mesh of ``plan`` has its axis."""
         self.axis = plan.mesh.names.index(order.axis)
         self.length = order.length
         self._axis_name = order.axis
@@ -36,177 +36,172 @@ class SequenceOrder:
         self._indices = {indices.device: indices}
 
     @classmethod
-    def of_plan(cls, plan: ShardingPlan) -> SequenceOrder | None:
-        """Return the order of ``plan``, None where its sequences have their own."""
+    def from_plan(cls, plan: ShardingPlan) -> ZigzagPermutation | None:
+        """Return the permutation of ``plan``; None where sequences stay in their natural order."""
         return None if plan.even_order is None else cls(plan.even_order, plan)
 
-    def along(self, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
-        """Return ``tensor`` with the tokens along ``dim``, all of a sequence, in order.
+    def to_zigzag(self, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
+        """Return ``tensor`` with the tokens along ``dim`` in zigzag order.
 
         Args:
-            what: for messages.
+            tensor: in natural order; every rank has whole sequences.
+            dim: of the tokens.
+            what: name of the tensor in messages.
 
         Raises:
-            PlanLayoutError: this rank has not all of them.
+            PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
         """
-        self._check_whole(tensor, dim, what, "an even")
-        return _on_pieces(tensor, lambda local: local.index_select(dim, self._on(local)))
+        self._check_whole(tensor, dim, what, "zigzag")
+        return _on_local(tensor, lambda local: local.index_select(dim, self._indices_on(local)))
 
-    def back(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a tensor whose tokens along ``dim`` are in order, whole, with them in their own order.
+    def to_natural(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return ``tensor``, whose tokens along ``dim`` are in zigzag order, with them in natural order.
 
         Raises:
-            PlanLayoutError: this rank has not all of them.
+            PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
         """
-        self._check_whole(tensor, dim, "the tensor", "its own")
-        return _on_pieces(tensor, lambda local: local.index_select(dim, self._on(local).argsort()))
+        self._check_whole(tensor, dim, "the tensor", "natural")
+        return _on_local(tensor, lambda local: local.index_select(dim, self._indices_on(local).argsort()))
 
-    def labels(self, labels: DTensor) -> DTensor:
-        """Return labels [rows], sequence after sequence, with those of each sequence in order.
+    def labels_to_zigzag(self, labels: DTensor) -> DTensor:
+        """Return labels [samples * seq] with those of each sequence in zigzag order.
 
         Raises:
-            PlanLayoutError: sequences are split.
+            PlanLayoutError: the layout shards sequences.
         """
         if local_of(labels).shape[0] % self.length:
             raise PlanLayoutError(
-                f"a loss got {tuple(labels.shape)} labels in the layout {labels.placements}, in which sequences of "
-                f"{self.length} are split.",
+                f"a loss got {tuple(labels.shape)} labels in the layout {labels.placements}, which shards sequences of "
+                f"{self.length} tokens.",
                 field="even_order",
-                what_to_do="Split labels by samples alone.",
+                what_to_do="Shard labels by samples alone.",
             )
-        return _on_pieces(labels, lambda local: local.view(-1, self.length).index_select(1, self._on(local)).flatten())
+        return _on_local(
+            labels, lambda local: local.view(-1, self.length).index_select(1, self._indices_on(local)).flatten()
+        )
 
-    def check_attention(self, split: list[int]) -> None:
-        """Check that attention's sequence is split on the axis that the order is for.
+    def check_attention(self, sequence_axes: list[int]) -> None:
+        """Raise where attention's sequence is not sharded on the axis of this order alone.
+
+        Args:
+            sequence_axes: axes of the mesh that shard the sequence.
 
         Raises:
-            PlanLayoutError: it is not.
+            PlanLayoutError: they are other axes.
         """
-        if split != [self.axis]:
+        if sequence_axes != [self.axis]:
             raise PlanLayoutError(
-                f"sequences are in an even order over {self._axis_name}, and attention gets them split otherwise.",
+                f"sequences are in zigzag order over {self._axis_name}, but attention gets them in another layout.",
                 field="even_order",
-                what_to_do=f"Split all attention along the sequence on {self._axis_name}, without a mask; or plan "
+                what_to_do=f"Shard all attention along the sequence on {self._axis_name}, without a mask; or plan "
                 "without even_order.",
             )
 
     def _check_whole(self, tensor: torch.Tensor, dim: int, what: str, order: str) -> None:
-        whole = tensor.dim() > dim and tensor.shape[dim] == self.length
+        is_whole = tensor.dim() > dim and tensor.shape[dim] == self.length
         if isinstance(tensor, DTensor):
-            sizes = tensor.device_mesh.shape
-            whole = whole and not any(
+            axis_sizes = tensor.device_mesh.shape
+            is_whole = is_whole and not any(
                 sharded_dim(placement) == dim and size > 1
-                for placement, size in zip(tensor.placements, sizes, strict=True)
+                for placement, size in zip(tensor.placements, axis_sizes, strict=True)
             )
-        if not whole:
+        if not is_whole:
             raise PlanLayoutError(
-                f"{what}, of shape {tuple(tensor.shape)}, is to be brought into {order} order along dim {dim}, which "
-                f"is no whole sequence of {self.length} tokens.",
+                f"{what}, of shape {tuple(tensor.shape)}, cannot be brought into {order} order: its dim {dim} is no "
+                f"whole sequence of {self.length} tokens.",
                 field="even_order",
                 what_to_do="Feed sequences of the length that the plan was made for, whole on each rank.",
             )
 
-    def _on(self, local: torch.Tensor) -> torch.Tensor:
-        """Return which token is at each place, on the device of ``local``."""
+    def _indices_on(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the index of the token at each place in zigzag order, on the device of ``local``."""
         if local.device not in self._indices:
             self._indices[local.device] = self._indices[torch.device("cpu")].to(local.device)
         return self._indices[local.device]
 
 
-def _on_pieces(tensor: TensorT, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorT:
+def _on_local(tensor: TensorT, permute: Callable[[torch.Tensor], torch.Tensor]) -> TensorT:
+    """Return ``tensor`` with ``permute`` applied to its local tensor."""
     if not isinstance(tensor, DTensor):
-        return cast(TensorT, change(tensor))
+        return cast(TensorT, permute(tensor))
+    local = permute(local_of(tensor))
     layout = tuple(tensor.placements)
-    made = make_dtensor(change(local_of(tensor)), tensor.device_mesh, layout, tensor.shape, tensor.stride())
-    return cast(TensorT, made)
-
-
-def attach_order(module: nn.Module, plan: ShardingPlan, order: SequenceOrder | None) -> None:
-    """Hook every module at which ``plan`` brings sequences in order. Call it before other boundaries are hooked."""
-    if order is None:
-        return
-    inputs, outputs = order_places(module, plan)
-    for fqn, dims in inputs.items():
-        submodule = module.get_submodule(fqn)
-        names = tuple(parameter_names(submodule))
-        submodule.register_forward_pre_hook(_entering(fqn, dims, names, order), with_kwargs=True)
-    for fqn, dims in outputs.items():
-        module.get_submodule(fqn).register_forward_hook(_leaving(fqn, dims, order))
-
-
-def order_places(
-    module: nn.Module, plan: ShardingPlan
-) -> tuple[dict[str, Mapping[str, int]], dict[str, Mapping[str, int]]]:
-    """Return the modules at whose inputs, and at whose outputs, sequences are brought in order: tensor -> dim.
-
-    Raises:
-        PlanKeyError: a key that names no module.
-    """
-    order = plan.even_order
-    if order is None:
-        return {}, {}
-    names = module_fqns(module)
-    inputs: dict[str, Any] = resolve_input_ports(order.inputs, names, field="even_order")  # type: ignore[arg-type]
-    outputs: dict[str, Any] = resolve_output_ports(order.outputs, names, field="even_order")  # type: ignore[arg-type]
-    return inputs, outputs
+    return cast(TensorT, make_dtensor(local, tensor.device_mesh, layout, tensor.shape, tensor.stride()))
 
 
 def natural_order(tensor: torch.Tensor, plan: ShardingPlan, dim: int = 1) -> torch.Tensor:
-    """Return what a model returned under ``plan``, such as its logits, with tokens in their own order.
+    """Return what a model returned under ``plan``, such as its logits, with tokens in natural order.
 
     Args:
-        tensor: whole along ``dim``, as ``DTensor.full_tensor()`` is; as it is where the plan has no even order.
-        dim: that the tokens of a sequence lie on.
+        tensor: whole along ``dim``, as ``DTensor.full_tensor()`` is.
+        plan: where it has no zigzag order, the tensor is returned as it is.
+        dim: of the tokens.
 
     Raises:
-        PlanLayoutError: it is not of the plan's length there.
+        PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
     """
-    order = SequenceOrder.of_plan(plan)
-    return tensor if order is None else order.back(tensor, dim)
+    permutation = ZigzagPermutation.from_plan(plan)
+    return tensor if permutation is None else permutation.to_natural(tensor, dim)
 
 
-def _entering(
-    fqn: str, dims: Mapping[str, int], names: tuple[str, ...], order: SequenceOrder
+def attach_token_order(module: nn.Module, boundaries: Boundaries, permutation: ZigzagPermutation | None) -> None:
+    """Hook the modules at which tokens are brought into zigzag order. Call it before ports are hooked.
+
+    Args:
+        module: the root.
+        boundaries: resolved against it.
+        permutation: None where sequences stay in their natural order.
+    """
+    if permutation is None:
+        return
+    for submodule, fqn, dims in modules_at(module, boundaries.zigzag_inputs):
+        hook = _input_hook(fqn, dims, positional_names(submodule), permutation)
+        submodule.register_forward_pre_hook(hook, with_kwargs=True)
+    for submodule, fqn, dims in modules_at(module, boundaries.zigzag_outputs):
+        submodule.register_forward_hook(_output_hook(fqn, dims, permutation))
+
+
+def _input_hook(
+    fqn: str, dims: Mapping[str, int], positional: tuple[str, ...], permutation: ZigzagPermutation
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        change = _Changing(f"the input of {fqn or 'the root'}", order)
-        changed = changed_arguments(dims, names, change, args, kwargs)
-        change.check(dims)
+        permute = _Permute(f"the input of {fqn or 'the root'}", permutation)
+        changed = change_arguments(dims, positional, permute, args, kwargs)
+        permute.check_count(dims)
         return changed
 
     return hook
 
 
-def _leaving(fqn: str, dims: Mapping[str, int], order: SequenceOrder) -> Callable[..., Any]:
+def _output_hook(fqn: str, dims: Mapping[str, int], permutation: ZigzagPermutation) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        change = _Changing(f"the output of {fqn}", order)
-        changed, _ = changed_results(dims, change, output)
-        change.check(dims)
+        permute = _Permute(f"the output of {fqn}", permutation)
+        changed, _ = change_results(dims, permute, output)
+        permute.check_count(dims)
         return changed
 
     return hook
 
 
-class _Changing:
-    """Brings tensors of one boundary in order, and notes how many."""
+class _Permute:
+    """Brings the named tensors of one boundary into zigzag order, and counts them."""
 
-    def __init__(self, where: str, order: SequenceOrder) -> None:
-        self._where, self._order, self._changed = where, order, 0
+    def __init__(self, boundary: str, permutation: ZigzagPermutation) -> None:
+        self._boundary, self._permutation, self._count = boundary, permutation, 0
 
     def __call__(self, leaf: Any, dim: int, name: str) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        self._changed += 1
-        return self._order.along(leaf, dim, f"{name!r}, {self._where}")
+        self._count += 1
+        return self._permutation.to_zigzag(leaf, dim, f"{name!r}, {self._boundary}")
 
-    def check(self, dims: Mapping[str, int]) -> None:
-        """Check that all tensors were there that are to be brought in order."""
-        if self._changed != len(dims):
+    def check_count(self, dims: Mapping[str, int]) -> None:
+        """Raise ``PlanKeyError`` where not all tensors in ``dims`` occurred."""
+        if self._count != len(dims):
             raise PlanKeyError(
-                f"even_order names {', '.join(map(repr, dims))} of {self._where}, where {self._changed} of them were "
-                "found.",
+                f"even_order names {', '.join(map(repr, dims))} of {self._boundary}, which has {self._count} of them.",
                 field="even_order",
                 key=next(iter(dims), ""),
                 what_to_do="Name tensors by position (0, 1, ...) or by their key; call the model as it was planned.",

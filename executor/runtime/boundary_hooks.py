@@ -1,4 +1,4 @@
-"""Module boundaries: hooks that take what enters and leaves a module to the layouts of the plan's ports."""
+"""Hooks at module boundaries: arguments and results are redistributed to the layouts of the plan's ports."""
 
 from __future__ import annotations
 
@@ -12,59 +12,51 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from executor.resolve.fqns import module_fqns, parameter_names
-from executor.resolve.tensor_paths import changed_arguments, changed_results
-from executor.runtime.saved_tensor_recompute import save_no_copies
+from executor.resolve.boundaries import Boundaries
+from executor.resolve.fqns import modules_at, positional_names
+from executor.resolve.tensor_paths import change_arguments, change_results
+from executor.runtime.saved_tensor_recompute import recompute_copies
 from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.errors import PlanTypeError, UnmatchedKeyError
-from planner.plan.ports import ports_of, resolve_input_ports, resolve_output_ports
-from planner.plan.sharding_plan import Port, ShardingPlan
+from planner.plan.ports import Port
 
 
-def attach_boundaries(
-    module: nn.Module, plan: ShardingPlan, shared: SharedRedistributions, *, opaque: Collection[nn.Module] = ()
-) -> None:
-    """Hook every module that ``input_plan`` or ``output_plan`` gives ports to. ``check_plan`` must have passed.
+def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions) -> None:
+    """Hook the modules that have ports.
 
-    ``opaque`` are the modules that Sharders made: no key was meant for what is inside them.
+    Args:
+        module: the root; Sharders have replaced their modules.
+        boundaries: resolved against it.
+        shared: redistributes.
     """
-    names = module_fqns(module, opaque=opaque)
-    for fqn, spec in _once_each(module, resolve_input_ports(plan.input_plan, names)).items():
-        submodule = module.get_submodule(fqn)
-        names_of = tuple(parameter_names(submodule))
-        entry = _Entry(fqn=fqn, ports=dict(ports_of(spec)), names=names_of, shared=shared)
-        submodule.register_forward_pre_hook(entry, with_kwargs=True)
-        if any(port.regather for port in entry.ports.values()):
-            submodule.forward = RegatheringForward(submodule, shared)
-    for fqn, spec in _once_each(module, resolve_output_ports(plan.output_plan, names)).items():
-        leaving = _Exit(fqn=fqn, ports=dict(ports_of(spec)), shared=shared)
-        module.get_submodule(fqn).register_forward_hook(leaving)
+    for submodule, fqn, ports in modules_at(module, boundaries.inputs):
+        hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared)
+        submodule.register_forward_pre_hook(hook, with_kwargs=True)
+        if any(port.regather for port in ports.values()):
+            submodule.forward = ReallgatheringForward(submodule, shared)
+    for submodule, fqn, ports in modules_at(module, boundaries.outputs):
+        submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared))
 
 
-def _once_each(module: nn.Module, specs: Mapping[str, Any]) -> dict[str, Any]:
-    # A module that is registered under two names must not be hooked twice.
-    first: dict[nn.Module, str] = {}
-    for fqn in specs:
-        first.setdefault(module.get_submodule(fqn), fqn)
-    return {fqn: specs[fqn] for fqn in first.values()}
-
-
-def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, local_piece: bool) -> DTensor:
-    """Return ``tensor`` as it is behind ``port``.
+def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions, *, is_local: bool) -> DTensor:
+    """Return ``tensor`` redistributed to the layout of ``port``.
 
     Args:
         tensor: a DTensor in any layout, or plain.
-        port: layouts forward and backward.
+        port: layouts of the tensor and of its gradient.
         shared: redistributes.
-        local_piece: whether a plain tensor is this rank's piece of ``port.layout``, or else the whole, replicated.
+        is_local: whether a plain tensor is this rank's local tensor under ``port.layout``; else it is replicated.
     """
-    if not isinstance(tensor, DTensor) and local_piece:
+    if not isinstance(tensor, DTensor) and is_local:
         tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
-    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, regather=port.regather)
+    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.regather)
 
 
-class RegatheringForward:
-    """A module's forward, whose backward has what it was called with redistributed again, where a port says so."""
+class ReallgatheringForward:
+    """A module's forward that saves its arguments as they were before redistribution, where a port says so.
+
+    The backward redistributes them again, as Megatron's sequence-parallel linear does.
+    """
 
     def __init__(self, module: nn.Module, shared: SharedRedistributions) -> None:
         self._forward: Callable[..., Any] = module.forward
@@ -75,67 +67,69 @@ class RegatheringForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         leaves = pytree.tree_leaves((args, kwargs))
-        with save_no_copies(self._shared.remade(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
+        with recompute_copies(self._shared.recomputed(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
             return self._forward(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A forward pre-hook; ``names`` are those of the arguments that may be passed by position."""
+class _InputHook:
+    """A forward pre-hook that redistributes arguments; ``positional`` are the names of those without keyword."""
 
     fqn: str
     ports: Mapping[str, Port]
-    names: tuple[str, ...]
+    positional: tuple[str, ...]
     shared: SharedRedistributions
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return changed_arguments(self.ports, self.names, self._changed, args, kwargs)
+        return change_arguments(self.ports, self.positional, self._redistribute, args, kwargs)
 
-    def _changed(self, leaf: Any, port: Port, name: str) -> Any:
+    def _redistribute(self, leaf: Any, port: Port, name: str) -> Any:
         if leaf is None:
             # An optional argument that was not given.
             return None
         if not isinstance(leaf, torch.Tensor):
-            raise _no_tensor("input_plan", self.fqn, name, leaf)
-        # The planner knows which tensors inside the model are plain, and whole; what a user hands over is a piece.
-        return through_port(leaf, port, self.shared, local_piece=self.fqn == "" or port.source is None)
+            raise _not_a_tensor("input_plan", self.fqn, name, leaf)
+        # A planned port inside the model knows its source: a plain tensor there is replicated. What a user passes to
+        # the root is this rank's shard.
+        return through_port(leaf, port, self.shared, is_local=self.fqn == "" or port.source is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exit:
-    """A forward hook."""
+class _OutputHook:
+    """A forward hook that redistributes results."""
 
     fqn: str
     ports: Mapping[str, Port]
     shared: SharedRedistributions
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        changed, met = changed_results(self.ports, self._changed, output)
-        self._check_met(met)
+        changed, occurring = change_results(self.ports, self._redistribute, output)
+        self._check_names(occurring)
         return changed
 
-    def _changed(self, leaf: Any, port: Port, name: str) -> Any:
+    def _redistribute(self, leaf: Any, port: Port, name: str) -> Any:
         if leaf is None:
             return None
         if not isinstance(leaf, torch.Tensor):
-            raise _no_tensor("output_plan", self.fqn, name, leaf)
-        return through_port(leaf, port, self.shared, local_piece=port.source is None)
+            raise _not_a_tensor("output_plan", self.fqn, name, leaf)
+        return through_port(leaf, port, self.shared, is_local=port.source is None)
 
-    def _check_met(self, met: Collection[str]) -> None:
-        # What a traced model returned it may leave out in another call (no loss without labels); a person mistypes.
-        missed = sorted(name for name, port in self.ports.items() if name not in met and port.source is None)
-        if missed:
+    def _check_names(self, occurring: Collection[str]) -> None:
+        # A planned port, which has a source, may lack its result in this call: there is no loss without labels. In a
+        # port that was written by hand the name is mistyped.
+        missing = sorted(name for name, port in self.ports.items() if name not in occurring and port.source is None)
+        if missing:
             raise UnmatchedKeyError(
-                f"output_plan names the results {missed} of {_text(self.fqn)}, which returned none of them.",
+                f"output_plan names the results {missing} of {_text(self.fqn)}, which returned none of them.",
                 field="output_plan",
                 key=self.fqn,
                 what_to_do="Name results by position (0, 1, ...) or by their key.",
             )
 
 
-def _no_tensor(field: str, fqn: str, name: str, value: object) -> PlanTypeError:
+def _not_a_tensor(field: str, fqn: str, name: str, value: object) -> PlanTypeError:
     return PlanTypeError(
         f"{field} gives {name!r} of {_text(fqn)} a layout, but it is {type(value).__name__}, not a tensor.",
         field=field,

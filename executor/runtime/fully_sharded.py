@@ -1,19 +1,19 @@
-"""Parameters that are gathered together, by torch's ``fully_shard``: one flat all-gather before a module's forward.
+"""FSDP groups, run by torch's ``fully_shard``: one flat all-gather before a module's forward.
 
-One more before its backward, unless they are kept until then, and one reduce-scatter of the gradients after it; torch
-issues the next module's gather ahead, and lets all of them overlap with compute. What is kept for the step is gathered
-and reduced once (``fsdp_keep_for_step``). The parameters are DTensors on the whole mesh throughout: in their stored
-layout at rest, and in their compute layout while the module runs. Gradients are summed, not averaged, because the loss
-is the mean over the global batch already.
+One more before its backward, unless the parameters stay gathered until then, and one reduce-scatter of the gradients
+after it. torch prefetches the next module's all-gather, and overlaps all of them with compute. Parameters that stay
+gathered for the step are gathered and reduced once (``fsdp_reshard_after_step``). Parameters are DTensors on the whole
+mesh throughout: in their stored layout between steps, and in their compute layout while the module runs. Gradients are
+summed, not averaged, because the loss is the mean over the global batch already.
 
-torch passes a module's inputs that need gradients through a node of its own, so that redistributions of them are shared
-inside the module, but not with the rest of the model.
+torch passes the inputs of a module that need gradients through a node of its own. Redistributions of them are therefore
+shared inside the module, but not with the rest of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,140 +25,132 @@ from torch.utils import _pytree as pytree
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor import torch_internals
-from executor.resolve.fsdp_groups import GatherGroup, Member
-from executor.resolve.parameter_uses import compute_dtype, reduce_dtype
-from executor.runtime.fsdp_keep_for_step import StepGathers
+from executor.resolve.fsdp_groups import FsdpGroup, FsdpParameter
+from executor.resolve.resolved_plan import ResolvedPlan
+from executor.runtime.fsdp_reshard_after_step import ReshardAfterStep
 from executor.runtime.grad_reduction import GradientReduction
-from executor.runtime.run_context import PhaseClock
+from executor.runtime.run_context import PhaseTracker
 from executor.runtime.shared_redistributions import SharedRedistributions
 from executor.torch_internals import make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.plan.reshard import ReshardAfter
-from planner.plan.sharding_plan import ShardingPlan
 
 
-def gather_together(
+def apply_fsdp_groups(
     module: nn.Module,
-    groups: Collection[GatherGroup],
-    device_mesh: DeviceMesh,
-    plan: ShardingPlan,
+    resolved: ResolvedPlan,
     shared: SharedRedistributions,
     reduction: GradientReduction,
-    clock: PhaseClock,
+    phases: PhaseTracker,
     *,
-    without_memory: bool = False,
+    on_meta: bool = False,
 ) -> None:
-    """Have every module of ``groups`` gather its group. Call it after all other wrappers of forwards.
+    """Apply ``fully_shard`` to the module of every FSDP group. Call it after all other wrappers of forwards.
 
     Args:
         module: the root, with its parameters placed.
-        groups: innermost modules first, as ``gather_groups`` returns them.
-        device_mesh: that the parameters are on.
-        plan: says in which dtypes parameters are gathered and gradients reduced.
-        shared: is told of the copies that torch hands to a module in place of its arguments.
+        resolved: its groups are innermost modules first.
+        shared: is told of the aliases that torch passes to a module in place of its arguments.
         reduction: knows which backward of a step is the last.
-        clock: told of what runs once a step, where it is without memory.
-        without_memory: the parameters are on meta, and stay there while the module runs.
+        phases: is told of what runs once a step, where parameters are on meta.
+        on_meta: whether the parameters are on meta, and stay there while the module runs.
     """
+    groups, device_mesh = resolved.fsdp_groups, resolved.device_mesh
     if not groups:
         return
     policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(plan), reduce_dtype=reduce_dtype(plan), cast_forward_inputs=False
+        param_dtype=resolved.compute_dtype, reduce_dtype=resolved.reduce_dtype, cast_forward_inputs=False
     )
-    for_step = StepGathers(reduction)
+    after_step = ReshardAfterStep(reduction)
     for group in groups:
-        gathering = _apply(module, group, device_mesh, policy)
-        _Arguments(shared).attach(module.get_submodule(group.fqn))
-        if group.keeping is ReshardAfter.STEP:
-            for_step.add(gathering)
-        if without_memory:
-            torch_internals.gather_on_meta(gathering, _phases(group, clock))
+        fsdp_module = _fully_shard(module, group, device_mesh, policy)
+        _ArgumentAliases(shared).attach(module.get_submodule(group.fqn))
+        if group.reshard_after is ReshardAfter.STEP:
+            after_step.add(fsdp_module)
+        if on_meta:
+            torch_internals.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
     if not isinstance(module, FSDPModule):
-        # Without parameters of its own: the modules that gather share streams and prefetch under one root.
-        module.register_forward_hook(_without_bases)
-        axes = _axes_of(device_mesh, next(iter(groups)))
+        # A root without parameters of its own: under it all modules share streams and prefetch in one order.
+        module.register_forward_hook(_replace_views)
+        axes = _fsdp_axes(device_mesh, next(iter(groups)))
         fully_shard(module, mesh=device_mesh, dp_mesh_dims=axes, ignored_params=set(module.parameters()))
-    until_backward = [group.fqn for group in groups if group.keeping is ReshardAfter.BACKWARD]
-    keeping = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in until_backward]
-    _Passes(cast(FSDPModule, module), keeping, for_step).attach(module)
-    for_step.attach(module)
+    fqns_after_backward = [group.fqn for group in groups if group.reshard_after is ReshardAfter.BACKWARD]
+    after_backward = [cast(FSDPModule, module.get_submodule(fqn)) for fqn in fqns_after_backward]
+    _PassHooks(cast(FSDPModule, module), after_backward, after_step).attach(module)
+    after_step.attach(module)
 
 
-def _phases(group: GatherGroup, clock: PhaseClock) -> torch_internals.Within:
-    """Return the contexts in which a group gathers and reduces, to be counted so."""
-    if group.keeping is not ReshardAfter.STEP:
-        return torch_internals.Within()
-    return torch_internals.Within(
-        all_gather=lambda: clock.of("param_gather"), reduce_scatter=lambda: clock.of("grad_reduce")
+def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals.CollectiveContexts:
+    """Return the contexts in which the collectives of a group run, so that they are counted in their phase."""
+    if group.reshard_after is not ReshardAfter.STEP:
+        return torch_internals.CollectiveContexts()
+    return torch_internals.CollectiveContexts(
+        all_gather=lambda: phases.entered("param_gather"), reduce_scatter=lambda: phases.entered("grad_reduce")
     )
 
 
-def _apply(module: nn.Module, group: GatherGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> FSDPModule:
+def _fully_shard(
+    module: nn.Module, group: FsdpGroup, device_mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> FSDPModule:
+    """Apply ``fully_shard`` to the module of ``group``, and return the module."""
     owner = module.get_submodule(group.fqn)
-    resting = {member.fqn: _register(member, _whole_on_meta(member, device_mesh)) for member in group.members}
-    gathered = {_registered(member): member for member in group.members}
-    owner.register_forward_hook(_without_bases)
+    stored = {item.fqn: _register(item, _compute_layout_on_meta(item, device_mesh)) for item in group.parameters}
+    by_parameter = {item.parameter: item for item in group.parameters}
+    owner.register_forward_hook(_replace_views)
     fully_shard(
         owner,
         mesh=device_mesh,
-        # The root too: torch would keep its parameters gathered, whether or not the plan has paid for that.
-        reshard_after_forward=group.keeping is ReshardAfter.FORWARD,
-        shard_placement_fn=lambda parameter: Shard(gathered[parameter].dim),
+        # For the root too, whose parameters torch would leave gathered.
+        reshard_after_forward=group.reshard_after is ReshardAfter.FORWARD,
+        shard_placement_fn=lambda parameter: Shard(by_parameter[parameter].dim),
         mp_policy=policy,
-        ignored_params=set(module.parameters()) - set(gathered),
-        dp_mesh_dims=_axes_of(device_mesh, group),
+        ignored_params=set(module.parameters()) - set(by_parameter),
+        dp_mesh_dims=_fsdp_axes(device_mesh, group),
     )
-    for member in group.members:
-        split = tuple(cast(DTensor, _registered(member)).placements)
-        # Where it splits on several axes, torch has one in their place.
-        wanted = tuple(place for axis, place in enumerate(member.stored) if axis not in group.axes[1:])
-        assert split == wanted, f"{member.fqn} is stored in {member.stored}, fully_shard has {split}"
-        _register(member, resting[member.fqn])
-    sharded = cast(FSDPModule, owner)
-    torch_internals.adopt_parameters(sharded)
-    sharded.set_gradient_divide_factor(1.0)
+    for item in group.parameters:
+        sharded = tuple(cast(DTensor, item.parameter).placements)
+        # Where a group has several axes, torch has one in their place.
+        expected = tuple(place for axis, place in enumerate(item.stored) if axis not in group.axes[1:])
+        assert sharded == expected, f"{item.fqn} is stored in {item.stored}, fully_shard has {sharded}"
+        _register(item, stored[item.fqn])
+    fsdp_module = cast(FSDPModule, owner)
+    torch_internals.adopt_parameters(fsdp_module)
+    fsdp_module.set_gradient_divide_factor(1.0)
     # Otherwise the factor goes into a reduction that gloo does not have.
-    sharded.set_force_sum_reduction_for_comms(True)
+    fsdp_module.set_force_sum_reduction_for_comms(True)
     owner.register_forward_pre_hook(_GradientCheck(group, device_mesh))
-    return sharded
+    return fsdp_module
 
 
-def _axes_of(device_mesh: DeviceMesh, group: GatherGroup) -> DataParallelMeshDims:
+def _fsdp_axes(device_mesh: DeviceMesh, group: FsdpGroup) -> DataParallelMeshDims:
     names = device_mesh.mesh_dim_names
-    assert names is not None, "check_plan refuses meshes without names"
+    assert names is not None, "resolve_plan rejects meshes without names"
     return DataParallelMeshDims(shard=tuple(names[axis] for axis in group.axes))
 
 
-def _registered(member: Member) -> nn.Parameter:
-    owner, name = member.slots[0]
-    parameter = owner._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
-def _register(member: Member, parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter whose place ``parameter`` takes."""
-    before = _registered(member)
-    for owner, name in member.slots:
+def _register(item: FsdpParameter, parameter: nn.Parameter) -> nn.Parameter:
+    """Register ``parameter`` in the slots of ``item``, and return the parameter that was there."""
+    before = item.parameter
+    for owner, name in item.slots:
         owner._parameters[name] = parameter
     return before
 
 
-def _whole_on_meta(member: Member, device_mesh: DeviceMesh) -> nn.Parameter:
-    """Return a stand-in for the parameter in its compute layout: ``fully_shard`` splits it, and nothing is copied."""
-    resting = cast(DTensor, _registered(member))
-    size = list(torch_internals.local_of(resting).shape)
-    differing = (axis for axis, (a, b) in enumerate(zip(member.stored, member.compute, strict=True)) if a != b)
-    size[member.dim] *= math.prod(device_mesh.size(axis) for axis in differing)
-    local = torch.empty(size, dtype=resting.dtype, device="meta")
-    whole = make_dtensor(local, device_mesh, member.compute, resting.shape, resting.stride())
+def _compute_layout_on_meta(item: FsdpParameter, device_mesh: DeviceMesh) -> nn.Parameter:
+    """Return a meta stand-in for the parameter in its compute layout: ``fully_shard`` shards it, and copies nothing."""
+    stored = cast(DTensor, item.parameter)
+    size = list(torch_internals.local_of(stored).shape)
+    fsdp_axes = (axis for axis, (a, b) in enumerate(zip(item.stored, item.compute, strict=True)) if a != b)
+    size[item.dim] *= math.prod(device_mesh.size(axis) for axis in fsdp_axes)
+    local = torch.empty(size, dtype=stored.dtype, device="meta")
+    whole = make_dtensor(local, device_mesh, item.compute, stored.shape, stored.stride())
     return torch_internals.parameter_on(device_mesh, whole)
 
 
-def _without_bases(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """A forward hook, to run before torch's own: that one's hooks on results are lost where a view is changed in place.
+def _replace_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """A forward hook that replaces results that are views by tensors of the same memory that are none.
 
-    Such a change is legal, so a result that is a view becomes a tensor in its own right, of the same memory.
+    It runs before torch's own hook, whose hooks on results are lost where a view is changed in place, as is legal.
     """
 
     def is_view(leaf: Any) -> bool:
@@ -170,11 +162,11 @@ def _without_bases(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any
 
 
 class _WithoutBase(torch.autograd.Function):
-    """The identity; what comes out is no view."""
+    """The identity; its result is no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # It counts changes in place together with the tensor, so that autograd notices them.
+        # The result shares the version counter of the tensor, so autograd notices changes in place.
         return tensor.detach()
 
     @staticmethod
@@ -185,37 +177,39 @@ class _WithoutBase(torch.autograd.Function):
 class _GradientCheck:
     """A forward pre-hook that has every gradient of a group checked before it is reduced.
 
-    ``fully_shard`` sums what arrives over its axes, whatever it is: a gradient that is whole already would come out
-    too large, and one that is partial on another axis as well would be reduced there too, in every backward.
+    ``fully_shard`` sums a gradient over its axes in whatever layout it comes. A replicated one would come out too
+    large, and one that is partial on another axis as well would be reduced there too, in every backward.
     """
 
-    def __init__(self, group: GatherGroup, device_mesh: DeviceMesh) -> None:
+    def __init__(self, group: FsdpGroup, device_mesh: DeviceMesh) -> None:
         self._group = group
         self._mesh = device_mesh
-        self._watched: set[nn.Parameter] = set()
+        self._hooked: set[nn.Parameter] = set()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
-        for member in self._group.members:
-            gathered = _registered(member)
-            # torch gathers into one and the same parameter each time.
-            if gathered not in self._watched:
-                self._watched.add(gathered)
-                gathered.register_hook(self._checked(member))
+        for item in self._group.parameters:
+            gathered = item.parameter
+            # torch gathers into the same parameter each time.
+            if gathered not in self._hooked:
+                self._hooked.add(gathered)
+                gathered.register_hook(self._check_of(item))
 
-    def _checked(self, member: Member) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        wanted, shown = list(member.accumulated), list(member.stored)
+    def _check_of(self, item: FsdpParameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """Return the hook on the gradient of ``item``."""
+        expected, shown = list(item.accumulated), list(item.stored)
         for axis in self._group.axes:
-            wanted[axis] = shown[axis] = Partial("sum")
+            expected[axis] = shown[axis] = Partial("sum")
 
         def check(gradient: torch.Tensor) -> torch.Tensor | None:
             layout = tuple(gradient.placements) if isinstance(gradient, DTensor) else ()
-            if len(layout) != len(wanted) or any(
-                found != place and size > 1 for found, place, size in zip(layout, wanted, self._mesh.shape, strict=True)
+            if len(layout) != len(expected) or any(
+                actual != place and size > 1
+                for actual, place, size in zip(layout, expected, self._mesh.shape, strict=True)
             ):
-                raise _wrong_gradient(member, layout, tuple(wanted))
-            if member.accumulated == member.stored:
+                raise _wrong_gradient(item, layout, tuple(expected))
+            if item.accumulated == item.stored:
                 return None
             # torch would take the sums over other axes in every backward; here they are taken once a step.
             local = torch_internals.local_of(cast(DTensor, gradient))
@@ -224,26 +218,27 @@ class _GradientCheck:
         return check
 
 
-def _wrong_gradient(member: Member, layout: Layout, wanted: Layout) -> PlanLayoutError:
-    found = f"({', '.join(format_layout(layout))})" if layout else "a plain tensor"
-    reduced = ", ".join(format_layout(wanted))
+def _wrong_gradient(item: FsdpParameter, layout: Layout, expected: Layout) -> PlanLayoutError:
+    actual = f"({', '.join(format_layout(layout))})" if layout else "a plain tensor"
     return PlanLayoutError(
-        f"The gradient of {member.fqn!r} comes as {found}, but fully_shard reduces ({reduced}).",
+        f"The gradient of {item.fqn!r} comes as {actual}, but fully_shard reduces "
+        f"({', '.join(format_layout(expected))}).",
         field="fully_shard",
-        key=member.fqn,
+        key=item.fqn,
         what_to_do="Leave that parameter out of fully_shard.",
     )
 
 
-class _Arguments:
-    """Hooks around torch's own, which hands a module views of its arguments to learn when its backward is over.
+class _ArgumentAliases:
+    """Hooks around torch's own, which passes a module views of its arguments to learn when its backward is over.
 
-    Two blocks that want one tensor (an encoder's output, say) in the same layout would otherwise each redistribute it.
+    They register the views as aliases. Otherwise two blocks that need one tensor (an encoder's output, say) in the same
+    layout would each redistribute it.
     """
 
     def __init__(self, shared: SharedRedistributions) -> None:
         self._shared = shared
-        self._given: list[torch.Tensor] = []
+        self._originals: list[torch.Tensor] = []
 
     def attach(self, module: nn.Module) -> None:
         """Hook ``module``, to which ``fully_shard`` has been applied."""
@@ -251,51 +246,51 @@ class _Arguments:
         module.register_forward_pre_hook(self._after, with_kwargs=True)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given = _tensors(args, kwargs)
+        self._originals = _tensors(args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given, self._given = self._given, []
-        for original, alias in zip(given, _tensors(args, kwargs), strict=True):
+        originals, self._originals = self._originals, []
+        for original, alias in zip(originals, _tensors(args, kwargs), strict=True):
             if alias is not original:
-                self._shared.same(alias, original)
+                self._shared.add_alias(alias, original)
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
-class _Passes:
-    """Hooks on the root that bring torch's bookkeeping back in order around each forward."""
+class _PassHooks:
+    """Hooks on the root that restore torch's FSDP state around each forward."""
 
-    def __init__(self, root: FSDPModule, keeping: Sequence[FSDPModule], for_step: StepGathers) -> None:
+    def __init__(self, root: FSDPModule, after_backward: Sequence[FSDPModule], after_step: ReshardAfterStep) -> None:
+        """Take the modules that reshard after their backward, and those that reshard after the step."""
         self._root = root
-        self._keeping = keeping
-        self._for_step = for_step
+        self._after_backward = after_backward
+        self._after_step = after_step
         self._recorded = 0
 
     def attach(self, root: nn.Module) -> None:
-        """Hook ``root``, so that the one hook runs before torch's own and the other after."""
+        """Hook ``root``: one hook runs before torch's own, the other after it."""
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch_internals.broke_off(self._root):
-            # An exception left a forward or a backward unfinished.
-            if torch_internals.broke_off_backward(self._root):
-                self._for_step.give_up()
+        if torch_internals.was_interrupted(self._root):
+            if torch_internals.backward_was_interrupted(self._root):
+                self._after_step.abandon_step()
             self._root.reset_iter_state()
-        self._for_step.before_forward()
-        # Kept from a forward that had no backward: what it was gathered from may have changed since.
-        self._drop()
+        self._after_step.before_forward()
+        # Still gathered after a forward without a backward; the parameters may have changed since.
+        self._reshard()
         self._recorded = torch_internals.recorded_forwards(self._root)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
-            # No backward will follow. Kept, the record would grow, and send the next prefetch after wrong modules.
+            # No backward will follow. The record would grow, and make the next backward prefetch wrong modules.
             torch_internals.forget_forwards(self._root, self._recorded)
-            self._drop()
-            self._for_step.after_forward_alone()
+            self._reshard()
+            self._after_step.after_forward_without_backward()
 
-    def _drop(self) -> None:
-        for module in self._keeping:
+    def _reshard(self) -> None:
+        for module in self._after_backward:
             module.reshard()

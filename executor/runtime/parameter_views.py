@@ -1,11 +1,10 @@
-"""Parameters while the module runs: in their compute dtype for everybody, in their compute layout for their owner.
+"""Parameters at use: every module sees the compute dtype, and the owning module alone sees the compute layout.
 
-A parameter rests sharded and in its stored dtype. For the length of a forward, or of a recomputation, every module
-sees it cast (``PresentedParameters``); while the owner's own forward runs, it has it gathered as well
-(``MaterializedForward``). Backward, the gradient goes the other way without communication: it stays in the layout
-that the op gave it, for instance partial, until ``grad_reduction`` reduces it once a step. Only where the plan's
-``gradient_plan`` says so is it brought to a layout in every backward. Parameters that are gathered together are the
-affair of ``executor.runtime.fully_sharded``, and none of this happens to them.
+Between steps a parameter is sharded and in its stored dtype. During a forward or a recomputation
+``ComputeDtypeParameters`` shows it cast to all modules; while the owner's own forward runs, ``ComputeLayoutForward``
+also redistributes it to its compute layout. In backward the gradient stays in the layout in which the op gives it, for
+instance partial, until ``grad_reduction`` reduces it once a step. Where the plan has a ``gradient_plan`` for it, every
+backward redistributes it. Parameters of FSDP groups are handled by ``executor.runtime.fully_sharded`` instead.
 """
 
 from __future__ import annotations
@@ -20,102 +19,116 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from executor.redistribute import Redistributor
-from executor.resolve.parameter_uses import ParameterUse
-from executor.runtime.saved_tensor_recompute import CheckpointedRegion, Remade, save_no_copies
+from executor.resolve.parameter_layouts import ParameterLayouts
+from executor.runtime.saved_tensor_recompute import CheckpointedRegion, RecomputedCopy, recompute_copies
 from executor.torch_internals import local_of, make_dtensor, run_function
 
-Copies = Mapping[nn.Parameter, DTensor]
-"""Parameter -> itself in the compute dtype."""
+CastParameters = Mapping[nn.Parameter, DTensor]
+"""Parameter -> the parameter cast to the compute dtype."""
 
 
-class PresentedParameters:
-    """Shows modules their parameters in the compute dtype, as a model that was built in it would."""
+class ComputeDtypeParameters:
+    """Shows modules their parameters in the compute dtype, as if the model had been built in it."""
 
-    def __init__(self, uses: Mapping[nn.Module, Sequence[ParameterUse]], dtype: torch.dtype) -> None:
-        """Take the parameters that ``uses`` names and whose dtype is not ``dtype``; they are DTensors by now."""
+    def __init__(self, by_owner: Mapping[nn.Module, Sequence[ParameterLayouts]], dtype: torch.dtype) -> None:
+        """Take the floating-point parameters in ``by_owner`` of another dtype than ``dtype``; they are placed."""
         self._dtype = dtype
         self._slots: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        for owner, owned in uses.items():
-            slots = {use.name: cast(nn.Parameter, owner._parameters[use.name]) for use in owned}
+        for owner, owned in by_owner.items():
+            slots = {layouts.attribute: layouts.parameter for layouts in owned}
             slots = {name: p for name, p in slots.items() if p.is_floating_point() and p.dtype != dtype}
             if slots:
                 self._slots[owner] = slots
-        self.copies: Copies = {}
+        self.current: CastParameters = {}
 
     @contextmanager
-    def presented(self) -> Iterator[None]:
-        """Within it, a forward, modules have their parameters cast; gradients reach the parameters themselves."""
+    def cast(self) -> Iterator[None]:
+        """Within it, a forward, modules see their parameters cast; gradients reach the parameters themselves."""
         parameters = dict.fromkeys(p for slots in self._slots.values() for p in slots.values())
-        with self.presenting({p: run_function(_Cast, p, self._dtype) for p in parameters}, self._slots):
+        with self.shown({p: run_function(_Cast, p, self._dtype) for p in parameters}, self._slots):
             yield
 
-    def slots_below(self, block: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
-        """Return what is presented in ``block`` and its submodules."""
+    def slots_in(self, block: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
+        """Return module -> attribute -> parameter, for ``block`` and its submodules."""
         return {module: self._slots[module] for module in block.modules() if module in self._slots}
 
     @contextmanager
-    def presenting(self, copies: Copies, slots: Mapping[nn.Module, Mapping[str, nn.Parameter]]) -> Iterator[None]:
-        """Within it the modules in ``slots`` have ``copies``: those of an earlier forward, to run part of it again."""
-        before, self.copies = self.copies, copies
+    def shown(
+        self, parameters: CastParameters, slots: Mapping[nn.Module, Mapping[str, nn.Parameter]]
+    ) -> Iterator[None]:
+        """Within it the modules in ``slots`` see ``parameters``; a recomputation shows those of its forward."""
+        before, self.current = self.current, parameters
         try:
             for module, names in slots.items():
                 for name, parameter in names.items():
-                    # Past register_parameter, which takes nothing but leaves.
-                    module._parameters[name] = cast(nn.Parameter, copies[parameter])
+                    # Past register_parameter, which accepts leaves only.
+                    module._parameters[name] = cast(nn.Parameter, parameters[parameter])
             yield
         finally:
-            self.copies = before
+            self.current = before
             for module, names in slots.items():
                 module._parameters.update(names)
 
 
-class MaterializedForward:
-    """A module's forward, for whose length some of the module's own parameters are in their compute layout."""
+class ComputeLayoutForward:
+    """A module's forward, during which the module's own parameters are in their compute layouts."""
 
     def __init__(
         self,
         module: nn.Module,
-        uses: Sequence[ParameterUse],
+        parameters: Sequence[ParameterLayouts],
         redistributor: Redistributor,
+        reduce_dtype: torch.dtype,
         region: CheckpointedRegion,
     ) -> None:
         self._module = module
+        self._parameters = tuple(parameters)
+        self._redistributor = redistributor
+        self._reduce_dtype = reduce_dtype
         self._region = region
         self._forward: Callable[..., Any] = module.forward
-        self._uses = tuple(uses)
-        self._redistributor = redistributor
-        # Signatures are looked up on forward, by us and by transformers.
+        # Signatures are looked up on forward, by the executor and by transformers.
         functools.update_wrapper(self, self._forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         slots = self._module._parameters
-        before = {use.name: cast(DTensor, slots[use.name]) for use in self._uses}
-        copies: dict[DTensor, Remade] = {}
+        stored = {layouts.attribute: cast(DTensor, slots[layouts.attribute]) for layouts in self._parameters}
+        copies: dict[DTensor, RecomputedCopy] = {}
         try:
-            for use in self._uses:
-                resting = before[use.name]
-                copy = run_function(_Materialize, resting, self._redistributor, use)
-                slots[use.name] = copy
-                if use.compute != use.stored and not self._region:
-                    copies[copy] = Remade(self._redistributor.again(resting, use.compute))
-            with save_no_copies(copies):
+            for layouts in self._parameters:
+                parameter = stored[layouts.attribute]
+                copy = run_function(_ToComputeLayout, parameter, self._redistributor, layouts, self._reduce_dtype)
+                slots[layouts.attribute] = copy
+                if layouts.compute != layouts.stored and not self._region:
+                    copies[copy] = RecomputedCopy(self._redistributor.deferred(parameter, layouts.compute))
+            with recompute_copies(copies):
                 return self._forward(*args, **kwargs)
         finally:
-            slots.update(cast(Mapping[str, nn.Parameter], before))
+            slots.update(cast(Mapping[str, nn.Parameter], stored))
 
 
-def materialize_parameters(
-    uses: Mapping[nn.Module, Sequence[ParameterUse]], redistributor: Redistributor, region: CheckpointedRegion
+def attach_compute_layouts(
+    by_owner: Mapping[nn.Module, Sequence[ParameterLayouts]],
+    redistributor: Redistributor,
+    reduce_dtype: torch.dtype,
+    region: CheckpointedRegion,
 ) -> None:
-    """Wrap the forward of every module that needs a parameter in another layout than it is stored in."""
-    for module, owned in uses.items():
-        needed = [use for use in owned if use.is_materialized]
-        if needed:
-            module.forward = MaterializedForward(module, needed, redistributor, region)
+    """Wrap the forward of each module with a parameter whose compute layout or gradient layout the plan sets.
+
+    Args:
+        by_owner: module -> layouts of its own parameters.
+        redistributor: of the mesh.
+        reduce_dtype: dtype in which gradients are redistributed.
+        region: tells whether a checkpointed block runs.
+    """
+    for module, owned in by_owner.items():
+        changing = [layouts for layouts in owned if layouts.redistributes]
+        if changing:
+            module.forward = ComputeLayoutForward(module, changing, redistributor, reduce_dtype, region)
 
 
 class _Cast(torch.autograd.Function):
-    """Changes the dtype of the local piece; its gradient keeps its layout, and its dtype if the parameter takes any."""
+    """Changes the dtype of the local tensor. The gradient keeps its layout, and gets the parameter's ``grad_dtype``."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, dtype: torch.dtype) -> DTensor:
@@ -135,27 +148,34 @@ def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
     return make_dtensor(local, tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
 
-class _Materialize(torch.autograd.Function):
-    """Redistributes a parameter forward; the gradient is handed on as it comes, or in the layout that the use says."""
+class _ToComputeLayout(torch.autograd.Function):
+    """Redistributes a parameter to its compute layout, and its gradient to its gradient layout where it has one."""
 
     @staticmethod
-    def forward(ctx: Any, resting: DTensor, redistributor: Redistributor, use: ParameterUse) -> DTensor:
+    def forward(
+        ctx: Any,
+        parameter: DTensor,
+        redistributor: Redistributor,
+        layouts: ParameterLayouts,
+        reduce_dtype: torch.dtype,
+    ) -> DTensor:
         ctx.set_materialize_grads(False)
-        ctx.redistributor, ctx.use = redistributor, use
-        copy = redistributor.to_layout(resting, use.compute)
-        if copy is not resting:
+        ctx.redistributor, ctx.gradient_layout, ctx.reduce_dtype = redistributor, layouts.gradient, reduce_dtype
+        copy = redistributor.to_layout(parameter, layouts.compute)
+        if copy is not parameter:
             return copy
-        return make_dtensor(local_of(resting), resting.device_mesh, use.compute, resting.shape, resting.stride())
+        return make_dtensor(
+            local_of(parameter), parameter.device_mesh, layouts.compute, parameter.shape, parameter.stride()
+        )
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
-            return None, None, None
+            return None, None, None, None
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.as_dtensor(gradient)
-        use: ParameterUse = ctx.use
-        if use.gradient is None:
-            return arrived, None, None
-        # Sums over ranks are taken in the wider dtype; autograd wants the result in the copy's again.
-        reduced = redistributor.to_layout(_cast(arrived, use.reduce_dtype), use.gradient)
-        return _cast(reduced, arrived.dtype), None, None
+        result = redistributor.as_dtensor(gradient)
+        if ctx.gradient_layout is not None:
+            # Sums over ranks are taken in the wider dtype; autograd wants the result in the dtype of the copy.
+            reduced = redistributor.to_layout(_cast(result, ctx.reduce_dtype), ctx.gradient_layout)
+            result = _cast(reduced, result.dtype)
+        return result, None, None, None

@@ -1,4 +1,4 @@
-"""What has to be switched on while a planned module runs: forward, backward, and when a block is recomputed."""
+"""Contexts of a run: what has to be switched on in a forward, its backward, and the recomputation of a block."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from executor.runtime.shared_redistributions import SharedRedistributions
 from planner.plan.estimate import Phase
 
 
-class PhaseClock:
-    """Says which phase of a step is running, so that collectives can be counted by phase."""
+class PhaseTracker:
+    """Tells which phase of a step is running, so that collectives can be counted by phase."""
 
     def __init__(self) -> None:
         self._phases: list[Phase] = []
 
     @property
     def phase(self) -> Phase:
-        """The phase that was entered last; outside all of them autograd is at work."""
+        """The innermost phase that was entered; outside all of them autograd runs the backward."""
         return self._phases[-1] if self._phases else "backward"
 
     @contextmanager
-    def of(self, phase: Phase) -> Iterator[None]:
+    def entered(self, phase: Phase) -> Iterator[None]:
         """Within it ``phase`` is running."""
         self._phases.append(phase)
         try:
@@ -39,50 +39,50 @@ class PhaseClock:
 
 
 class RunContexts:
-    """Enters and leaves, by hooks on the root module, everything that a run of it needs.
+    """Enters and leaves the contexts of a run by hooks on the root module, so that a training loop stays as it is.
 
-    A user's training loop stays as it is: the hooks on the root cover its forward, a hook on what it returns covers
-    the backward pass, and ``recomputing`` is entered by checkpointed blocks.
+    Hooks on the root cover its forward, and a hold on its results covers the backward pass. Checkpointed blocks enter
+    ``recomputing``.
     """
 
     def __init__(
         self,
         *,
-        clock: PhaseClock,
+        phases: PhaseTracker,
         shared: SharedRedistributions,
         own_ops: Callable[[], TorchFunctionMode],
-        presented_parameters: Callable[[], AbstractContextManager[None]],
+        cast_parameters: Callable[[], AbstractContextManager[None]],
         device_type: str,
     ) -> None:
-        """Keep what is to be entered.
+        """Take what is to be entered.
 
         Args:
-            clock: told of each phase.
-            shared: given a scope for each forward and each recomputation.
-            own_ops: makes the mode that runs our own ops.
-            presented_parameters: makes the context in which parameters have their compute dtype.
-            device_type: "cpu" needs another attention kernel.
+            phases: is told of each phase.
+            shared: gets a scope for each forward and each recomputation.
+            own_ops: returns the mode that runs the executor's own ops.
+            cast_parameters: returns the context in which modules see parameters in the compute dtype.
+            device_type: of the mesh; "cpu" needs another attention kernel.
         """
-        self._clock = clock
+        self._phases = phases
         self._shared = shared
         self._own_ops = own_ops
-        self._presented_parameters = presented_parameters
+        self._cast_parameters = cast_parameters
         self._device_type = device_type
         self._forward: ExitStack | None = None
 
     def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call it after all other hooks are there, so that it enters first and leaves last."""
+        """Hook ``root``. Call it after all other hooks, so that these contexts are entered first and left last."""
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Within it, inside a backward pass, part of the forward runs again."""
-        with self._clock.of("recompute"), self._running():
+        """Within it, inside a backward pass, a block's forward runs again."""
+        with self._phases.entered("recompute"), self._running():
             yield
 
-    def sharing_apart(self) -> AbstractContextManager[None]:
-        """Within it redistributions are shared among themselves only."""
+    def own_redistributions(self) -> AbstractContextManager[None]:
+        """Within it redistributions are shared with each other, but not with those outside."""
         return self._shared.scope()
 
     @contextmanager
@@ -98,11 +98,11 @@ class RunContexts:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._forward is not None:
-            # What an earlier call left behind, whose hooks an exception kept from running.
+            # An exception kept the hooks of an earlier call from leaving.
             self._forward.close()
         with ExitStack() as stack:
-            stack.enter_context(self._clock.of("forward"))
-            stack.enter_context(self._presented_parameters())
+            stack.enter_context(self._phases.entered("forward"))
+            stack.enter_context(self._cast_parameters())
             stack.enter_context(self._running())
             self._forward = stack.pop_all()
 

@@ -1,9 +1,8 @@
-"""Gathered copies that autograd wants to save: it gets a note instead, and the copy is made again.
+"""Redistributed copies that autograd does not save: the backward redistributes them again.
 
-Without this a gathered parameter would stay in memory from forward to backward, and sharding it would save nothing; of
-an activation that tensor parallelism gathered, the plan says whether it stays.
-In a checkpointed block nothing stays anyway: there its recomputation gathers, and the backward pass of the block uses
-that copy.
+Autograd would save a gathered parameter from forward to backward, and sharding it would save no memory. Of an
+activation that tensor parallelism gathers, the plan says whether it is saved. A checkpointed block saves nothing but
+its inputs: its recomputation gathers again, and the block's backward uses that copy.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from executor.torch_internals import (
 
 
 class CheckpointedRegion:
-    """Tells whether the forward that runs is inside a checkpointed block, for the first time or again."""
+    """True while a checkpointed block runs, in its forward or its recomputation."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -45,79 +44,76 @@ class CheckpointedRegion:
             self._depth -= 1
 
 
-CopySource = Callable[[], torch.Tensor]
-"""Makes the local piece of a copy again, with the same strides."""
+class RecomputedCopy:
+    """The local tensor of a redistributed copy, recomputed at most once in a backward and freed after its last use."""
 
-
-class Remade:
-    """One copy, made again at most once in a backward for all that was saved of it, and freed after its last use."""
-
-    def __init__(self, source: CopySource) -> None:
-        self._source = source
+    def __init__(self, recompute: Callable[[], torch.Tensor]) -> None:
+        """Take the function that redistributes again; its result has the strides of the copy."""
+        self._recompute = recompute
         self._local: torch.Tensor | None = None
         self._saved = 0
         self._used = 0
 
-    def note(self) -> None:
-        """Count a tensor that was saved."""
+    def count_saved(self) -> None:
+        """Count a tensor that autograd would have saved."""
         self._saved += 1
 
     def local(self) -> torch.Tensor:
-        """Return the local piece, made at the first call, and forgotten at the last."""
-        local = self._source() if self._local is None else self._local
+        """Return the local tensor: recomputed in the first call, and released in the last one of a backward."""
+        local = self._recompute() if self._local is None else self._local
         self._used += 1
-        last = self._used % self._saved == 0
-        self._local = None if last else local
+        is_last = self._used % self._saved == 0
+        self._local = None if is_last else local
         return local
 
 
 @contextmanager
-def save_no_copies(copies: Mapping[DTensor, Remade]) -> Iterator[None]:
+def recompute_copies(copies: Mapping[DTensor, RecomputedCopy]) -> Iterator[None]:
     """Within it autograd saves no tensor that shares memory with one of ``copies``.
 
-    Backward, each copy is made again at most once, however often it was saved, and freed after its last use. Whatever
-    else is saved goes the way that the hooks around this context say, those of activation checkpointing for instance.
+    All other tensors are saved by the hooks that surround this context, those of activation checkpointing for instance.
     """
     if not copies:
         yield
         return
-    remade = {storage_key(copy): again for copy, again in copies.items()}
-    around = current_saved_tensor_hooks()
+    by_storage = {storage_key(copy): recomputed for copy, recomputed in copies.items()}
+    outer = current_saved_tensor_hooks()
 
     def pack(tensor: torch.Tensor) -> Any:
-        copy = remade.get(storage_key(tensor))
-        if copy is not None:
-            return _Note.of(tensor, copy)
-        # torch runs only the innermost hooks. Detached, because a node that holds its own output is never freed.
-        return tensor.detach() if around is None else around[0](tensor)
+        recomputed = by_storage.get(storage_key(tensor))
+        if recomputed is not None:
+            return _SavedView.from_tensor(tensor, recomputed)
+        # torch runs the innermost hooks alone. Detached, because a node that holds its own output is never freed.
+        return tensor.detach() if outer is None else outer[0](tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, _Note):
+        if isinstance(packed, _SavedView):
             return packed.tensor()
-        return packed if around is None else around[1](packed)
+        return packed if outer is None else outer[1](packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Note:
-    """What is kept of a saved tensor: which view of which copy it was.
+class _SavedView:
+    """What autograd saves in place of a view of a copy.
 
     Attributes:
-        size: with ``stride`` and ``offset``, of the local view.
-        spec: all that a DTensor is beside its local view; None for a plain tensor.
+        copy: that the tensor was a view of.
+        size, stride, offset: of the local view in the storage of the copy.
+        spec: of the view as a DTensor; None for a plain tensor.
     """
 
-    copy: Remade
+    copy: RecomputedCopy
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     spec: TensorSpec | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, copy: Remade) -> _Note:
-        copy.note()
+    def from_tensor(cls, tensor: torch.Tensor, copy: RecomputedCopy) -> _SavedView:
+        copy.count_saved()
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
             local, spec = local_of(tensor), spec_of(tensor)

@@ -1,4 +1,4 @@
-"""One redistribution for all modules that want the same tensor in the same layout, and one for its gradient."""
+"""Redistributions that are shared by all modules that need the same tensor in the same layout."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cost_model.layouts.layout import Layout
 from executor.redistribute import Redistributor, conjugate
-from executor.runtime.saved_tensor_recompute import Remade
+from executor.runtime.saved_tensor_recompute import RecomputedCopy
 
-_Wanted = tuple[Layout, Layout, bool]
-"""(layout, layout of the gradient, whether it is redistributed again for the backward)."""
+_Target = tuple[Layout, Layout, bool]
+"""(layout, layout of the gradient, whether the backward redistributes again)."""
 
 
 class SharedRedistributions:
-    """Redistributes, and remembers the results while the tensor that they were made from lives and the scope lasts.
+    """Redistributes tensors, and remembers the results as long as their sources live and the scope lasts.
 
-    q, k and v projections are called one after the other with the same tensor object: the first gathers it, the others
-    get the same result, and autograd adds their gradients before they go back together. A result is dropped with its
-    source: the local variable that held it is gone, so no further module can ask for it.
+    The q, k and v projections are called one after another with the same tensor object: the first call gathers it, the
+    others get the same result, and autograd adds their gradients before the sum is redistributed back. A result is
+    dropped with its source: without the source no further module can ask for it.
     """
 
     def __init__(self, redistributor: Redistributor) -> None:
         self.redistributor = redistributor
-        self._scopes: list[MutableMapping[torch.Tensor, dict[_Wanted, DTensor]]] = []
+        self._scopes: list[MutableMapping[torch.Tensor, dict[_Target, DTensor]]] = []
         self._originals: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-        self._remade: MutableMapping[torch.Tensor, Remade] = WeakTensorKeyDictionary()
+        self._recomputed: MutableMapping[torch.Tensor, RecomputedCopy] = WeakTensorKeyDictionary()
 
-    def same(self, alias: torch.Tensor, original: torch.Tensor) -> None:
-        """Share what is made from ``alias`` with what is made from ``original``, which autograd tells apart."""
+    def add_alias(self, alias: torch.Tensor, original: torch.Tensor) -> None:
+        """Share the redistributions of ``original`` with ``alias``, which has the same values but its own node."""
         self._originals[alias] = self._originals.get(original, original)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Share among the calls within it: those of one forward, or of one block's recomputation."""
+        """Within it calls share results: those of one forward, or of one block's recomputation."""
         self._scopes.append(WeakTensorKeyDictionary())
         try:
             yield
@@ -51,32 +51,32 @@ class SharedRedistributions:
         grad: Layout | None = None,
         source_grad: Layout | None = None,
         *,
-        regather: bool = False,
+        reallgather: bool = False,
     ) -> DTensor:
         """Return ``tensor`` in ``layout``; the same object for the same tensor, ``layout`` and ``grad`` in one scope.
 
         Args:
             tensor: a plain one counts as replicated.
-            layout: wanted forward.
-            grad: of the gradient that will come back; None is the conjugate of ``layout``.
-            source_grad: layout in which the gradient is handed on; None is the conjugate of the tensor's layout.
-            regather: whether it is redistributed again for the backward, by those who ask `remade` for it.
+            layout: of the result.
+            grad: layout in which the gradient of the result will come; None is the conjugate of ``layout``.
+            source_grad: layout of the gradient that goes back to ``tensor``; None is the conjugate of its layout.
+            reallgather: whether the backward redistributes again, where a caller passes the result to ``recomputed``.
         """
         if not self._scopes:
             return self.redistributor.redistribute(tensor, layout, source_grad)
-        made = self._scopes[-1].setdefault(self._originals.get(tensor, tensor), {})
-        wanted = (layout, conjugate(layout) if grad is None else grad, regather)
-        if wanted not in made:
+        results = self._scopes[-1].setdefault(self._originals.get(tensor, tensor), {})
+        target = (layout, conjugate(layout) if grad is None else grad, reallgather)
+        if target not in results:
             result = self.redistributor.redistribute(tensor, layout, source_grad)
             if result is tensor:
-                # Nothing to remember, and an entry that holds its own key would never go away.
+                # An entry that holds its own key would never go away.
                 return result
-            made[wanted] = result
-            if regather and torch.is_grad_enabled():
+            results[target] = result
+            if reallgather and torch.is_grad_enabled():
                 source = self.redistributor.as_dtensor(tensor)
-                self._remade[result] = Remade(self.redistributor.again(source, layout))
-        return made[wanted]
+                self._recomputed[result] = RecomputedCopy(self.redistributor.deferred(source, layout))
+        return results[target]
 
-    def remade(self, tensors: Iterable[torch.Tensor]) -> dict[DTensor, Remade]:
-        """Return those of ``tensors`` that are redistributed again for the backward, and what does that."""
-        return {t: self._remade[t] for t in tensors if isinstance(t, DTensor) and t in self._remade}
+    def recomputed(self, tensors: Iterable[torch.Tensor]) -> dict[DTensor, RecomputedCopy]:
+        """Return those of ``tensors`` that the backward redistributes again, each with its recomputation."""
+        return {t: self._recomputed[t] for t in tensors if isinstance(t, DTensor) and t in self._recomputed}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout
 from planner.errors import KeyConflictError, PlanKeyError
 from planner.plan.patterns import match_keys, resolve_keys
+
+Spec = TypeVar("Spec")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +100,14 @@ def output_key(fqn: str) -> str:
 
 
 def resolve_input_ports(
-    input_plan: Mapping[str, PortSpec], modules: Iterable[str], *, field: str = "input_plan"
-) -> dict[str, PortSpec]:
-    """Return module FQN -> ports of its arguments; ``field`` of the plan is for messages.
+    input_plan: Mapping[str, Spec], modules: Iterable[str], *, field: str = "input_plan"
+) -> dict[str, Spec]:
+    """Return module FQN -> what ``input_plan`` has for its arguments; ``field`` of the plan is for messages.
 
     Raises:
         PlanKeyError: a key does not end in ".input", matches no module, or disagrees with another.
     """
-    entries: dict[str, PortSpec] = {}
+    entries: dict[str, Spec] = {}
     for key, spec in input_plan.items():
         module, _, suffix = key.rpartition(".")
         if key and suffix != "input":
@@ -119,15 +122,15 @@ def resolve_input_ports(
 
 
 def resolve_output_ports(
-    output_plan: Mapping[str, PortSpec], modules: Iterable[str], *, field: str = "output_plan"
-) -> dict[str, PortSpec]:
-    """Return module FQN -> ports of its results; ``field`` of the plan is for messages.
+    output_plan: Mapping[str, Spec], modules: Iterable[str], *, field: str = "output_plan"
+) -> dict[str, Spec]:
+    """Return module FQN -> what ``output_plan`` has for its results; ``field`` of the plan is for messages.
 
     Raises:
         PlanKeyError: a key matches no module, disagrees with another, or can be read in two ways.
     """
     known = list(modules)
-    entries: dict[str, PortSpec] = {}
+    entries: dict[str, Spec] = {}
     for key, spec in output_plan.items():
         _put(entries, _output_module(key, known, field), spec, field=field, key=key)
     return resolve_keys(entries, known, field=field, what="module")
@@ -148,7 +151,7 @@ def _output_module(key: str, known: list[str], field: str) -> str:
     return key if matches[key] else module
 
 
-def _put(entries: dict[str, PortSpec], module: str, spec: PortSpec, *, field: str, key: str) -> None:
+def _put(entries: dict[str, Spec], module: str, spec: Spec, *, field: str, key: str) -> None:
     if module in entries and entries[module] != spec:
         raise KeyConflictError(
             f"{field} names {module!r} twice, with ports that disagree.",

@@ -43,7 +43,7 @@ def check(rank: int) -> list[str]:
     for name, shape in MESHES.items():
         axes = (("a", shape[0]), ("b", shape[1]))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
-        redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=PlanMesh(axes=axes, device="cpu")))
+        redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=PlanMesh(axes=axes, device="cpu")))
         for source, target in PAIRS:
             text = f"{name} {format_layout(source)} -> {format_layout(target)}"
             start, whole = values(source, mesh, SHAPE)

@@ -23,7 +23,7 @@ from support.executor_cases import (
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from executor.collective_counter import Row
+from executor.collective_counter import CollectiveKey
 from executor.torch_internals import fake_process_group
 from executor.verify import compare, observed_collectives, verify
 from planner.errors import PlanError
@@ -160,7 +160,7 @@ def test_readers_of_one_tensor_share_its_redistribution_where_they_want_it_alike
     assert sum(forward(alike=False).values()) > 1
 
 
-def estimated(plan: ShardingPlan, rows: Counter[Row]) -> ShardingPlan:
+def estimated(plan: ShardingPlan, rows: Counter[CollectiveKey]) -> ShardingPlan:
     collectives = tuple(
         CollectiveEstimate(kind=row.kind, axis=row.axis, phase=row.phase, count=count, bytes=row.bytes, time_s=0.0)
         for row, count in rows.items()
@@ -218,6 +218,6 @@ def test_a_plan_without_estimate_is_refused() -> None:
 
 
 def test_reports_on_equal_counts_are_equal() -> None:
-    row = Row(phase="forward", kind="all_reduce", axis="dp", bytes=8)
+    row = CollectiveKey(phase="forward", kind="all_reduce", axis="dp", bytes=8)
     assert compare(Counter({row: 2}), Counter({row: 2})).equal
     assert not compare(Counter({row: 2}), Counter({row: 3})).equal

@@ -62,7 +62,7 @@ def cases() -> Iterator[tuple[str, Call, list[torch.Tensor]]]:
 def check_all(rank: int, shape: tuple[int, int], layouts: list[Layout]) -> list[str]:
     axes = PlanMesh(axes=(("dp", shape[0]), ("cp", shape[1])), device="cpu")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=axes))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=axes))
     wrong = []
     for name, call, inputs in cases():
         plain = [tensor.clone().requires_grad_() for tensor in inputs]
@@ -103,7 +103,7 @@ def check_even_orders(rank: int, ranks: int) -> list[str]:
     """Attention in the even order, on rows of any number: also where a rank's second half has none."""
     axes = PlanMesh(axes=(("cp", ranks),), device="cpu")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=axes.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=axes))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=axes))
     wrong = []
     for rows, heads, kv_heads, width in ((1, 4, 2, 8), (2, 3, 1, 8), (3, 6, 3, 4), (5, 1, 1, 8)):
         torch.manual_seed(rows)

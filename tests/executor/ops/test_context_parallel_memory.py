@@ -36,7 +36,7 @@ class Case:
         with fake_process_group(self.ranks):
             mesh = init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("x",))
             plan = ShardingPlan(mesh=PlanMesh(axes=(("x", self.ranks),), device="cpu"))
-            redistributor = Redistributor.of_plan(mesh, plan)
+            redistributor = Redistributor.from_plan(mesh, plan)
             redistributor.coordinate = lambda axis: rank  # type: ignore[method-assign]
             given = []
             for piece in pieces:

@@ -52,7 +52,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def check_all(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     part = module_of_experts()
     plain = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in inputs()]
     expected = part(*plain)

@@ -38,7 +38,7 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
     pieces = [local_shape(shape, layout, (RANKS,)) for shape, layout in zip(shapes, layouts, strict=True)]
     with fake_process_group(RANKS):
         device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
-        redistributor = Redistributor.of_plan(device_mesh, ShardingPlan(mesh=mesh))
+        redistributor = Redistributor.from_plan(device_mesh, ShardingPlan(mesh=mesh))
         given: list[DTensor] = []
         for shape, piece, layout, dtype in zip(shapes, pieces, layouts, dtypes, strict=True):
             local = torch.empty(piece, dtype=dtype, device="meta")

@@ -82,7 +82,7 @@ def test_bytes_kept_are_those_that_are_priced(case: str) -> None:
     given, pieces = [], []
     with fake_process_group(ranks):
         device_mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
-        redistributor = Redistributor.of_plan(device_mesh, ShardingPlan(mesh=mesh))
+        redistributor = Redistributor.from_plan(device_mesh, ShardingPlan(mesh=mesh))
         for shape, placement in zip(shapes, placements, strict=True):
             is_label = case == "loss" and len(shape) == 1
             local = torch.empty(

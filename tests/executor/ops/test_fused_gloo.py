@@ -106,7 +106,7 @@ def losses() -> Iterator[Case]:
 
 def check_all(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
     for name, op, chain, inputs in itertools.chain(norms(), activations(), pairs(), rotations(), losses()):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from cost_model import find_device
 from executor.ops.grouped_gemm import ExpertProducts
-from executor.runtime.checkpointing import KEPT_OPS
+from executor.runtime.checkpointing import SAVED_OPS
 from planner.graph.op_graph import Value
 from planner.pricing import op_times
 from planner.pricing.op_times import OpTimes
@@ -101,7 +101,7 @@ class Forward(torch.autograd.Function):
         return torch.zeros_like(rows), torch.zeros_like(matrices)
 
 
-@pytest.mark.parametrize(("kept", "again"), [(KEPT_OPS, 0), (frozenset(), 1)])
+@pytest.mark.parametrize(("kept", "again"), [(SAVED_OPS, 0), (frozenset(), 1)])
 def test_selective_checkpointing_keeps_products_of_experts(kept: frozenset[Any], again: int) -> None:
     rows, matrices = torch.randn(8, 4, requires_grad=True), torch.randn(2, 6, 4, requires_grad=True)
     contexts = functools.partial(create_selective_checkpoint_contexts, list(kept))

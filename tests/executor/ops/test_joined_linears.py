@@ -62,7 +62,7 @@ def loss_of(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor], fa
 
 def check_layouts(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     x, wrong = torch.randn(8, 4, 16), []
     factors = [torch.randn(8, 4, width) for width in WIDTHS]
@@ -145,7 +145,7 @@ def given() -> Iterator[Given]:
     torch.manual_seed(0)
     with fake_process_group(MESH.size):
         mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
-        redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+        redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
         x = distribute_tensor(torch.randn(8, 4, 16), mesh, (S0, R), src_data_rank=None).requires_grad_()
         weights = [distribute_tensor(w, mesh, (R, S0), src_data_rank=None).requires_grad_() for w in weights_of(False)]
         yield Given(redistributor, JoinedLinears(), x, weights)

@@ -80,7 +80,7 @@ def losses() -> Iterator[tuple[str, Call, Inputs]]:
 
 def check_all(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
-    redistributor = Redistributor.of_plan(mesh, ShardingPlan(mesh=MESH))
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
     torch.manual_seed(0)
     wrong = []
     for name, call, inputs in itertools.chain(embeddings(), convolutions(), attentions(), masks(), losses()):

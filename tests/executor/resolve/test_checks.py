@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from executor.resolve.checks import check_plan
 from executor.resolve.place_parameters import place_parameters
+from executor.resolve.resolved_plan import resolve_plan
 from executor.resolve.sharder import Sharder, apply_sharders
 from executor.shard import shard_module
 from planner.errors import (
@@ -205,7 +205,7 @@ def test_each_mistake_has_its_error_and_nothing_is_touched(name: str, mesh: Devi
     before = state(module)
     sharders: Any = {"mark": Identity(), "wrong": 3}
     with pytest.raises(error) as caught:
-        check_plan(module, mesh, plan, sharders)
+        resolve_plan(module, mesh, plan, sharders)
     assert type(caught.value) is error
     assert message in str(caught.value)
     assert caught.value.what_to_do
@@ -226,42 +226,45 @@ def test_a_good_plan_passes(mesh: DeviceMesh) -> None:
         activation_checkpointing={"blocks.*": "full"},
         fingerprint={"model": model_fingerprint(module), "torch": torch_fingerprint(), "cluster": "not ours"},
     )
-    check_plan(module, mesh, plan, {"mark": Identity()})
+    resolve_plan(module, mesh, plan, {"mark": Identity()})
     unnamed = init_device_mesh("cpu", (2, 4))
-    check_plan(module, unnamed, plan, {"mark": Identity()})
+    resolve_plan(module, unnamed, plan, {"mark": Identity()})
 
 
 def test_a_plan_is_applied_once(mesh: DeviceMesh) -> None:
     module = Model()
     plan = ShardingPlan(mesh=PLANNED, plan={"fc1.weight": ROWS})
-    check_plan(module, mesh, plan)
-    place_parameters(module, mesh, plan, src_data_rank=None)
+    place_parameters(resolve_plan(module, mesh, plan), src_data_rank=None)
     with pytest.raises(PlanMismatchError, match="DTensor already"):
-        check_plan(module, mesh, plan)
+        resolve_plan(module, mesh, plan)
 
 
 def test_parameters_on_meta_stay_there(mesh: DeviceMesh) -> None:
     with torch.device("meta"):
         module = Model()
-    place_parameters(module, mesh, ShardingPlan(mesh=PLANNED, plan={"fc1.weight": ROWS, "emb2.weight": ROWS}))
+    plan = ShardingPlan(mesh=PLANNED, plan={"fc1.weight": ROWS, "emb2.weight": ROWS})
+    place_parameters(resolve_plan(module, mesh, plan))
     assert module.fc1.weight.is_meta
     assert module.fc1.weight.placements == ROWS
     assert module.fc1.weight.to_local().shape == (2, 4)
     assert module.head.weight is module.emb2.weight
 
 
-def test_sharders_replace_by_pattern_and_under_every_name() -> None:
+def test_sharders_replace_by_pattern_and_under_every_name(mesh: DeviceMesh) -> None:
+    def replace(module: Model, pattern: str) -> None:
+        plan = ShardingPlan(mesh=PLANNED, plan={pattern: "wrap"})
+        apply_sharders(module, resolve_plan(module, mesh, plan, {"wrap": Wrapper()}).sharders)
+
     module = Model()
     module.alias = module.blocks
-    plan = ShardingPlan(mesh=PLANNED, plan={"blocks.*": "wrap"})
-    apply_sharders(module, plan, {"wrap": Wrapper()})
+    replace(module, "blocks.*")
     assert [type(block) for block in module.blocks] == [nn.Sequential] * 2
     assert module.alias is module.blocks
     assert not hasattr(module, "mod_name")
 
     module = Model()
     module.alias = module.emb
-    apply_sharders(module, ShardingPlan(mesh=PLANNED, plan={"emb": "wrap"}), {"wrap": Wrapper()})
+    replace(module, "emb")
     assert isinstance(module.emb, nn.Sequential)
     assert module.alias is module.emb
 
@@ -275,12 +278,12 @@ def test_keys_do_not_reach_into_what_a_sharder_made(mesh: DeviceMesh) -> None:
     assert hooked == ["emb", "blocks.0", "blocks.1"]
 
 
-def test_a_sharder_that_returns_no_module_replaces_nothing() -> None:
+def test_a_sharder_that_returns_no_module_changes_nothing(mesh: DeviceMesh) -> None:
     module = Model()
     before = state(module)
-    plan = ShardingPlan(mesh=PLANNED, plan={"emb2": "wrap", "emb": "careless"})
+    plan = ShardingPlan(mesh=PLANNED, plan={"emb2": "wrap", "emb": "careless", "fc1.weight": ROWS})
     with pytest.raises(PlanTypeError, match="returned NoneType"):
-        apply_sharders(module, plan, {"wrap": Wrapper(), "careless": Careless()})
+        shard_module(module, mesh, plan, sharders={"wrap": Wrapper(), "careless": Careless()})
     assert state(module) == before
 
 

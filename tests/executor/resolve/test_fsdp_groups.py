@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cost_model.layouts.layout import parse_layout
-from executor.resolve.fsdp_groups import gather_groups
+from executor.resolve.fsdp_groups import FsdpGroup
+from executor.resolve.resolved_plan import resolve_plan
 from executor.resolve.sharder import Sharder
 from executor.shard import shard_module
 from executor.torch_internals import fake_process_group
@@ -98,12 +99,16 @@ def mesh() -> Iterator[DeviceMesh]:
         yield init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
 
 
-def test_groups_say_what_is_gathered_on_which_axis() -> None:
+def groups_of(model: Model, mesh: DeviceMesh, plan: ShardingPlan) -> tuple[FsdpGroup, ...]:
+    return resolve_plan(model, mesh, plan).fsdp_groups
+
+
+def test_groups_have_the_axes_on_which_their_parameters_are_gathered(mesh: DeviceMesh) -> None:
     model = Model()
     tied = {"": ("emb.weight", "head.weight")}
-    outer, *inner = reversed(gather_groups(model, plan_of(fully_shard=tied)))
+    outer, *inner = reversed(groups_of(model, mesh, plan_of(fully_shard=tied)))
     assert {group.fqn for group in inner} == {"blocks.0", "blocks.1"}
-    (member,) = outer.members
+    (member,) = outer.parameters
     assert (outer.fqn, outer.axes) == ("", (0,))
     assert member.slots == ((model.emb, "weight"), (model.head, "weight"))
     assert (member.stored, member.compute, member.dim) == (ROWS, WHOLE, 0)
@@ -166,12 +171,12 @@ def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: s
 
 
 def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
-    for keeping in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
-        plan = plan_of(**{keeping.value: ("blocks.1",)})
-        kept = {group.fqn: group.keeping for group in gather_groups(Model(), plan)}
-        assert kept == {"blocks.0": ReshardAfter.FORWARD, "blocks.1": keeping}
+    for mode in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
+        plan = plan_of(**{mode.value: ("blocks.1",)})
+        modes = {group.fqn: group.reshard_after for group in groups_of(Model(), mesh, plan)}
+        assert modes == {"blocks.0": ReshardAfter.FORWARD, "blocks.1": mode}
     with pytest.raises(KeyConflictError, match=r"keep_gathered and keep_gathered_for_step both name 'blocks.1'"):
-        gather_groups(Model(), plan_of(keep_gathered=("blocks.*",), keep_gathered_for_step=("blocks.1",)))
+        groups_of(Model(), mesh, plan_of(keep_gathered=("blocks.*",), keep_gathered_for_step=("blocks.1",)))
     with pytest.raises(PlanKeyError, match="'frozen', for which fully_shard gathers nothing"):
         shard_module(Model(), mesh, plan_of(keep_gathered=("frozen",)), src_data_rank=None)
     with pytest.raises(UnmatchedKeyError, match="'layers"):
@@ -186,5 +191,5 @@ def test_a_mesh_without_names_is_refused(mesh: DeviceMesh) -> None:
 def test_an_axis_further_out_may_split_the_same_dim(mesh: DeviceMesh) -> None:
     fields = with_layouts("up.weight", ["S(0)", "S(0)", "R"], ["S(0)", "R", "R"])
     groups = {"fully_shard": {"blocks.*": None, "blocks.0": ("up.weight",)}}
-    (group,) = gather_groups(Model(), without_nones({**fields, **groups}))
-    assert (group.axes, group.members[0].dim) == ((1,), 0)
+    (group,) = groups_of(Model(), mesh, without_nones({**fields, **groups}))
+    assert (group.axes, group.parameters[0].dim) == ((1,), 0)

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost_model.layouts.layout import split_factor
-from executor.collective_counter import Row
+from executor.collective_counter import CollectiveKey
 from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from executor.torch_internals import collective_of, fake_process_group, is_communication, local_of
@@ -46,11 +46,11 @@ BLOCKS = "model.layers.*"
 SIDES = {**LLAMA_BLOCKS, "lm_head": ("weight",), "model.embed_tokens": ("weight",)}
 
 
-def observed(case: Case) -> Counter[Row]:
+def observed(case: Case) -> Counter[CollectiveKey]:
     return observed_collectives(make_model(case.family), case.plan, make_batch(case.family))
 
 
-def expected(base: Case, case: Case) -> Counter[Row]:
+def expected(base: Case, case: Case) -> Counter[CollectiveKey]:
     """What ``base`` runs, its parameters whole on dp, with the collectives of the groups in ``case`` instead."""
     rows, model, job = observed(base), make_model(case.family), case.plan.job
     for pattern, names in case.plan.fully_shard.items():
@@ -63,17 +63,17 @@ def expected(base: Case, case: Case) -> Counter[Row]:
                 local = math.prod(model.get_parameter(fqn).shape) // split_factor(layout, MESH.shape)
                 elements += local
                 nbytes = local * BYTES[job.reduce_dtype]
-                rows[Row(phase="grad_reduce", kind="all_reduce", axis="dp", bytes=nbytes)] -= 1
+                rows[CollectiveKey(phase="grad_reduce", kind="all_reduce", axis="dp", bytes=nbytes)] -= 1
             calls = case.plan.micro_batches
             sent, summed = elements * BYTES[job.dtype], elements * BYTES[job.reduce_dtype]
             if for_step:
-                rows[Row(phase="param_gather", kind="all_gather", axis="dp", bytes=sent)] += 1
-                rows[Row(phase="grad_reduce", kind="reduce_scatter", axis="dp", bytes=summed)] += 1
+                rows[CollectiveKey(phase="param_gather", kind="all_gather", axis="dp", bytes=sent)] += 1
+                rows[CollectiveKey(phase="grad_reduce", kind="reduce_scatter", axis="dp", bytes=summed)] += 1
                 continue
-            rows[Row(phase="forward", kind="all_gather", axis="dp", bytes=sent)] += calls
+            rows[CollectiveKey(phase="forward", kind="all_gather", axis="dp", bytes=sent)] += calls
             if job.training:
-                rows[Row(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += 0 if kept else calls
-                rows[Row(phase="backward", kind="reduce_scatter", axis="dp", bytes=summed)] += calls
+                rows[CollectiveKey(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += 0 if kept else calls
+                rows[CollectiveKey(phase="backward", kind="reduce_scatter", axis="dp", bytes=summed)] += calls
     return +rows
 
 

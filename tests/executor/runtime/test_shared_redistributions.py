@@ -43,7 +43,7 @@ def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
     plan = ShardingPlan(mesh=MESH, job=FP32, plan={})
     device_mesh = device_mesh_for(plan)
     whole = DTensor.from_local(torch.randn(8, 8), device_mesh, (R, R), run_check=False)
-    piece = local_of(Redistributor.of_plan(device_mesh, plan).to_layout(whole, (S0, R)))
+    piece = local_of(Redistributor.from_plan(device_mesh, plan).to_layout(whole, (S0, R)))
     assert piece.untyped_storage().nbytes() == piece.nbytes < local_of(whole).nbytes
 
 
@@ -79,7 +79,7 @@ def test_gathered_copies_die_with_the_call_and_are_made_again_once(monkeypatch: 
 def test_results_are_shared_while_their_source_lives_and_no_longer() -> None:
     plan = ShardingPlan(mesh=MESH)
     mesh = device_mesh_for(plan, device_type="cpu")
-    redistributor = Redistributor.of_plan(mesh, plan)
+    redistributor = Redistributor.from_plan(mesh, plan)
     shared = SharedRedistributions(redistributor)
     source = redistributor.as_dtensor(torch.randn(8, 8)).requires_grad_() * 1
     with shared.scope():

@@ -145,7 +145,7 @@ def test_a_pipelines_plan_survives_its_file(pipelined: ShardingPlan) -> None:
 
 
 def test_a_pipelines_plan_is_refused_where_it_cannot_be_run(pipelined: ShardingPlan) -> None:
-    from executor.resolve.checks import check_plan
+    from executor.resolve.resolved_plan import resolve_plan
     from executor.verify import verify
 
     with quiet_libraries():
@@ -155,4 +155,4 @@ def test_a_pipelines_plan_is_refused_where_it_cannot_be_run(pipelined: ShardingP
     with pytest.raises(PlanError, match="executable"):
         verify(module, pipelined, {})
     with pytest.raises(PlanError, match="executable"):
-        check_plan(module, None, pipelined)  # type: ignore[arg-type]
+        resolve_plan(module, None, pipelined)  # type: ignore[arg-type]
