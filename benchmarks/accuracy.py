@@ -15,10 +15,10 @@ from collections import Counter, defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from published import collectives, gemm, memory, runs
-from published.checks import CHECKS, figures, holds, target
-from published.defaults import TABLE
-from published.rows import PricedRow
+from published.frameworks.defaults import TABLE
+from published.pricing import collectives, gemm, memory, runs
+from published.pricing.checks import CHECKS, figures, holds, target
+from published.rows.priced_row import PricedRow
 
 TAGS = ("gpu", "family", "parallelism", "size", "framework", "precision", "checkpointing", "kind", "nodes")
 FEWEST = 3

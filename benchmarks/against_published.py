@@ -41,12 +41,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from published.configurations import UnknownConfigurationError, configuration_of, precision_class
-from published.frameworks import assumptions_of
-from published.machines import cluster_of
-from published.models import model_of
-from published.rows import number, read
-from published.runs import price_row
+from published.frameworks.assumptions import assumptions_of
+from published.frameworks.configuration import UnknownConfigurationError, configuration_of, precision_class
+from published.pricing.runs import price_row
+from published.rows.machines import cluster_of
+from published.rows.models import model_of
+from published.rows.priced_row import number, read
 from rich.console import Console
 from rich.table import Table
 from torch import nn

@@ -5,12 +5,12 @@ protocols (``nccl``), reduction in the switch (``nvls``), messages between pairs
 nbytes, with what measurements add to it (``correction``). Where the cluster holds measured sweeps, those rule
 (``sweep_prices``). Devices of kind ``cpu`` have plain rings, trees and pairs, uncorrected.
 
-Known error on published rows of sources that nothing was fitted to (2026-11, 153 measured rows of trust A and B,
-printed by ``cd benchmarks && python -m published.collectives --truth ../../shared/truth``): mean 9 % in one node, 2 %
-from 256 MiB up; 19 % on several, 6 %. Below 1 MiB two clusters of one shape differ by up to 2x, so nothing better can
-be had there without a sweep of the cluster. The form of the correction was chosen with these rows in view, only its
-constants without them; with every source left out in turn the means are 13 % and 25 % (published.collectives_fit).
-V100, MI250X, racks, all-to-all and send/recv rest on one source each.
+Known error (2026-11, 153 measured rows of trust A and B from sources that nothing was fitted to; benchmarks:
+``python -m published.pricing.collectives``): mean 9 % in one node, 2 % from 256 MiB up; 19 % on several nodes, 6 % from
+256 MiB up. Below 1 MiB two clusters of one shape differ by up to 2x, so a better price needs a sweep of the cluster.
+The form of the correction was chosen with these rows in view, only its constants were not. With every source left out
+of the fit in turn, the means are 13 % and 25 % (``python -m published.fit.collectives``). V100, MI250X, racks,
+all-to-all and send/recv depend on one source each.
 """
 
 from __future__ import annotations

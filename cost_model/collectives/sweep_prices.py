@@ -7,7 +7,7 @@ same, size. A sweep speaks for groups in one node or for groups on several, as i
 reduce-scatter speak for each other where only one of them was swept.
 
 Known error: leaving one size out of a published sweep, between its points: mean 6 % in one node and on several
-(``published.collectives.price_with_sweep``). An end that is left out is as far off as the model's slope there.
+(``published.pricing.collectives.price_with_sweep``). An end that is left out is as far off as the model's slope there.
 """
 
 from __future__ import annotations

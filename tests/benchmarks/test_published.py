@@ -7,13 +7,13 @@ from pathlib import Path
 
 import accuracy
 import pytest
-from published import runs
-from published.checks import CHECKS, figures, holds
-from published.configurations import UnknownConfigurationError, configuration_of
-from published.defaults import TABLE
-from published.frameworks import assumptions_of
-from published.models import model_of
-from published.rows import PricedRow, read
+from published.frameworks.assumptions import assumptions_of
+from published.frameworks.configuration import UnknownConfigurationError, configuration_of
+from published.frameworks.defaults import TABLE
+from published.pricing import runs
+from published.pricing.checks import CHECKS, figures, holds
+from published.rows.models import model_of
+from published.rows.priced_row import PricedRow, read
 
 from cost_model.configuration.implementation import Implementation
 

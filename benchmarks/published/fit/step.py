@@ -1,4 +1,4 @@
-"""The fit of ``toml`` to the calibration sources of training runs and of memory.csv."""
+"""The fit of ``cost_model/kernels/step_constants.toml`` to the calibration sources of runs and of memory.csv."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from cost_model.kernels.step_constants import StepConstants, shipped_constants
-from published import memory, runs
-from published.fitting import fit
-from published.rows import PricedRow, calibration_sources, read
+from published.fit.coordinate_search import fit
+from published.fit.toml_text import four_digits
+from published.pricing import memory, runs
+from published.rows.priced_row import PricedRow, calibration_sources, read
 
 Price = Callable[[Mapping[str, float]], Sequence[PricedRow]]
 
+HEADER = """Constants of a whole training step; step_constants.py describes each. Written by
+benchmarks/calibrate_from_published.py on {date}; do not edit. Shares have no unit, *_s are seconds, *_bytes bytes.
+gfx942 is assumed: no training run on it decides a constant. A value at a bound of FITTED
+(benchmarks/published/fit/step.py) is not decided by the rows."""
+
 ASSUMED_SHARES = {"gfx942": 0.8}
-"""Shares of a matrix product's rate that no calibration row decides: assumed as Blackwell's."""
+"""Shares of the stand-alone GEMM rate that no calibration row decides. Assumed, as on Blackwell."""
 
 FITTED = {
     "sm80": (0.95, 0.7, 1.0),
@@ -27,22 +33,22 @@ FITTED = {
     "host_op_s": (1.5e-5, 3e-6, 4e-5),
     "power_exponent": (0.4, 0.2, 1.0),
 }
-"""Constants that step times decide: where the search starts, and the least and most that can be believed."""
+"""Constants that step times decide: (start of the search, least plausible value, largest plausible value)."""
 
 FITTED_MEMORY = {"fragmentation_share": (0.1, 0.005, 0.3)}
-"""The same of the constant that peaks of memory decide."""
+"""The same of constants that peaks of memory decide."""
 
 THINNED = {"training_runs_vtrain.csv": 10}
-"""Of a file's calibration rows every how many-th is used: 900 runs of one node say little more than 90."""
+"""File -> n, where every n-th calibration row is used: 900 runs of one node say little more than 90."""
 
 
 def calibrate(folder: Path) -> dict[str, object]:
-    """Return the tables of ``step_constants.toml``: fitted constants, and the sources and rows that decided them."""
+    """Return the tables of ``step_constants.toml``: the fitted constants, and their sources and numbers of rows."""
     return {**_fit_times(folder), **_fit_memory(folder)}
 
 
 def calibration_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
-    """Return (file, row) of the runs that the constants of a step are fitted to."""
+    """Return (file, row) of the training runs that constants are fitted to."""
     found = []
     for file in runs.FILES:
         sources = calibration_sources().get(file, frozenset())
@@ -52,7 +58,7 @@ def calibration_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
 
 
 def with_constants(values: Mapping[str, float]) -> StepConstants:
-    """Return the shipped constants with ``values`` of ``FITTED`` instead."""
+    """Return the shipped constants with ``values``, by the names of ``FITTED``, in place of theirs."""
     shares = {name: value for name, value in values.items() if name.startswith("sm")}
     others = {name: value for name, value in values.items() if not name.startswith("sm")}
     return dataclasses.replace(shipped_constants(), gemm_share={**ASSUMED_SHARES, **shares}, **others)
@@ -67,8 +73,8 @@ def _fit_times(folder: Path) -> dict[str, object]:
 
     best, least = _fit(FITTED, priced)
     shares = ASSUMED_SHARES | {name: value for name, value in best.items() if name.startswith("sm")}
-    tables: dict[str, object] = {"gemm_share": {"value": {key: _rounded(value) for key, value in shares.items()}}}
-    tables |= {name: {"value": _rounded(value)} for name, value in best.items() if not name.startswith("sm")}
+    tables: dict[str, object] = {"gemm_share": {"value": {key: four_digits(value) for key, value in shares.items()}}}
+    tables |= {name: {"value": four_digits(value)} for name, value in best.items() if not name.startswith("sm")}
     return {**tables, "fit": _provenance(priced(best), least)}
 
 
@@ -81,7 +87,7 @@ def _fit_memory(folder: Path) -> dict[str, object]:
         return [row for row in memory.price(folder, constants) if row.source in sources]
 
     best, least = _fit(FITTED_MEMORY, priced)
-    tables: dict[str, object] = {name: {"value": _rounded(value)} for name, value in best.items()}
+    tables: dict[str, object] = {name: {"value": four_digits(value)} for name, value in best.items()}
     return {**tables, "fit_memory": _provenance(priced(best), least)}
 
 
@@ -90,14 +96,10 @@ def _fit(search: Mapping[str, tuple[float, float, float]], priced: Price) -> tup
     return fit(start, priced, {name: (low, high) for name, (_, low, high) in search.items()})
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
 def _provenance(rows: Sequence[PricedRow], least: float) -> dict[str, object]:
     used = [row for row in rows if row.predicted is not None]
     return {
         "rows": len(used),
-        "mean_abs_log_error": _rounded(least),
+        "mean_abs_log_error": four_digits(least),
         "sources": sorted({f"{row.file}: {row.source}" for row in used}),
     }

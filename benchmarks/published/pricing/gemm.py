@@ -1,25 +1,21 @@
-"""gemm.csv: every row beside the cost model's figure, and the fit of ``toml`` to some sources.
+"""The rows of gemm.csv with their predicted rates or times.
 
-``python benchmarks/published/gemm.py --truth FOLDER`` prints check 8, calibration and validation apart.
+    cd benchmarks && python -m published.pricing.gemm --truth ../../shared/truth [--all]
+
+Prints the errors of check 8 (GEMMs from 4096 on, FlashAttention and cuDNN) and of all other rows, by split and source.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import cost_model
 from cost_model.hardware.cluster import ClusterError
 from cost_model.kernels.compute import elementwise_time_s
 from cost_model.kernels.efficiency import shipped_efficiency
-from published.gemm_fit import calibrate
-from published.gemm_rows import (
+from published.rows.gemm import (
     OutOfScopeError,
     attention_case,
     device_of,
@@ -27,18 +23,9 @@ from published.gemm_rows import (
     grouped_row_time_s,
     shape_of,
 )
-from published.rows import PricedRow, Quantity, number, read
-from published.toml_text import toml_text
-
-__all__ = ["CONSTANTS", "HEADER", "calibrate", "price"]
+from published.rows.priced_row import PricedRow, Quantity, number, read
 
 FILE = "gemm.csv"
-CONSTANTS = Path(cost_model.__file__).parent / "kernels" / "efficiency.toml"
-HEADER = """Fitted constants of matrix multiplication and attention: what each means is in efficiency.py.
-Fitted on 2026-11-21 by benchmarks/published/gemm.py --write to the calibration sources of gemm.csv
-(benchmarks/published/split.toml), which each table names with its rows. Shares and ratios have no unit; cost and
-fill_keys count head dims and keys, *_bytes bytes for each score, *_s seconds.
-"""
 _LARGE = 4096
 _FIGURES = ("mean", "median", "signed")
 
@@ -111,11 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--truth", type=Path, required=True, help="folder that holds gemm.csv")
     parser.add_argument("--all", action="store_true", help="print every row")
-    parser.add_argument("--write", action="store_true", help=f"refit and overwrite {CONSTANTS.name}, print nothing")
     arguments = parser.parse_args()
-    if arguments.write:
-        CONSTANTS.write_text(toml_text(calibrate(arguments.truth), HEADER), encoding="utf-8")
-        return
     priced = price(arguments.truth)
     for split in ("calibration", "validation"):
         inside = [row for row in priced if row.split == split and row.predicted is not None]

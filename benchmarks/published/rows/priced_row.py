@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from published.corrections import corrected
+from published.rows.corrections import corrected
 
 Quantity = Literal["step_time_s", "peak_mem_gib", "time_us", "tflops"]
 Split = Literal["calibration", "validation"]

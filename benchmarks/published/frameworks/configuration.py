@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from cost_model.configuration.parallelism import Checkpointing, ParallelSpec, Schedule, TrainingDtype
 from cost_model.configuration.transformer import TransformerSpec
-from published.corrections import doubted
-from published.defaults import Assumptions
-from published.frameworks import torchtune_step
-from published.rows import number
+from published.frameworks.assumptions import torchtune_step
+from published.frameworks.defaults import Assumptions
+from published.rows.corrections import doubted
+from published.rows.priced_row import number
 
 
 class UnknownConfigurationError(ValueError):

@@ -1,13 +1,20 @@
-"""Tables of constants as TOML text, read back by ``tomllib``."""
+"""Fitted constants as TOML text, read back by ``tomllib``, and rounded as the files hold them."""
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 
 _WIDTH = 112
-_SHORT = 24  # items shorter than this, and without spaces, share lines
+_SHORT = 24  # items shorter than this share lines
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def four_digits(value: float) -> float:
+    """Return ``value`` rounded to four significant digits, as the files hold it."""
+    return float(f"{value:.4g}")
 
 
 def toml_text(tables: Mapping[str, object], header: str = "") -> str:
@@ -22,9 +29,13 @@ def _append(lines: list[str], table: Mapping[str, object], path: tuple[str, ...]
     plain = {key: value for key, value in table.items() if key not in inner}
     if path and plain:
         lines += ["", f"[{'.'.join(path)}]"]
-    lines += [f"{key} = {_value(value)}" for key, value in plain.items()]
+    lines += [f"{_key(key)} = {_value(value)}" for key, value in plain.items()]
     for key, value in inner.items():
         _append(lines, value, (*path, key))
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
 
 
 def _value(value: object) -> str:
@@ -39,4 +50,4 @@ def _value(value: object) -> str:
             return f"[{text}]"
         lines = textwrap.wrap(text, _WIDTH) if max(map(len, items)) < _SHORT else items
         return "[\n" + "".join(f"    {line.rstrip(',')},\n" for line in lines) + "]"
-    raise TypeError(f"{value!r} has no place in a table of constants")
+    raise TypeError(f"{value!r} is no TOML value; give text, numbers, lists or mappings of them")

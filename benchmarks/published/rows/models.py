@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from cost_model.configuration.transformer import Experts, MultiHeadLatentAttention, TransformerSpec
-from published.rows import number
+from published.rows.priced_row import number
 
 KNOWN: dict[str, dict[str, float]] = {
     # Grok-1's release (xai-org/grok-1 model.py); the file holds its expert count alone

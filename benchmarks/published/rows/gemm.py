@@ -11,7 +11,7 @@ from cost_model.kernels.attention import attention_time_s
 from cost_model.kernels.compute import dtype_nbytes, elementwise_time_s
 from cost_model.kernels.efficiency import Efficiency, shipped_efficiency
 from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gradient_time_s
-from published.rows import number
+from published.rows.priced_row import number
 
 DEVICES = (
     ("gb300", ("gb300-nvl72-288gb", "gb200-nvl72-186gb")),

@@ -1,18 +1,19 @@
-"""Fits the constants of cost_model/collectives/collectives.toml to the calibration sources of collectives.csv.
+"""The fit of ``cost_model/collectives/collectives.toml`` to the calibration sources of collectives.csv.
 
-    cd benchmarks && python -m published.collectives_fit --truth ../../shared/truth [--write | --leave-out]
+    cd benchmarks && python -m published.fit.collectives --truth ../../shared/truth
 
-What is minimized is the mean of |ln(predicted / measured)|: the median of a cluster's rows counts, not its worst, and
-a constant settles between clusters that disagree. Each sweep weighs as the root of its number of rows. In stages, so
-that what one place shows does not bend another: one node, then several nodes (with EFA's latency), then pairs.
-``--leave-out`` prints the error of every source when nothing of that source was fitted to, all others being used.
+prints the error of every source under constants that were fitted to all other sources.
+
+The loss is the mean of |ln(predicted / measured)|: the median of a cluster's rows counts, not its worst row, and a
+constant settles between clusters that disagree. Each sweep weighs as the root of its number of rows. The fit runs in
+stages, so that rows of one place do not bend the constants of another: one node, several nodes (with EFA's latency),
+then pairs of ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,28 +27,32 @@ from cost_model.collectives.correction import architecture_class, read_correctio
 from cost_model.collectives.point_to_point import Shares
 from cost_model.collectives.price import collective_lines
 from cost_model.hardware.devices import find_device
-from published import collectives
-from published.rows import calibration_sources, number, read
-from published.simplex import minimize
+from published.fit.simplex import minimize
+from published.fit.toml_text import four_digits
+from published.pricing import collectives
+from published.rows.priced_row import calibration_sources, number, read
 
-TARGET = Path(__file__).resolve().parents[2] / "cost_model" / "collectives" / "collectives.toml"
+HEADER = """Constants of correction.py and point_to_point.py, which describe each, fitted to the calibration sources of
+collectives.csv (benchmarks/published/rows/split.toml), listed last with their numbers of rows. Written by
+benchmarks/calibrate_from_published.py on {date}; do not edit. All are factors and shares without unit but
+few_channels_bytes, ..._bytes_per_s, and efa_latency_s, which devices.toml repeats rounded."""
 FAMILIES = ("LL", "LL128", "Simple", "nvls", "pairs")
 STEPS = (0.5, 0.2, 0.05)
 PRIOR_WEIGHT = 0.005
-"""What a constant costs in the loss for each square of ln(constant / expected): a factor of e must lower the mean error
-by half a percent. Keeps constants that the rows do not decide near NCCL's own latencies and the textbook's ramp."""
+"""Loss per square of ln(constant / expected): a factor of e must lower the mean error by half a percent. It holds
+constants that the rows do not decide near NCCL's own latencies and the textbook's ramp."""
 EXPECTED = {"ll_latency": 1.5, "ll128_latency": 1.5, "simple_latency": 1.5, "nvls_latency": 1.5}
 EXPECTED_RAMP, EXPECTED_LIMIT = 1.0, 10.0
 PAIR_KINDS = ("all_to_all", "send_recv")
 NOMINAL = Shares(link=1.0, card=1.0, few_channels_bytes_per_s=1.0, few_channels_bytes=0.0)
 FEW_CHANNELS_BYTES = 64 << 20
-"""Up to here the time of one pair on NVLink 5 rises with its bytes, and from here to 512 MiB hardly: read off the
+"""Bytes up to which the time of one pair on NVLink 5 rises; from there to 512 MiB it hardly does. Read off the
 send/recv rows of the Vultr cluster."""
 USUAL_CARD_LATENCY_S = 2.7e-6
-"""EFA's latency is fitted as a multiple of this, an InfiniBand or RoCE card's (NCCL)."""
+"""Seconds of latency of an InfiniBand or RoCE card (NCCL). EFA's latency is fitted as a multiple of it."""
 LARGEST_PAIR_BYTES = 4 << 20
-"""Between nodes, larger messages between pairs tell of the card's share, which is not taken from them: the one cluster
-that was swept had not been tuned, and its tuned settings agree with NVIDIA's slides."""
+"""Largest message between nodes that is fitted to. Larger ones depend on the card's share, which NVIDIA's slides
+decide: the one swept cluster had not been tuned, and its tuned settings agree with the slides."""
 Constants = dict[str, float]
 Row = Mapping[str, str]
 Array = NDArray[np.float64]
@@ -75,13 +80,17 @@ class Lines:
 
 
 def calibrate(folder: Path) -> dict[str, dict[str, object]]:
-    """Return the tables of ``collectives.toml``: constants, and the rows that they were fitted to."""
+    """Return the tables of ``collectives.toml``: the fitted constants, and their sources with numbers of rows."""
     sources = calibration_sources().get(collectives.FILE, frozenset())
-    return fit([row for row in read(folder, collectives.FILE) if row["source"] in sources])
+    tables = fit([row for row in read(folder, collectives.FILE) if row["source"] in sources])
+    return {
+        name: {key: four_digits(value) if isinstance(value, float) else value for key, value in table.items()}
+        for name, table in tables.items()
+    }
 
 
 def fit(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
-    """Return the tables of ``collectives.toml`` fitted to all usable rows of ``rows``."""
+    """Return the tables of ``collectives.toml``, fitted to all usable rows of ``rows``, not rounded."""
     usable = [row for row in rows if collectives.left_out(row) is None]
     pairs = [row for row in usable if collectives.KINDS[row["collective"]] in PAIR_KINDS]
     others = [row for row in usable if row not in pairs]
@@ -111,7 +120,7 @@ def fit(rows: Sequence[Row]) -> dict[str, dict[str, object]]:
 
 
 def _check_against_model(rows: Sequence[Row], tables: Mapping[str, Mapping[str, Any]]) -> None:
-    """Assert that the arrays that were fitted say what ``cost_model`` says of the rows."""
+    """Assert that the fitted arrays give the prices of ``cost_model``."""
     correction, efa_latency_s = read_correction(tables), tables["links"]["efa_latency_s"]
     for name, one_node in (("one_node", True), ("several_nodes", False)):
         mine = [row for row in rows if _one_node(row) is one_node]
@@ -121,7 +130,7 @@ def _check_against_model(rows: Sequence[Row], tables: Mapping[str, Mapping[str, 
 
 
 def _fit_place(rows: Sequence[Row], more: Constants, fixed: Constants) -> tuple[Constants, Constants]:
-    """Return the constants of rings, trees and NVLS of one place, and those of ``more`` that are fitted beside them."""
+    """Return the constants of rings, trees and NVLS of one place, and those of ``more``, fitted together."""
     lines = lines_of(rows)
     start = {**EXPECTED, "ramp": EXPECTED_RAMP, "ramp_limit": EXPECTED_LIMIT, **more}
     names, expected = tuple(start), np.log(list(start.values()))
@@ -131,12 +140,12 @@ def _fit_place(rows: Sequence[Row], more: Constants, fixed: Constants) -> tuple[
         return _loss(times_s(lines, constants), lines) + PRIOR_WEIGHT * float(np.sum((point - expected) ** 2))
 
     point = minimize(loss, expected.tolist(), STEPS)
-    found = dict(zip(names, np.exp(point).tolist(), strict=True))
-    return {name: found[name] for name in names if name not in more}, {name: found[name] for name in more}
+    fitted = dict(zip(names, np.exp(point).tolist(), strict=True))
+    return {name: fitted[name] for name in names if name not in more}, {name: fitted[name] for name in more}
 
 
 def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_share: float) -> Constants:
-    """Return the constants of pairs of one place; inside a node with the share of a link that they reach."""
+    """Return the constants of pairs in one place; inside a node with the share of a link that they reach."""
     lines = lines_of(rows)
     slow = np.array([inside and collectives.KINDS[row["collective"]] == "send_recv" for row in rows])
     start = {"pairs_latency": 1.5, "pairs_ramp": EXPECTED_RAMP, "pairs_ramp_limit": EXPECTED_LIMIT}
@@ -150,8 +159,8 @@ def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_sha
         constants = dict(zip(names, np.exp(point).tolist(), strict=True))
         transfer_s = lines.transfer_s[:, 0] / (constants["link_share"] if inside else card_share)
         if inside:
-            held_s = np.minimum(lines.nbytes, FEW_CHANNELS_BYTES) / constants["few_channels_bytes_per_s"]
-            transfer_s = np.where(slow, np.maximum(transfer_s, held_s), transfer_s)
+            few_channels_s = np.minimum(lines.nbytes, FEW_CHANNELS_BYTES) / constants["few_channels_bytes_per_s"]
+            transfer_s = np.where(slow, np.maximum(transfer_s, few_channels_s), transfer_s)
         latency_s = _latency_s(lines, shared)[:, 0]
         times = _corrected_s(latency_s, transfer_s, constants["pairs_latency"], constants, "pairs_ramp")
         return _loss(times, lines) + PRIOR_WEIGHT * float(np.sum((point - expected) ** 2))
@@ -161,7 +170,7 @@ def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_sha
 
 
 def times_s(lines: Lines, constants: Constants) -> Array:
-    """Return the corrected seconds of each row, as ``correction`` has them (a test compares the two)."""
+    """Return the corrected seconds of each row, as ``cost_model.collectives.correction`` does."""
     factors = np.array([constants["ll_latency"], constants["ll128_latency"], constants["simple_latency"],
                         constants["nvls_latency"], 1.0])  # fmt: skip
     latency_s = _latency_s(lines, constants)
@@ -186,15 +195,15 @@ def _loss(times: Array, lines: Lines) -> float:
 
 
 def lines_of(rows: Sequence[Row]) -> Lines:
-    """Return the uncorrected lines of ``rows``, with cards of no latency and what latency adds apart."""
+    """Return the uncorrected lines of ``rows``; the latency of cards is separate from the rest."""
     sweeps = [tuple(row[column] for column in ("source", "nodes", "gpus_per_node", "collective")) for row in rows]
     sizes = Counter(sweeps)
-    still, slower = (_lines_at(rows, latency_s) for latency_s in (0.0, 1.0))
+    without, with_latency = (_lines_at(rows, latency_s) for latency_s in (0.0, 1.0))
     return Lines(
-        latency_s=still[0],
-        per_card_s=slower[0] - still[0],
-        transfer_s=still[1],
-        family=still[2].astype(np.int64),
+        latency_s=without[0],
+        per_card_s=with_latency[0] - without[0],
+        transfer_s=without[1],
+        family=without[2].astype(np.int64),
         architecture=tuple(architecture_class(collectives.cluster_of(row)) for row in rows),
         efa=np.array(["EFA" in row["interconnect"] for row in rows], dtype=np.float64),
         nbytes=np.array([float(row["bytes"]) for row in rows]),
@@ -204,21 +213,21 @@ def lines_of(rows: Sequence[Row]) -> Lines:
 
 
 def _lines_at(rows: Sequence[Row], card_latency_s: float) -> Array:
-    """Return latency, transfer and family as [3, row, line], for cards of that latency."""
-    found = np.zeros((3, len(rows), 8))
-    found[0], found[1] = 1e6, 1e6
+    """Return latency, transfer seconds and family as an array [3, row, line], for cards of that latency."""
+    lines = np.zeros((3, len(rows), 8))
+    lines[0], lines[1] = 1e6, 1e6
     for index, row in enumerate(rows):
         kind, group, cluster = collectives.shape_of(row, efa_latency_s=card_latency_s, card_latency_s=card_latency_s)
         for column, line in enumerate(collective_lines(kind, group, cluster, NOMINAL)):
             family = FAMILIES.index(line.family)
-            found[:, index, column] = line.latency_s, float(row["bytes"]) * line.seconds_per_byte, family
-    return found
+            lines[:, index, column] = line.latency_s, float(row["bytes"]) * line.seconds_per_byte, family
+    return lines
 
 
 def _card_share(rows: Sequence[Row]) -> float:
-    """Return the share of a card's rate that pairs reach: NVIDIA's all-to-all between 4 nodes of A100 and of H100.
+    """Return the share of a card's rate that pairs reach in NVIDIA's all-to-all between 4 nodes of A100 and of H100.
 
-    Of the printed bus bandwidth S(n-1)/n over time, (n-R)/(n-1) leaves the node, through each rank's card.
+    Of the printed bus bandwidth S(n-1)/n over time, (n-R)/(n-1) leaves the node through each rank's card.
     """
     shares = []
     for row in rows:
@@ -238,33 +247,11 @@ def _one_node(row: Row) -> bool:
     return (number(row, "nodes") or 1) <= (collectives.RACK_NODES if row["gpu"].startswith("GB200") else 1)
 
 
-def toml_text(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Return ``tables`` as the text of ``collectives.toml``; figures with four digits."""
-    lines = [
-        "# Constants of correction.py and point_to_point.py (which say what each means), fitted to the calibration",
-        "# sources of shared/truth/collectives.csv, listed last with their rows. Written, 2026-11, in benchmarks/ by",
-        "# `python -m published.collectives_fit --truth ../../shared/truth --write`; not to be edited.",
-        "# All are factors and shares without unit but few_channels_bytes, ..._bytes_per_s, and efa_latency_s, which",
-        "# devices.toml repeats rounded.",
-    ]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{_key(key)} = {_figure(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").isalnum() else "'" + key + "'"
-
-
-def _figure(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def leave_out(folder: Path) -> None:
-    """Print, for each source, the error of its rows under constants fitted to all other sources."""
+    """Print, for each source, the mean error of its rows under constants fitted to all other sources."""
     rows = [row for row in read(folder, collectives.FILE) if collectives.left_out(row) is None]
     headlines = [row for row in read(folder, collectives.FILE) if row["kind"] == "headline"]
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    errors_by_source: dict[str, list[tuple[float, float]]] = defaultdict(list)
     machines = sorted({_machine(row) for row in rows})
     for machine in machines:
         tables = fit([*headlines, *(row for row in rows if _machine(row) != machine)])
@@ -274,36 +261,26 @@ def leave_out(folder: Path) -> None:
                 price_s = collectives.predicted_s(row, correction, efa_latency_s)
                 error = abs(price_s / (float(row["time_us"]) * 1e-6) - 1)
                 place = "one node" if _one_node(row) else "several nodes"
-                found[f"{place:14} {machine}"].append((error, float(row["bytes"])))
-                found[f"{place:14} ALL"].append((error, float(row["bytes"])))
-    for name, errors in sorted(found.items()):
+                errors_by_source[f"{place:14} {machine}"].append((error, float(row["bytes"])))
+                errors_by_source[f"{place:14} ALL"].append((error, float(row["bytes"])))
+    for name, errors in sorted(errors_by_source.items()):
         large = [error for error, nbytes in errors if nbytes >= 256 << 20]
         mean = statistics.mean(error for error, _ in errors)
         print(f"{name[:80]:80} {len(errors):4} {mean:6.1%} {statistics.mean(large) if large else 0:6.1%} from 256 MiB")
 
 
 def _machine(row: Row) -> str:
-    """Return the source; files of one profile of one machine are one."""
+    """Return the source; the files of one machine's profile count as one source."""
     start = row["source"][:24]
     return start if start.startswith(("VIA-Research", "microsoft/nnscaler")) else row["source"]
 
 
-def main() -> int:
-    """Fit; print, write or leave sources out."""
+def main() -> None:
+    """Print the errors with each source left out of the fit in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, default=Path("../../shared/truth"), help="folder of collectives.csv")
-    parser.add_argument("--write", action="store_true", help=f"write {TARGET.name}")
-    parser.add_argument("--leave-out", action="store_true", help="print errors with each source left out of the fit")
-    arguments = parser.parse_args()
-    if arguments.leave_out:
-        leave_out(arguments.truth)
-        return 0
-    text = toml_text(calibrate(arguments.truth))
-    if arguments.write:
-        TARGET.write_text(text, encoding="utf-8")
-    print(text)
-    return 0
+    leave_out(parser.parse_args().truth)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

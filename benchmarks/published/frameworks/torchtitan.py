@@ -18,8 +18,8 @@ from cost_model.configuration.implementation import (
     LossOptions,
     PipelineOptions,
 )
-from published.dates import date_of
-from published.rows import number
+from published.rows.dates import date_of
+from published.rows.priced_row import number
 
 MLA_MODELS = ("DeepSeek-V3", "Kimi")
 """Starts of the names of models with multi-head latent attention: queries and keys are wider than values."""

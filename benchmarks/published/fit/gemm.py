@@ -14,7 +14,9 @@ from statistics import geometric_mean, mean
 from typing import Any, TypeVar
 
 from cost_model.kernels.efficiency import Efficiency, FlashEfficiency, GemmEfficiency, PassEfficiency, UnfusedEfficiency
-from published.gemm_rows import (
+from published.fit.pattern_search import minimise
+from published.fit.toml_text import four_digits
+from published.rows.gemm import (
     AttentionCase,
     OutOfScopeError,
     attention_case,
@@ -24,9 +26,12 @@ from published.gemm_rows import (
     grouped_row_time_s,
     shape_of,
 )
-from published.pattern_search import minimise
-from published.rows import calibration_sources, read
+from published.rows.priced_row import calibration_sources, read
 
+HEADER = """Fitted constants of GEMMs and attention; efficiency.py describes each. Written by
+benchmarks/calibrate_from_published.py on {date}; do not edit. Fitted to the calibration sources of gemm.csv
+(benchmarks/published/rows/split.toml), which each table names with its rows. Shares and ratios have no unit; cost and
+fill_keys count head dims and keys, *_bytes bytes per score, *_s seconds."""
 Row = Mapping[str, str]
 _Constants = TypeVar("_Constants", GemmEfficiency, PassEfficiency, UnfusedEfficiency)
 _BEST_SHAPE = "torch.matmul best shape"
@@ -330,7 +335,7 @@ def _rounded(constants: _Constants) -> _Constants:
 
     def short(value: object) -> object:
         if isinstance(value, float):
-            return float(f"{value:.4g}") if value > 1e-9 else 0.0
+            return four_digits(value) if value > 1e-9 else 0.0
         if isinstance(value, tuple):
             return tuple(short(item) for item in value)
         return value

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.devices import device_names, find_device
 from cost_model.kernels.step_constants import StepConstants, shipped_constants
-from published.rows import number
+from published.rows.priced_row import number
 
 META_H100_WATTS = 500.0
 """Meta's Grand Teton H100 and what their developers' servers hold: 96 GB of HBM2e at 2.4 TB/s, 500 W (README of the

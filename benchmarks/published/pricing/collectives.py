@@ -1,6 +1,6 @@
 """Times of collectives.csv beside the cost model's prices, without and with a sweep of the row's own cluster.
 
-    cd benchmarks && python -m published.collectives --truth ../../shared/truth
+    cd benchmarks && python -m published.pricing.collectives --truth ../../shared/truth
 
 In check 6: measured rows of trust A and B. Left out: forced algorithms and settings, symmetric memory, times of the
 kernel alone, other libraries (DeepEP), primitives of a framework that copy tensors as well, TCP, devices that the
@@ -24,7 +24,7 @@ from cost_model.collectives.price import AxisGroup, collective_time_s, price_cur
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.hardware.sweep import make_sweep
-from published.rows import PricedRow, number, read
+from published.rows.priced_row import PricedRow, number, read
 
 FILE = "collectives.csv"
 DEVICES = {

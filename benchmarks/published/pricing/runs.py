@@ -7,11 +7,16 @@ from pathlib import Path
 
 from cost_model.configuration.step import step_time
 from cost_model.kernels.step_constants import StepConstants
-from published.configurations import UnknownConfigurationError, configuration_of, measured_step_s, precision_class
-from published.frameworks import assumptions_of
-from published.machines import UnknownMachineError, cluster_of
-from published.models import UnknownModelError, family_of, model_of, size_class
-from published.rows import PricedRow, number, read
+from published.frameworks.assumptions import assumptions_of
+from published.frameworks.configuration import (
+    UnknownConfigurationError,
+    configuration_of,
+    measured_step_s,
+    precision_class,
+)
+from published.rows.machines import UnknownMachineError, cluster_of
+from published.rows.models import UnknownModelError, family_of, model_of, size_class
+from published.rows.priced_row import PricedRow, number, read
 
 FILES = ("training_runs.csv", "training_runs_vtrain.csv", "training_runs_mcore_ci.csv")
 CHECK_3 = "arXiv 2205.05198 Tables"

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from published.rows import PricedRow
+from published.rows.priced_row import PricedRow
 
 STEPS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
 """Factors that are tried on a constant in each round."""

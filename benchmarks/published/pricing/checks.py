@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from published.rows import PricedRow
+from published.rows.priced_row import PricedRow
 
 Rows = Sequence[PricedRow]
 

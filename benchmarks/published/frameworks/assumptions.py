@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cost_model.configuration.implementation import AttentionKernel, Implementation
-from published.dates import date_of
-from published.defaults import FSDP2, MEGATRON, TABLE, Assumptions
-from published.rows import number
-from published.torchtitan import MLA_MODELS, torchtitan
+from published.frameworks.defaults import FSDP2, MEGATRON, TABLE, Assumptions
+from published.frameworks.torchtitan import MLA_MODELS, torchtitan
+from published.rows.dates import date_of
+from published.rows.priced_row import number
 
 CHUNKED_LOSS_NBYTES, CHUNKED_LOSS_NBYTES_COMPILED = 7.0, 4.5
 """Bytes per logit of torchtune's CEWithChunkedOutputLoss (in torchtitan #996), eager and compiled.

@@ -1,0 +1,1 @@
+"""The rows with their prices by the shipped cost model, and the checks of the accuracy table."""

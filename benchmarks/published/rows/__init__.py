@@ -1,0 +1,1 @@
+"""The rows of the published measurements: reading, correcting and dating them, and their models and machines."""
