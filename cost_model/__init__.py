@@ -11,7 +11,7 @@ from cost_model.collectives.price import (
     axis_group,
     collective_time_s,
     collective_times_s,
-    moving_time_s,
+    dispatched_collective_time_s,
 )
 from cost_model.hardware.cluster import ClusterError, ClusterSpec, DeviceSpec, LinkSpec, device_names, find_device
 from cost_model.kernels.attention import attention_flops, attention_time_s
@@ -42,13 +42,13 @@ __all__ = [
     "collective_time_s",
     "collective_times_s",
     "device_names",
+    "dispatched_collective_time_s",
     "dtype_nbytes",
     "elementwise_time_s",
     "find_device",
     "gemm_flops",
     "gemm_time_s",
     "grouped_gemm_time_s",
-    "moving_time_s",
     "op_time_s",
     "optimizer_step_time_s",
     "optimizer_time_per_parameter_s",

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from cost_model.collectives.price import axis_group, moving_time_s
+from cost_model.collectives.price import axis_group, dispatched_collective_time_s
 from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec, sharded_dim
@@ -78,7 +78,7 @@ class Redistributor:
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
         def price_step(kind: CollectiveKind, axis: int, nbytes: int) -> float:
-            return moving_time_s(kind, nbytes, groups[axis], cluster)
+            return dispatched_collective_time_s(kind, nbytes, groups[axis], cluster)
 
         self.device_mesh = device_mesh
         self.zigzag = zigzag

@@ -95,7 +95,7 @@ def collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, clu
     return _fastest_s(_curves(kind, group, cluster), nbytes)
 
 
-def moving_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> float:
+def dispatched_collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> float:
     """Return the seconds of one collective of a redistribution, what the host does around it included.
 
     Equal to ``collective_time_s`` where the device does not wait for its host; arguments as there.

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from cost_model import moving_time_s
+from cost_model import dispatched_collective_time_s
 from cost_model.layouts.layout import Layout, split_factor
 from planner.graph.op_graph import Value
 from planner.ilp import problem as quantity
@@ -125,7 +125,7 @@ class ActivationPricer:
     ) -> Price:
         """Return the price of ``count`` messages a micro-batch from each rank to its own in the next stage, or back."""
         group, nbytes, calls = place.group(self.run.mesh), round(self.local_nbytes(value, layout)), self.run.passes
-        time_s = moving_time_s("send_recv", nbytes, group, place.cluster)
+        time_s = dispatched_collective_time_s("send_recv", nbytes, group, place.cluster)
         ahead = self.run.passes_ahead
         charge = self._overlap.blocking(phase, link_of(group), count * (calls - ahead) * time_s)
         for name, amount in self._overlap.overlapped_messages(phase, group, count * ahead * time_s).items():

@@ -2,7 +2,7 @@
 
 A redistribution runs the cheapest path of collectives from one layout to another
 (`cost_model.redistribute.RedistributionPlanner`). Each collective is priced by the cost model of collectives
-(`cost_model.moving_time_s`) on the ranks of its mesh axis. The consumer waits for it, so its seconds are blocking. With
+(`cost_model.dispatched_collective_time_s`) on the ranks of its mesh axis. The consumer waits for it, so its seconds are blocking. With
 asynchronous tensor parallelism a part of them is overlapped (`planner.pricing.async_tp` states the rule).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, moving_time_s
+from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, dispatched_collective_time_s
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
@@ -69,14 +69,14 @@ class RedistributionPricer:
         """
         key = kind, axis, nbytes
         if key not in self._times_s:
-            self._times_s[key] = moving_time_s(kind, nbytes, self._groups[axis], self._cluster)
+            self._times_s[key] = dispatched_collective_time_s(kind, nbytes, self._groups[axis], self._cluster)
         return self._times_s[key]
 
     def flat_time_s(self, kind: CollectiveKind, axes: tuple[int, ...], nbytes: int) -> float:
         """Return the seconds of one collective on several mesh axes that are flattened into one."""
         if len(axes) == 1:
             return self.time_s(kind, axes[0], nbytes)
-        return moving_time_s(kind, nbytes, self._flat_group(axes), self._cluster)
+        return dispatched_collective_time_s(kind, nbytes, self._flat_group(axes), self._cluster)
 
     def flat_link(self, axes: tuple[int, ...]) -> str:
         """Return the name of the link that these axes, flattened into one, communicate over."""
