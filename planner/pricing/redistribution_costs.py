@@ -2,8 +2,9 @@
 
 A redistribution runs the cheapest path of collectives from one layout to another
 (`cost_model.redistribute.RedistributionPlanner`). Each collective is priced by the cost model of collectives
-(`cost_model.dispatched_collective_time_s`) on the ranks of its mesh axis. The consumer waits for it, so its seconds are blocking. With
-asynchronous tensor parallelism a part of them is overlapped (`planner.pricing.async_tp` states the rule).
+(`cost_model.dispatched_collective_time_s`) on the ranks of its mesh axis. The consumer waits for it, so its seconds are
+blocking. With asynchronous tensor parallelism a part of them is overlapped (`planner.pricing.async_tp` states the
+rule).
 """
 
 from __future__ import annotations
