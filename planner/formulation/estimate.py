@@ -79,18 +79,18 @@ class _Itemiser:
                 if multiplicity.in_producer_layout or saves_producer_layout(p, q)
             )
             for layout in dict.fromkeys(layout for layout in kept if layout is not None):
-                yield self._pricer.copy(self._value(multiplicity), layout, multiplicity, throughout)
+                yield self._pricer.live_bytes(self._value(multiplicity), layout, multiplicity, throughout)
         for multiplicity in self._structure.saved_copies:
             for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout and target.layout is not None:
                     value = self._value(multiplicity)
-                    yield self._pricer.copy(
+                    yield self._pricer.live_bytes(
                         value, target.layout, multiplicity, throughout, reallgather=target.reallgather
                     )
         for multiplicity in self._structure.shared_gradients:
             gradient = self._wanted(multiplicity)[0][0].gradient
             if gradient is not None and any(target.gradient != gradient for _, target in self._wanted(multiplicity)):
-                yield self._pricer.copy(self._value(multiplicity), gradient, multiplicity, throughout)
+                yield self._pricer.live_bytes(self._value(multiplicity), gradient, multiplicity, throughout)
 
 
 def _some(price: Price | None) -> Price:

@@ -180,16 +180,16 @@ class Formulator:
         structure = self._structure
         region = structure.representative(index)
         members = structure.regions.classes[index].members
-        return self.pricer.region(
+        return self.pricer.regions.price(
             region,
             strategy,
             count=len(members),
-            mode=structure.mode(region),
-            alive=structure.timeline.classes[index] if structure.timeline.candidates else None,
+            checkpointing=structure.mode(region),
+            timeline=structure.timeline.classes[index] if structure.timeline.candidates else None,
             throughout=structure.timeline.throughout,
-            arguments=structure.boundary_slots.get(index, ()),
-            sums=structure.autograd_sums[index],
-            joins=structure.gemm_sums[index],
+            boundary_slots=structure.boundary_slots.get(index, ()),
+            autograd_sums=structure.autograd_sums[index],
+            gemm_sums=structure.gemm_sums[index],
         )
 
     def _region_node(self, index: int, choices: Sequence[Strategy]) -> Node:
@@ -296,7 +296,7 @@ class Formulator:
             self._charge_copies(edges, charges)
 
     def _charge_copies(self, edges: Sequence[Edge], charges: SharedChargeCollector) -> None:
-        ports, copy, throughout = self._ports, self.pricer.copy, self._structure.timeline.throughout
+        ports, live_bytes, throughout = self._ports, self.pricer.live_bytes, self._structure.timeline.throughout
         for multiplicity in self._structure.saved_tensors:
             value = self._value(multiplicity)
             by_layout: dict[Layout, list[tuple[int, int, int]]] = defaultdict(list)
@@ -307,7 +307,7 @@ class Formulator:
                 ):
                     by_layout[source.layout] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, multiplicity, throughout).charge)
+                charges.add(tuple(found), live_bytes(value, layout, multiplicity, throughout).charge)
         for multiplicity in self._structure.saved_copies:
             value = self._value(multiplicity)
             copies: dict[int, Charge] = {}
@@ -315,7 +315,7 @@ class Formulator:
                 source, target = ports.port(p), ports.port(q)
                 if target.layout is not None and source.layout != target.layout:
                     if q not in copies:
-                        copies[q] = copy(
+                        copies[q] = live_bytes(
                             value, target.layout, multiplicity, throughout, reallgather=target.reallgather
                         ).charge
                     charges.add(members, copies[q])
@@ -327,7 +327,7 @@ class Formulator:
                 if gradient is not None and gradient != ports.port(q).gradient:
                     by_layout[gradient] += members
             for layout, found in by_layout.items():
-                charges.add(tuple(found), copy(value, layout, multiplicity, throughout).charge)
+                charges.add(tuple(found), live_bytes(value, layout, multiplicity, throughout).charge)
 
     def _value(self, multiplicity: Multiplicity) -> Value:
         key = self._structure.edges[multiplicity.edges[0]]

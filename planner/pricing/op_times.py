@@ -1,4 +1,9 @@
-"""Seconds of one op on one device's pieces: by shape for matrix products and attention, else by FLOPs and bytes."""
+"""Seconds of one op on one device's shards: `OpTimes.op_time`.
+
+GEMMs and attention are timed by their shapes (`cost_model.kernels.gemm`, `.attention`). All other ops are timed by a
+roofline of FLOPs and bytes (`cost_model.kernels.compute`). All times are those inside a training step: the time of the
+kernel alone, divided by the fraction of its stand-alone rate that is reached there (`cost_model.kernels.in_step`).
+"""
 
 from __future__ import annotations
 
@@ -26,16 +31,16 @@ from planner.strategies.inner_collectives import Kernel
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 
 _ROW_NBYTES = 16
-"""Rows of operands that are multiples of this are read at full speed."""
+"""A GEMM reads operands at full speed if their rows are multiples of this many bytes."""
 
 _NO_BYTES = UnfusedEfficiency(forward_bytes=0, backward_bytes=0, causal_forward_bytes=0, causal_backward_bytes=0)
-"""For attention whose bytes are counted."""
+"""Efficiency of unfused attention where its bytes are those that torch dispatches, and not those of a formula."""
 
 Shape = tuple[int, ...]
 
 
-class Product(NamedTuple):
-    """A matrix product: ``batch`` times ``[m, k] @ [k, n]``."""
+class GemmShape(NamedTuple):
+    """The shape of a GEMM: ``batch`` times ``[m, k] @ [k, n]``."""
 
     m: int
     n: int
@@ -50,34 +55,76 @@ class OpTime(NamedTuple):
     backward_s: float
 
 
-def product_of(target_name: str, shapes: Sequence[Shape], output: Shape) -> Product | None:
-    """Return the matrix product that an op runs on inputs of ``shapes``; None where it runs none, or none known here.
+class LocalOp(NamedTuple):
+    """An op and one device's part of it.
+
+    Attributes:
+        inputs, output: global tensors; of several outputs the first.
+        shapes, output_shape: shapes of the device's shards of them.
+        profile: the unsplit op's.
+        bytes_fraction: bytes of the shards per byte of the global tensors.
+        flops_split: number of equal parts into which the op's FLOPs are divided.
+        context_work: the device's part of attention whose sequence is split; None for any other op.
+        exchange_ranks: number of ranks among which the experts' op exchanges tokens.
+    """
+
+    op: Op
+    inputs: Sequence[Value]
+    output: Value
+    shapes: Sequence[Shape]
+    output_shape: Shape
+    profile: OpProfile
+    bytes_fraction: float = 1.0
+    flops_split: int = 1
+    context_work: ContextParallelWork | None = None
+    exchange_ranks: int = 1
+
+    @property
+    def dtype(self) -> str:
+        """The name of the output's dtype in the cost model."""
+        return _DTYPE_NAMES.get(self.output.dtype, "fp32")
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """A key that is equal for ops that take equally long."""
+        profile = self.profile
+        return (
+            *(self.op.target, tuple(self.shapes), self.output_shape, self.output.dtype, _is_causal(self.op)),
+            *(self.bytes_fraction, self.flops_split, self.context_work, self.exchange_ranks),
+            *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
+            *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens),
+            tuple(value.requires_grad for value in self.inputs),
+        )
+
+
+def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> GemmShape | None:
+    """Return the GEMM that an op runs; None where it runs none, or none that is known here.
 
     Args:
-        target_name: as in ``aten.linear.default``.
-        shapes: of the inputs, ``[..., k]`` and ``[n, k]`` of a linear for example.
+        target_name: the op, such as ``aten.linear.default``.
+        shapes: shapes of the inputs; of a linear ``[..., k]`` and ``[n, k]``.
         output: shape of the result.
     """
     name = target_name.removeprefix("aten.").partition(".")[0]
     if name == "linear":
-        return Product(m=math.prod(shapes[0][:-1]), n=shapes[1][0], k=shapes[0][-1])
+        return GemmShape(m=math.prod(shapes[0][:-1]), n=shapes[1][0], k=shapes[0][-1])
     if name == "addmm":
-        return Product(m=shapes[1][0], n=shapes[2][1], k=shapes[1][1])
+        return GemmShape(m=shapes[1][0], n=shapes[2][1], k=shapes[1][1])
     if name in ("mm", "bmm", "matmul") and len(shapes[0]) > 1 and len(shapes[1]) > 1:
         if len(shapes[1]) == 2:
-            return Product(m=math.prod(shapes[0][:-1]), n=shapes[1][1], k=shapes[0][-1])
-        return Product(m=output[-2], n=output[-1], k=shapes[0][-1], batch=math.prod(output[:-2]))
+            return GemmShape(m=math.prod(shapes[0][:-1]), n=shapes[1][1], k=shapes[0][-1])
+        return GemmShape(m=output[-2], n=output[-1], k=shapes[0][-1], batch=math.prod(output[:-2]))
     if name in ("conv2d", "convolution") and len(output) == 4:
         weight = shapes[1]
-        return Product(m=output[0] * math.prod(output[2:]), n=output[1], k=math.prod(weight[1:]))
+        return GemmShape(m=output[0] * math.prod(output[2:]), n=output[1], k=math.prod(weight[1:]))
     return None
 
 
 class OpTimes:
-    """Times of ops on one kind of device, remembered by the shapes of their pieces.
+    """Seconds of ops on one kind of device, each computed once.
 
-    A device that waits for its host (``host_op_s``) is charged for everything that is dispatched: views, what a
-    backward is made of. One that does not is charged for one kernel per op and pass, as it runs inside a step.
+    A device that waits for its host (``host_op_s``) pays for every op that torch dispatches, views and the parts of a
+    backward included. Any other device pays for one kernel per op and pass.
     """
 
     def __init__(
@@ -87,88 +134,29 @@ class OpTimes:
         self._device = dataclasses.replace(device, kernel_launch_s=0.0) if self._host_op_s else device
         self._in_step = in_step(device)
         self._kernel = (attention_kernel or "flash") if flash_attention else "unfused"
-        self._known: dict[tuple[object, ...], OpTime] = {}
+        self._counts_attention_bytes = bool(self._host_op_s) and self._kernel == "unfused"
+        self._times: dict[tuple[object, ...], OpTime] = {}
 
-    def of(
-        self,
-        op: Op,
-        inputs: Sequence[Value],
-        output: Value,
-        shapes: Sequence[Shape],
-        local_output: Shape,
-        profile: OpProfile,
-        share: float,
-        split: int,
-        context: ContextParallelWork | None = None,
-        exchange_ranks: int = 1,
-    ) -> OpTime:
-        """Return the seconds of ``op`` on one device.
+    def op_time(self, local: LocalOp) -> OpTime:
+        """Return the seconds of one device's part of an op."""
+        key = local.key
+        if key not in self._times:
+            self._times[key] = self._with_host_time(self._device_time(local), local.profile)
+        return self._times[key]
 
-        Args:
-            inputs, output: whole tensors (the first output).
-            shapes, local_output: of the device's pieces of them.
-            profile: of the whole op.
-            share: of the op's bytes that the pieces hold.
-            split: into how many equal parts its FLOPs are divided.
-            context: of attention whose sequence is split.
-            exchange_ranks: among which experts' tokens change places.
-        """
-        matmul = profile.flops > 0
-        key = (
-            *(
-                op.target,
-                tuple(shapes),
-                local_output,
-                output.dtype,
-                _is_causal(op),
-                share,
-                split,
-                context,
-                exchange_ranks,
-            ),
-            *(profile.flops, profile.backward_flops, profile.nbytes, profile.backward_nbytes),
-            *(profile.forward_dispatched, profile.backward_dispatched, profile.cached_tokens),
-            tuple(value.requires_grad for value in inputs),
-        )
-        if key not in self._known:
-            dtype = _DTYPE_NAMES.get(output.dtype, "fp32")
-            if context is not None:
-                found: OpTime | None = self._context(context, profile, dtype, share)
-            elif op.target_name == experts.OP_NAME:
-                found = self._experts(inputs, shapes, dtype, profile.backward_flops > 0, exchange_ranks)
-            else:
-                by_shape = (op, inputs, output, shapes, local_output, profile, dtype, share)
-                found = self._by_shape(*by_shape) if matmul else None
-            self._known[key] = self._with_host(found or self._by_roofline(op, profile, share, split, dtype), profile)
-        return self._known[key]
+    def _device_time(self, local: LocalOp) -> OpTime:
+        op, profile = local.op, local.profile
+        if local.context_work is not None:
+            return self._context_parallel_attention(local.context_work, local)
+        if op.target_name == experts.OP_NAME:
+            backward = profile.backward_flops > 0
+            return self._experts(local.inputs, local.shapes, local.dtype, backward, local.exchange_ranks)
+        if profile.flops > 0 and op.target is ATTENTION:
+            return self._cached_attention(local) if profile.cached_tokens else self._attention(local)
+        shape = gemm_shape(op.target_name, local.shapes, local.output_shape) if profile.flops > 0 else None
+        return self._roofline(local) if shape is None else self._gemm(local, shape)
 
-    def least_share(self, op: Op, inputs: Sequence[Value]) -> float:
-        """Return of an op's seconds unsplit the part that all ranks together take at least, however it is split.
-
-        Not all of them where a causal mask is the kernel's own and the sequence is split. Most of what it hides is not
-        formed then: of all scores nearly half are left where all were formed, and where the kernel forms no more than
-        it has to, most of them are no triangle any more, whose rows keep processors busy for unequal times.
-        """
-        if op.target is not ATTENTION or not is_causal(op) or not may_split(op, inputs):
-            return 1.0
-        if self._kernel == "unfused":
-            return 0.5
-        return 1.0 / (1.0 + causal_imbalance(self._device, self._kernel))
-
-    def beside_s(self, kernel: Kernel, work: ContextParallelWork, dtype: torch.dtype, *, backward: bool) -> float:
-        """Return the seconds of a kernel of attention in pieces, as those that communication runs beside."""
-        return self.kernel_s(kernel, work.query, work.value, _DTYPE_NAMES.get(dtype, "fp32"), backward=backward)
-
-    def sum_s(self, nbytes: float) -> float:
-        """Return the seconds of adding a gradient of ``nbytes`` to another."""
-        stream_s = 3 * nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
-        return stream_s + (self._host_op_s or self._device.kernel_launch_s)
-
-    def join_s(self, nbytes: float) -> float:
-        """Return the seconds by which a product takes longer that adds to a gradient of ``nbytes``: it reads that."""
-        return nbytes / (stream_bytes_per_s(self._device) * self._in_step.stream_share)
-
-    def _with_host(self, time: OpTime, profile: OpProfile) -> OpTime:
+    def _with_host_time(self, time: OpTime, profile: OpProfile) -> OpTime:
         if not self._host_op_s:
             return time
         return OpTime(
@@ -176,85 +164,146 @@ class OpTimes:
             time.backward_s + self._host_op_s * profile.backward_dispatched.ops,
         )
 
-    def _by_shape(
-        self,
-        op: Op,
-        inputs: Sequence[Value],
-        output: Value,
-        shapes: Sequence[Shape],
-        local_output: Shape,
-        profile: OpProfile,
-        dtype: str,
-        share: float,
-    ) -> OpTime | None:
-        if op.target is ATTENTION and profile.cached_tokens:
-            return self._cached_attention(op, shapes, profile, dtype, share)
-        if op.target is ATTENTION:
-            return self._attention(op, shapes, profile, dtype, share)
-        product = product_of(op.target_name, shapes, local_output)
-        if product is None:
-            return None
-        m, n, k, batch = product
-        forward_s = self._product_s(m, n, k, batch, output, dtype)
+    def least_fraction(self, op: Op, inputs: Sequence[Value]) -> float:
+        """Return a lower bound on the seconds of all ranks together, per second of the unsplit op, for any split.
+
+        It is below 1 only for causal attention whose sequence may be split. Its local kernels compute few of the scores
+        that the mask hides. An unfused kernel computes all scores, so that nearly half of them go. A fused kernel
+        computes no more than it needs, but the triangular rest keeps processors busy for unequal times; local kernels
+        are mostly rectangular.
+        """
+        if op.target is not ATTENTION or not is_causal(op) or not may_split(op, inputs):
+            return 1.0
+        if self._kernel == "unfused":
+            return 0.5
+        return 1.0 / (1.0 + causal_imbalance(self._device, self._kernel))
+
+    def autograd_sum_s(self, nbytes: float) -> float:
+        """Return the seconds in which autograd adds a gradient of ``nbytes`` to another: two reads and a write."""
+        stream_s = 3 * nbytes / self._stream_bytes_per_s
+        return stream_s + (self._host_op_s or self._device.kernel_launch_s)
+
+    def gemm_sum_s(self, nbytes: float) -> float:
+        """Return the seconds that a GEMM takes longer if it adds to a gradient of ``nbytes``, which it then reads."""
+        return nbytes / self._stream_bytes_per_s
+
+    @property
+    def _stream_bytes_per_s(self) -> float:
+        """Bytes per second of memory-bound kernels inside a step."""
+        return stream_bytes_per_s(self._device) * self._in_step.stream_share
+
+    # --- GEMMs ---------------------------------------------------------------------------------------------------
+
+    def _gemm(self, local: LocalOp, shape: GemmShape) -> OpTime:
+        """Return the seconds of an op that is a GEMM; backward has one GEMM for each factor that needs a gradient."""
+        m, n, k, batch = shape
+        forward_s = self._gemm_s(m, n, k, batch, local)
         backward_s = 0.0
-        if profile.backward_flops > 0:
-            factors = inputs[1:3] if op.target_name.startswith("aten.addmm") else inputs[:2]
+        if local.profile.backward_flops > 0:
+            factors = local.inputs[1:3] if local.op.target_name.startswith("aten.addmm") else local.inputs[:2]
             if factors[0].requires_grad:
-                backward_s += self._product_s(m, k, n, batch, output, dtype)
+                backward_s += self._gemm_s(m, k, n, batch, local)
             if factors[1].requires_grad:
-                backward_s += self._product_s(k, n, m, batch, output, dtype)
+                backward_s += self._gemm_s(k, n, m, batch, local)
         return OpTime(forward_s, backward_s)
 
-    def _product_s(self, m: int, n: int, k: int, batch: int, output: Value, dtype: str) -> float:
-        itemsize = output.dtype.itemsize
+    def _gemm_s(self, m: int, n: int, k: int, batch: int, local: LocalOp) -> float:
+        itemsize = local.output.dtype.itemsize
         aligned = k * itemsize % _ROW_NBYTES == 0 and n * itemsize % _ROW_NBYTES == 0
-        alone_s = gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=dtype, aligned=aligned)
+        alone_s = gemm_time_s(m=m, n=n, k=k, batch=batch, device=self._device, dtype=local.dtype, aligned=aligned)
         return alone_s / self._in_step.gemm_share
 
-    def _attention(self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float) -> OpTime:
-        (_, heads, rows, _), (_, kv_heads, keys, _) = shapes[0], shapes[2]
-        kernels = (Kernel(rows, keys, _is_causal(op), heads, kv_heads),)
-        return self._kernels(kernels, kernels, (shapes[0], shapes[2]), profile, dtype, share)
-
-    def _context(self, work: ContextParallelWork, profile: OpProfile, dtype: str, share: float) -> OpTime:
-        """Return the seconds of attention whose sequence is split: of its kernels, and of putting pieces in order."""
-        found = self._kernels(work.kernels, work.backward_kernels, (work.query, work.value), profile, dtype, share)
-        bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
-        backward_s = found.backward_s + work.backward_nbytes / bytes_per_s if found.backward_s else 0.0
-        return OpTime(found.forward_s + work.forward_nbytes / bytes_per_s, backward_s)
-
-    def _kernels(
-        self,
-        forward: Sequence[Kernel],
-        backward: Sequence[Kernel],
-        pieces: tuple[Shape, Shape],
-        profile: OpProfile,
-        dtype: str,
-        share: float,
+    def _experts(
+        self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
     ) -> OpTime:
-        """Return the seconds of the kernels of both passes, on ``pieces`` of queries and values."""
-        counted = bool(self._host_op_s) and self._kernel == "unfused"
-        found = OpTime(
-            sum(self.kernel_s(kernel, *pieces, dtype, backward=False) for kernel in forward),
-            sum(self.kernel_s(kernel, *pieces, dtype, backward=True) for kernel in backward)
+        """Return the seconds of the experts on this rank, each of which has the same number of tokens.
+
+        Forward runs a grouped GEMM up and one down. Backward runs the GEMMs of their gradients: of their inputs, and of
+        the weights that are trained.
+        """
+        work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
+        up, down = (2 * work.inner, work.width), (work.width, work.inner)
+        device = self._device
+        one_by_one = dtype == "bf16" and runs_one_by_one(
+            tokens=work.rows,
+            n=work.least_width,
+            groups=work.experts,
+            architecture=device.architecture,
+            processors=device.processors,
+        )
+        kernel = "one by one" if one_by_one else "grouped"
+
+        def gemm_s(n: int, k: int) -> float:
+            alone_s = grouped_gemm_time_s(
+                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
+            )
+            return alone_s / self._in_step.expert_share
+
+        def weight_gradient_s(n: int, k: int) -> float:
+            alone_s = grouped_gradient_time_s(
+                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
+            )
+            return alone_s / self._in_step.expert_share
+
+        forward_s = gemm_s(*up) + gemm_s(*down) + work.forward_nbytes / self._stream_bytes_per_s
+        if not backward:
+            return OpTime(forward_s, 0.0)
+        backward_s = gemm_s(*reversed(down)) + work.backward_nbytes / self._stream_bytes_per_s
+        backward_s += gemm_s(*reversed(up)) if inputs[0].requires_grad else 0.0
+        backward_s += weight_gradient_s(*up) if inputs[3].requires_grad else 0.0
+        backward_s += weight_gradient_s(*down) if inputs[4].requires_grad else 0.0
+        return OpTime(forward_s, backward_s)
+
+    # --- attention -----------------------------------------------------------------------------------------------
+
+    def _attention(self, local: LocalOp) -> OpTime:
+        query, value = local.shapes[0], local.shapes[2]
+        (_, heads, rows, _), (_, kv_heads, keys, _) = query, value
+        kernels = (Kernel(rows, keys, _is_causal(local.op), heads, kv_heads),)
+        return self._attention_kernels(kernels, kernels, query, value, local)
+
+    def _context_parallel_attention(self, work: ContextParallelWork, local: LocalOp) -> OpTime:
+        """Return the seconds of attention whose sequence is split: its kernels, and copies that reorder its chunks."""
+        kernels = self._attention_kernels(work.kernels, work.backward_kernels, work.query, work.value, local)
+        bytes_per_s = self._stream_bytes_per_s
+        backward_s = kernels.backward_s + work.backward_nbytes / bytes_per_s if kernels.backward_s else 0.0
+        return OpTime(kernels.forward_s + work.forward_nbytes / bytes_per_s, backward_s)
+
+    def _attention_kernels(
+        self, forward: Sequence[Kernel], backward: Sequence[Kernel], query: Shape, value: Shape, local: LocalOp
+    ) -> OpTime:
+        """Return the seconds of attention kernels in both passes.
+
+        Args:
+            query, value: shapes of the device's shards.
+        """
+        profile, dtype = local.profile, local.dtype
+        time = OpTime(
+            sum(self.kernel_s(kernel, query, value, dtype, backward=False) for kernel in forward),
+            sum(self.kernel_s(kernel, query, value, dtype, backward=True) for kernel in backward)
             if profile.backward_flops > 0
             else 0.0,
         )
-        if not counted:
-            return found
-        per_byte = share / stream_bytes_per_s(self._device)
+        if not self._counts_attention_bytes:
+            return time
+        s_per_byte = local.bytes_fraction / stream_bytes_per_s(self._device)
         return OpTime(
-            found.forward_s + profile.forward_dispatched.nbytes * per_byte,
-            found.backward_s + profile.backward_dispatched.nbytes * per_byte,
+            time.forward_s + profile.forward_dispatched.nbytes * s_per_byte,
+            time.backward_s + profile.backward_dispatched.nbytes * s_per_byte,
         )
 
+    def attention_kernel_s(
+        self, kernel: Kernel, work: ContextParallelWork, dtype: torch.dtype, *, backward: bool
+    ) -> float:
+        """Return the seconds of one attention kernel of context parallelism, which a collective may overlap with."""
+        return self.kernel_s(kernel, work.query, work.value, _DTYPE_NAMES.get(dtype, "fp32"), backward=backward)
+
     def kernel_s(self, kernel: Kernel, query: Shape, value: Shape, dtype: str, *, backward: bool) -> float:
-        """Return the seconds of one call of the attention kernel.
+        """Return the seconds of one call of an attention kernel.
 
         Args:
-            query, value: shapes of a device's pieces, [batch, heads, rows, width]: of them batch and width count.
+            query, value: shapes of the device's shards, [batch, heads, seq, head_dim]; batch and head_dim are read.
         """
-        counted = bool(self._host_op_s) and self._kernel == "unfused"
         shipped = shipped_efficiency()
         return attention_time_s(
             batch=query[0],
@@ -269,25 +318,23 @@ class OpTimes:
             device=self._device,
             dtype=dtype,
             kernel=self._kernel,
-            efficiency=dataclasses.replace(shipped, unfused=_NO_BYTES) if counted else shipped,
+            efficiency=dataclasses.replace(shipped, unfused=_NO_BYTES) if self._counts_attention_bytes else shipped,
         )
 
-    def _cached_attention(
-        self, op: Op, shapes: Sequence[Shape], profile: OpProfile, dtype: str, share: float
-    ) -> OpTime:
-        """Return the seconds of attention, and of writing the new keys and values where the cache has room for them."""
-        batch, heads, _, head_dim = shapes[0]
-        _, kv_heads, new, head_dim_v = shapes[2]
-        itemsize = BYTES_PER_ELEMENT[dtype]
-        copied = 2 * batch * kv_heads * new * (head_dim + head_dim_v) * itemsize
-        writing_s = copied / stream_bytes_per_s(self._device) + 2 * self._device.kernel_launch_s
-        if profile.cached_tokens == new:
-            return OpTime(self._attention(op, shapes, profile, dtype, share).forward_s + writing_s, 0.0)
+    def _cached_attention(self, local: LocalOp) -> OpTime:
+        """Return the seconds of attention over a key-value cache, and of writing the new keys and values into it."""
+        batch, heads, _, head_dim = local.shapes[0]
+        _, kv_heads, new, head_dim_v = local.shapes[2]
+        tokens, dtype = local.profile.cached_tokens, local.dtype
+        copied_nbytes = 2 * batch * kv_heads * new * (head_dim + head_dim_v) * BYTES_PER_ELEMENT[dtype]
+        writing_s = copied_nbytes / stream_bytes_per_s(self._device) + 2 * self._device.kernel_launch_s
+        if tokens == new:
+            return OpTime(self._attention(local).forward_s + writing_s, 0.0)
         reading_s = cached_attention_time_s(
             batch=batch,
             heads=heads,
             kv_heads=kv_heads,
-            tokens=profile.cached_tokens,
+            tokens=tokens,
             head_dim=head_dim,
             head_dim_v=head_dim_v,
             device=self._device,
@@ -295,67 +342,34 @@ class OpTimes:
         )
         return OpTime(reading_s + writing_s, 0.0)
 
-    def _experts(
-        self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
-    ) -> OpTime:
-        """Return the seconds of the experts on this rank, equally busy."""
-        work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
-        bytes_per_s = stream_bytes_per_s(self._device) * self._in_step.stream_share
-        up, down = (2 * work.inner, work.width), (work.width, work.inner)
+    # --- other ops -----------------------------------------------------------------------------------------------
 
-        device = self._device
-        apart = dtype == "bf16" and runs_one_by_one(
-            tokens=work.rows,
-            n=work.least_width,
-            groups=work.experts,
-            architecture=device.architecture,
-            processors=device.processors,
-        )
-        kernel = "one by one" if apart else "grouped"
-
-        def product_s(n: int, k: int) -> float:
-            alone_s = grouped_gemm_time_s(
-                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
-            )
-            return alone_s / self._in_step.expert_share
-
-        def gradient_s(n: int, k: int) -> float:
-            alone_s = grouped_gradient_time_s(
-                tokens=work.rows, n=n, k=k, groups=work.experts, device=device, dtype=dtype, kernel=kernel
-            )
-            return alone_s / self._in_step.expert_share
-
-        forward_s = product_s(*up) + product_s(*down) + work.forward_nbytes / bytes_per_s
-        if not backward:
-            return OpTime(forward_s, 0.0)
-        backward_s = product_s(*reversed(down)) + work.backward_nbytes / bytes_per_s
-        backward_s += product_s(*reversed(up)) if inputs[0].requires_grad else 0.0
-        backward_s += gradient_s(*up) if inputs[3].requires_grad else 0.0
-        backward_s += gradient_s(*down) if inputs[4].requires_grad else 0.0
-        return OpTime(forward_s, backward_s)
-
-    def _by_roofline(self, op: Op, profile: OpProfile, share: float, split: int, dtype: str) -> OpTime:
-        matmul, device = profile.flops > 0, self._device
+    def _roofline(self, local: LocalOp) -> OpTime:
+        """Return the seconds of an op by its FLOPs and bytes."""
+        profile, matmul, device = local.profile, local.profile.flops > 0, self._device
         nbytes, backward_nbytes = profile.nbytes, profile.backward_nbytes
         if self._host_op_s and not matmul:
             nbytes, backward_nbytes = profile.forward_dispatched.nbytes, profile.backward_dispatched.nbytes
         forward_s = op_time_s(
-            flops=profile.flops / split, nbytes=nbytes * share, device=device, dtype=dtype, matmul=matmul
-        )
-        backward_s = op_time_s(
-            flops=profile.backward_flops / split,
-            nbytes=backward_nbytes * share,
+            flops=profile.flops / local.flops_split,
+            nbytes=nbytes * local.bytes_fraction,
             device=device,
-            dtype=dtype,
+            dtype=local.dtype,
             matmul=matmul,
         )
-        stream_share = (
-            self._in_step.fused_stream_share if op.target_name in fused_kernels.NAMES else self._in_step.stream_share
+        backward_s = op_time_s(
+            flops=profile.backward_flops / local.flops_split,
+            nbytes=backward_nbytes * local.bytes_fraction,
+            device=device,
+            dtype=local.dtype,
+            matmul=matmul,
         )
-        share_of_rate = self._in_step.gemm_share if matmul else stream_share
-        return OpTime(forward_s / share_of_rate, backward_s / share_of_rate)
+        is_fused = local.op.target_name in fused_kernels.NAMES
+        stream_share = self._in_step.fused_stream_share if is_fused else self._in_step.stream_share
+        rate_fraction = self._in_step.gemm_share if matmul else stream_share
+        return OpTime(forward_s / rate_fraction, backward_s / rate_fraction)
 
 
 def _is_causal(op: Op) -> bool:
-    """Tell whether ``op`` is attention of which the kernel itself masks the later half."""
+    """Tell whether ``op`` is attention whose kernel applies a causal mask."""
     return op.target is ATTENTION and is_causal(op)

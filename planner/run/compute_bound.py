@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.plan.job import CheckpointingMode
-from planner.pricing.op_times import OpTimes
+from planner.pricing.op_times import LocalOp, OpTimes
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.model_analysis import ModelAnalysis
@@ -52,8 +52,8 @@ def _whole(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> Iterat
         inputs = [graph.values[name] for name in op.inputs]
         output = graph.values[op.outputs[0]]
         profile = profiles[op.name]
-        whole = times.of(op, inputs, output, [v.shape for v in inputs], output.shape, profile, 1.0, 1)
-        least = times.least_share(op, inputs)
+        whole = times.op_time(LocalOp(op, inputs, output, [v.shape for v in inputs], output.shape, profile))
+        least = times.least_fraction(op, inputs)
         forward_s, backward_s = least * whole.forward_s, least * whole.backward_s
         if not run.job.training:
             yield op.name, forward_s, 0.0, 0.0

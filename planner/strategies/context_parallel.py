@@ -255,8 +255,12 @@ def collectives(
     work = ContextParallelWork.of(op, shapes, inputs[0].dtype.itemsize, mesh_shape[axis])
     before, *after = work.own_kernels if work.own_first else (None, None)
 
-    def keys(kind: CollectiveKind, phase: Literal["forward", "backward"], beside: Kernel | None) -> InnerCollective:
-        return InnerCollective(kind=kind, axis=axis, nbytes=work.gathered_nbytes, phase=phase, beside=beside)
+    def keys(
+        kind: CollectiveKind, phase: Literal["forward", "backward"], overlapped_with: Kernel | None
+    ) -> InnerCollective:
+        return InnerCollective(
+            kind=kind, axis=axis, nbytes=work.gathered_nbytes, phase=phase, overlapped_with=overlapped_with
+        )
 
     found = [keys("all_gather", "forward", work.kernels[0] if work.own_first else None)]
     if inputs[0].requires_grad:

@@ -32,11 +32,11 @@ class InnerCollective:
         axis: of the mesh.
         nbytes: of the full buffer on one rank.
         phase: forward (and again, where a checkpointed block is recomputed) or backward.
-        beside: what the op computes meanwhile; None where it waits.
+        overlapped_with: what the op computes meanwhile; None where it waits.
     """
 
     kind: CollectiveKind
     axis: int
     nbytes: int
     phase: Literal["forward", "backward"] = "forward"
-    beside: Kernel | None = None
+    overlapped_with: Kernel | None = None

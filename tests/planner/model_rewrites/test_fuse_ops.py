@@ -24,7 +24,7 @@ from planner.graph.trace_module import trace_module
 from planner.model_rewrites import fused_kernels
 from planner.model_rewrites.fuse_ops import FusedOps, fuse_ops
 from planner.plan.sharding_plan import ShardingPlan
-from planner.pricing.op_times import OpTimes
+from planner.pricing.op_times import LocalOp, OpTimes
 from planner.profile.profile import profile_graph
 from planner.wire.codec import read_graph, write_graph
 
@@ -191,7 +191,7 @@ def test_a_device_that_waits_for_its_host_moves_the_bytes_of_compiled_ops_too() 
         op = next(op for op in graph.ops if op.target_name == fused_kernels.GATED)
         values, output = [graph.values[name] for name in op.inputs], graph.values[op.outputs[0]]
         known = profile_graph(graph, flash_attention=True).ops[op.name]
-        time = times.of(op, values, output, [value.shape for value in values], output.shape, known, 1.0, 1)
+        time = times.op_time(LocalOp(op, values, output, [value.shape for value in values], output.shape, known))
         host_s = 1e-5 * known.forward_dispatched.ops
         found.append(time.forward_s - host_s)
     assert found[0] > 0

@@ -16,7 +16,7 @@ from cost_model.kernels.in_step import in_step
 from cost_model.layouts.layout import MeshSpec
 from planner.graph.op_graph import Op, Value
 from planner.plan.token_order import backward_head_parts
-from planner.pricing.op_times import OpTimes
+from planner.pricing.op_times import LocalOp, OpTimes
 from planner.profile.op_profile import OpProfile
 from planner.run.compute_bound import least_compute_s
 from planner.session import PlanningSession
@@ -89,14 +89,14 @@ def test_keys_are_gathered_and_halves_exchanged_in_both_passes() -> None:
     assert sorted((c.kind, c.nbytes) for c in found if c.phase == "forward") == gather + exchanges
     backward = sorted((c.kind, c.nbytes) for c in found if c.phase == "backward")
     assert backward == [*gather, *exchanges, ("reduce_scatter", KEYS)]
-    assert all(c.beside is None for c in found)
+    assert all(c.overlapped_with is None for c in found)
 
 
 def test_own_keys_run_beside_gathers_where_sequences_are_in_an_even_order() -> None:
     op, inputs = attention()
     found = inner_collectives(dataclasses.replace(op, is_zigzag=True), inputs, [(SEQUENCE,)] * 3, (4,))
     half = Kernel(16, 16, True, 4, 1)
-    assert [(c.kind, c.nbytes, c.phase, c.beside) for c in found] == [
+    assert [(c.kind, c.nbytes, c.phase, c.overlapped_with) for c in found] == [
         ("all_gather", KEYS, "forward", Kernel(16, 16, True, 8, 2)),
         ("all_gather", KEYS, "backward", half),
         ("reduce_scatter", KEYS, "backward", half),
@@ -149,7 +149,7 @@ def test_pieces_run_in_the_devices_own_kernel() -> None:
     profile = OpProfile(flops=1.0, backward_flops=1.0, nbytes=1, backward_nbytes=1, saved=(), **none)
     work = ContextParallelWork(shape, shape, shape, 2, 2, causal=True)
     times = OpTimes(device, flash_attention=True)
-    found = times.of(op, inputs, inputs[0], [shape] * 3, shape, profile, 1.0, 1, context=work)
+    found = times.op_time(LocalOp(op, inputs, inputs[0], [shape] * 3, shape, profile, context_work=work))
 
     def kernels_s(kernel: str, backward: bool) -> float:
         return sum(
