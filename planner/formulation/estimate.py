@@ -13,8 +13,8 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from planner.formulation.decision import Decision
 from planner.formulation.formulate import Formulator, saves_producer_layout
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import exposed_once_s, peak_bytes, phase_time_s, step_time_s
+from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Kind
+from planner.ilp.step_cost import Totals, exposed_once_s, live_bytes, peak_bytes, phase_time_s, step_time_s
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.structure import EdgeKey, Structure
 from planner.plan.estimate import ONCE_A_STEP, CollectiveEstimate, Estimate, Phase
@@ -107,9 +107,9 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     """Return seconds and bytes of one step under ``decision``."""
     price = itemise(formulator, structure, decision)
     total = price.charge
-    forward = phase_time_s(total, quantity.FORWARD) + exposed_once_s(total, quantity.FORWARD)
-    backward, late = phase_time_s(total, quantity.BACKWARD), exposed_once_s(total, quantity.BACKWARD)
-    compute = total.get(quantity.COMPUTE_FORWARD, 0.0) + total.get(quantity.COMPUTE_BACKWARD, 0.0)
+    forward = phase_time_s(total, FORWARD) + exposed_once_s(total, FORWARD)
+    backward, late = phase_time_s(total, BACKWARD), exposed_once_s(total, BACKWARD)
+    compute = total.get(FORWARD.compute, 0.0) + total.get(BACKWARD.compute, 0.0)
     step = step_time_s(total)
     optimizer = _optimizer_s(formulator, structure, decision)
     collectives = collective_rows(price, formulator.pricer.run)
@@ -117,7 +117,7 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
         step_time_s=step,
         forward_s=forward,
         backward_s=backward,
-        grad_reduce_s=max(total.get(quantity.EXPOSED, 0.0) - optimizer, 0.0) + late,
+        grad_reduce_s=max(total.get(EXPOSED, 0.0) - optimizer, 0.0) + late,
         optimizer_s=optimizer,
         compute_s=compute,
         communication_s=sum(row.time_s for row in collectives),
@@ -133,7 +133,7 @@ def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decisio
     found = 0.0
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         price = formulator.parameter_pricer.kept(values[parameter.values[0]], choice.stored, len(parameter.values))
-        found += price.charge.get(quantity.EXPOSED, 0.0)
+        found += price.charge.get(EXPOSED, 0.0)
     return found
 
 
@@ -163,17 +163,14 @@ _PHASES = ("param_gather", "forward", "recompute", "backward", "grad_reduce")
 LIVE_ROLES = ("activations", "gradients", "recomputed_block", "transient")
 
 
-def memory_roles(total: Mapping[str, float]) -> dict[str, int]:
+def memory_roles(total: Totals) -> dict[str, int]:
     """Return the peak's bytes by role; they add up to the peak."""
-    roles = {
-        name[len(quantity.MEMORY) :]: round(amount)
-        for name, amount in total.items()
-        if name.startswith(quantity.MEMORY)
-    }
+    roles = {q.role: round(amount) for q, amount in total.items() if q.kind is Kind.PERSISTENT and q.role is not None}
     roles |= dict.fromkeys(LIVE_ROLES, 0) | roles
-    roles["transient"] = round(max((v for k, v in total.items() if k.startswith(quantity.TRANSIENT)), default=0.0))
-    worst = max(quantity.bytes_by_moment(total).values(), key=lambda alive: sum(alive.values()), default={})
-    for name, nbytes in worst.items():
-        roles[name.rpartition(".")[2]] += round(nbytes)
+    working = (amount for q, amount in total.items() if q.kind is Kind.TRANSIENT)
+    roles["transient"] = round(max(working, default=0.0))
+    at_peak: Mapping[str, float] = max(live_bytes(total).values(), key=lambda alive: sum(alive.values()), default={})
+    for role, nbytes in at_peak.items():
+        roles[role] += round(nbytes)
     roles["transient"] += round(peak_bytes(total)) - sum(roles.values())
     return roles

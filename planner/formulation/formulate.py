@@ -11,8 +11,8 @@ from cost_model import reserve_bytes
 from cost_model.layouts.layout import Layout
 from planner.formulation.fsdp_variables import FsdpVariables
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import Charge, Edge, Node, Problem, same_consumer_port, same_producer_port
+from planner.ilp.problem import Edge, Node, Problem, same_consumer_port, same_producer_port
+from planner.ilp.quantities import PASSES, Charge, persistent
 from planner.ilp.shared_charges import SharedChargeCollector, pairs_on
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
@@ -237,9 +237,9 @@ class Formulator:
         plain = sum(values[name].nbytes for name in saved if values[name].kind == "plain")
         run = self.pricer.run
         return {
-            quantity.PASSES: float(run.passes),
-            quantity.MEMORY + "reserve": float(reserve_bytes(run.cluster.device)),
-            quantity.MEMORY + "activations": float(plain * run.in_flight if run.job.training else 0),
+            PASSES: float(run.passes),
+            persistent("reserve"): float(reserve_bytes(run.cluster.device)),
+            persistent("activations"): float(plain * run.in_flight if run.job.training else 0),
         }
 
     # --- edges ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
-from planner.ilp.problem import Charge, Edge, Node
+from planner.ilp.problem import Edge, Node
+from planner.ilp.quantities import Charge
 from planner.ilp.shared_charges import SharedChargeCollector
 from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure

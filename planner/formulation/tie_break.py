@@ -9,7 +9,8 @@ from cost_model.layouts.layout import Layout
 from planner.formulation.decision import Decision
 from planner.formulation.estimate import itemise
 from planner.formulation.formulate import Accepts, AcceptsStored, Formulator
-from planner.ilp.problem import Charge, step_time_s
+from planner.ilp.quantities import Charge
+from planner.ilp.step_cost import step_time_s
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
 from planner.pricing.parameter_costs import StorageOption

@@ -1,311 +1,326 @@
-"""The integer program, stated.
+"""The integer program of a `Problem`: every set, variable and constraint, and the objective.
 
-    choose      x[v,c] in {0,1}     node v takes choice c                       sum_c x[v,c] = 1
-    flows       f[e,p,q] >= 0       edge e shows ports p and q                  sum_q f[e,p,q] = sum_{c shows p}
-    x[producer,c]
-                                                                                sum_p f[e,p,q] = sum_{c shows q}
-                                                                                x[consumer,c]
-    shared_charges       u >= sum f[e,p,q]   for each edge e with members: an edge shows one pair, so it is paid once
-    quantities  Q[name] = constant + sum of the charges of x, f and u
-    time        F >= compute + slowdown + sum of blocking; F >= blocking[l] + prefetch[l] for each link l;
-                F' >= once[l] + (blocking[l] + prefetch[l] - F) / passes; B and B' likewise for the backward
-                (of one pass, F' is left out: F >= once[l] + blocking[l] + prefetch[l])
-    memory      memory + Z + W <= cap;  Z >= each transient;  W >= all that is alive at each moment, where what has
-                one lifetime is a variable: L >= its bytes
-    minimise    F + F' + B + B' + exposed
+Sets
+    v ∈ V             nodes (`Node`), each with choices c ∈ C(v)
+    e ∈ E             edges (`Edge`), each from its producer s(e) ∈ V to its consumer d(e) ∈ V
+    (p, q) ∈ P(e)     pairs of ports that can meet on edge e
+    u ∈ U             shared charges (`SharedCharge`), each with members M(u) ⊆ {(e, p, q)}
+    φ ∈ {fwd, bwd}    phases of a step
+    ℓ ∈ L             links that communication runs on: inside a node, between nodes
+    k ∈ K             peak candidates: points of a step at which live bytes can peak
+    g ∈ G             lifetimes (`Lifetime`): bytes that are alive at several peak candidates
+    r ∈ R             regions whose working memory is charged apart from peak candidates
 
-With the flow equalities in both directions the relaxation is nearly integral: the branching that is left is small.
-`_choices`, `_flows`, `_units`, `_time` and `state_memory` build one line each.
+Parameters
+    s(e, c), d(e, c)  port that choice c of the producer, or of the consumer, shows on edge e
+    a_i(·)            amount that a choice (v, c), a pair (e, p, q) or a shared charge u adds to quantity i
+    a_i               amount of quantity i in every step
+    κ(g, k)           number of copies of the bytes of lifetime g that are alive at peak candidate k
+    n                 number of micro-batches in a step (quantity `PASSES`)
+    M                 memory of a device, in bytes
+
+Decision variables
+    x[v, c] ∈ {0, 1}  node v takes choice c
+    y[e, p, q] ≥ 0    edge e shows ports p and q
+    z[u] ≥ 0          shared charge u is paid
+
+Quantities (`planner.ilp.quantities`) are linear expressions of these. With i for any of the symbols below,
+
+    i  =  a_i  +  Σ_{v,c} a_i(v, c) x[v, c]  +  Σ_{e,p,q} a_i(e, p, q) y[e, p, q]  +  Σ_u a_i(u) z[u]
+
+    C[φ]        seconds of kernels                          A[k]   live bytes at peak candidate k, of all roles
+    S[φ]        slowdown by overlapped communication        Λ[g]   bytes of lifetime g
+    B[φ, ℓ]     blocking communication                      W[r]   working memory of region r
+    D[φ, ℓ]     prefetched communication                    N      persistent bytes, of all roles
+    O[φ, ℓ]     communication of once a step                N₀     static bytes: those of N that depend neither on
+    X           exposed seconds outside of both phases             micro-batches nor on checkpointing (`STATIC`)
+
+Auxiliary variables, all ≥ 0
+    t[φ]        seconds of phase φ                          b[g]   bytes of lifetime g
+    h[φ]        seconds by which O[φ, ·] extends phase φ    m      most live bytes at any peak candidate
+                                                            w      largest working memory of any region
+
+Objective (`step_time`): seconds of a step
+
+    minimise  t[fwd] + h[fwd] + t[bwd] + h[bwd] + X
+
+Constraints
+     1  one_choice         Σ_c x[v, c]  =  1                                                              ∀ v
+     2  port_flow          Σ_{q: (p,q) ∈ P(e)} y[e, p, q]  =  Σ_{c: s(e,c) = p} x[s(e), c]                ∀ e, p
+                           Σ_{p: (p,q) ∈ P(e)} y[e, p, q]  =  Σ_{c: d(e,c) = q} x[d(e), c]                ∀ e, q
+     3  shared_charges     z[u]  ≥  Σ_{(p,q): (e,p,q) ∈ M(u)} y[e, p, q]                                  ∀ u, e
+     4  phase_time         t[φ]  ≥  C[φ] + S[φ] + Σ_ℓ B[φ, ℓ]                                             ∀ φ
+                           t[φ]  ≥  B[φ, ℓ] + D[φ, ℓ]                          (+ O[φ, ℓ] where n = 1)    ∀ φ, ℓ
+     5  once_a_step        h[φ]  ≥  O[φ, ℓ] + (B[φ, ℓ] + D[φ, ℓ] − t[φ]) / n   (where n > 1)              ∀ φ, ℓ
+     6  working_memory     w  ≥  W[r]                                                                     ∀ r
+     7  lifetime_bytes     b[g]  ≥  Λ[g]                                                                  ∀ g
+     8  live_memory        m  ≥  A[k] + Σ_g κ(g, k) b[g]                                                  ∀ k
+     9  memory_cap         N + w + m  ≤  M
+    10  static_cap         N₀  ≤  M                          (relaxations without a peak: `planner.ilp.relaxation`)
+
+Only x has to be integral. Where it is, 1 and 2 leave one pair per edge, so that y is 0 or 1; and 3 to 8 hold with
+equality in a solution, as far as the objective or the cap asks for it. The equalities of 2, in both directions, make
+the linear relaxation nearly integral: it is that of a flow along each edge.
+
+In 4, a phase takes as long as its kernels and what these wait for, or as its busiest link. In 5, one micro-batch takes
+t[φ] / n, and its link is busy with (B + D) / n of other communication; with one micro-batch, communication of once a
+step is like any that is prefetched.
+
+Rows are scaled (`Program.time_scale`, `Program.memory_scale`), so that solvers' absolute tolerances fit them.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.ilp import problem as problems
+from planner.ilp.charge_matrix import ChargeMatrix
 from planner.ilp.linear_program import Expression, LinearProgram
-from planner.ilp.problem import Charge, Problem
+from planner.ilp.problem import Problem
+from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, STATIC, Kind, Lifetime, PhaseQuantities, Quantity
+from planner.ilp.step_cost import links_of, passes
 
-_IN_BYTES = (problems.MEMORY, problems.TRANSIENT, problems.MOMENT, problems.LIFETIME)
-
-
-class _Quantities:
-    """What every variable adds to every quantity, and the sizes of these amounts."""
-
-    def __init__(self, constant: Charge) -> None:
-        self.constant = constant
-        self._names: list[str] = []
-        self._amounts = array("d")
-        self._variables: list[int] = []
-        self._lengths: list[int] = []
-
-    def charge(self, variable: int, charge: Charge) -> None:
-        self._names.extend(charge)
-        self._amounts.extend(charge.values())
-        self._variables.append(variable)
-        self._lengths.append(len(charge))
-
-    def settle(self, columns: int) -> None:
-        """Sort what was charged by quantity; nothing is charged after it."""
-        self.names = sorted({*self.constant, *self._names})
-        number = {name: i for i, name in enumerate(self.names)}
-        quantity = np.fromiter(map(number.__getitem__, self._names), np.int64, len(self._names))
-        variable = np.repeat(np.asarray(self._variables, np.int64), self._lengths)
-        amount = np.array(self._amounts, np.float64)
-        largest = np.zeros(len(self.names))
-        np.maximum.at(largest, quantity, amount)
-        # One entry per quantity and variable, however often it was charged; in order of both.
-        order = np.lexsort((_small(variable, columns), _small(quantity, len(self.names))))
-        keys = (quantity * columns + variable)[order]
-        first = np.flatnonzero(np.diff(keys, prepend=-1))
-        keys, self._summed = keys[first], np.add.reduceat(amount[order], first) if len(first) else amount
-        self._of = (keys % columns).astype(np.int32) if columns else keys.astype(np.int32)
-        starts = np.searchsorted(keys, np.arange(len(self.names) + 1) * columns)
-        self._span = {name: slice(starts[i], starts[i + 1]) for i, name in enumerate(self.names)}
-        self._columns = columns
-        self._largest = {
-            name: max(float(size), self.constant.get(name, 0.0)) for name, size in zip(self.names, largest, strict=True)
-        }
-
-    def largest(self, names: Iterable[str]) -> float:
-        """Return the largest single amount of any of ``names``: a size of the problem, to scale it by."""
-        return max((self._largest.get(name, 0.0) for name in names), default=0.0)
-
-    def sum(self, names: Iterable[str], scale: float) -> Expression:
-        """Return the sum of quantities as an expression of the variables."""
-        return self.weighted(dict.fromkeys(names, scale))
-
-    def weighted(self, scales: Mapping[str, float]) -> Expression:
-        """Return the sum of quantities, each times its scale, as an expression of the variables."""
-        spans = [(self._span[name], scale) for name, scale in scales.items() if name in self._span]
-        indices = np.concatenate([np.empty(0, np.int32), *(self._of[span] for span, _ in spans)])
-        values = np.concatenate([np.empty(0), *(self._summed[span] * scale for span, scale in spans)])
-        if len(spans) > 1:
-            dense = np.bincount(indices, weights=values, minlength=self._columns)
-            indices = np.flatnonzero(dense).astype(np.int32)
-            values = dense[indices]
-        constant = sum(self.constant.get(name, 0.0) * scale for name, scale in scales.items())
-        return Expression(indices=indices, values=values, constant=constant)
-
-
-def _small(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64] | npt.NDArray[np.uint16]:
-    """Return ``numbers``, all below ``count``, in 16 bits where they fit: those are sorted five times as fast."""
-    return numbers.astype(np.uint16) if count <= 2**16 else numbers
+_IN_BYTES = frozenset((Kind.PERSISTENT, Kind.TRANSIENT, Kind.LIVE, Kind.LIFETIME))
 
 
 @dataclass(slots=True)
 class Program:
-    """The program; its scales bring seconds and bytes to about one, which the tolerances are for.
+    """The program of a problem, with the variables that have to be found again.
 
     Attributes:
-        peak: the memory, once that is stated.
-        work_rows: quantity of compute -> the row that says that its phase takes as long.
+        charges: the coefficients a_i of all quantities.
+        x: by node, the variables of its choices.
+        y: by edge, the variable of each pair of ports.
+        time_scale, memory_scale: factors of rows in seconds, and of rows in bytes.
+        peak: N + w + m, scaled; None before `peak_memory` has stated it.
+        compute_rows: phase -> row of the first constraint of `phase_time`.
     """
 
     problem: Problem
     linear: LinearProgram
-    quantities: _Quantities
-    choice: list[range] = field(default_factory=list)
-    flow: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    charges: ChargeMatrix
+    x: list[range] = field(default_factory=list)
+    y: list[dict[tuple[int, int], int]] = field(default_factory=list)
     time_scale: float = 1.0
     memory_scale: float = 1.0
     peak: Expression | None = None
-    work_rows: dict[str, int] = field(default_factory=dict)
+    compute_rows: dict[PhaseQuantities, int] = field(default_factory=dict)
 
     def zero_one(self) -> npt.NDArray[np.bool_]:
-        """Return, by variable, whether it is a choice or a flow: 0 or 1 once every node takes one choice."""
-        found = np.zeros(self.linear.columns, np.bool_)
-        for row in self.choice:
-            found[row.start : row.stop] = True
-        for flow in self.flow:
-            found[list(flow.values())] = True
-        return found
+        """Return by variable whether it is one of x or y: 0 or 1 wherever x is integral."""
+        is_zero_one = np.zeros(self.linear.columns, np.bool_)
+        for choices in self.x:
+            is_zero_one[choices.start : choices.stop] = True
+        for pairs in self.y:
+            is_zero_one[list(pairs.values())] = True
+        return is_zero_one
 
 
-def _choices(program: Program) -> None:
+def build_program(problem: Problem, memory_bytes: float | None, *, memory: bool = True) -> Program:
+    """Return the program of ``problem``.
+
+    Args:
+        memory_bytes: M; None for no cap.
+        memory: whether constraints 6 to 9 are stated.
+    """
+    program = Program(problem=problem, linear=LinearProgram(), charges=ChargeMatrix(problem.constant))
+    one_choice(program)
+    port_flow(program)
+    shared_charges(program)
+    program.charges.compress(program.linear.columns)
+    program.time_scale = 1.0 / _typical_time_s(program.charges)
+    program.memory_scale = 1.0 / _typical_bytes(program.charges, memory_bytes)
+    step_time(program)
+    if memory:
+        peak_memory(program)
+        if memory_bytes is not None:
+            memory_cap(program, memory_bytes)
+    return program
+
+
+def one_choice(program: Program) -> None:
+    """State x, and constraint 1: every node takes one choice."""
     linear = program.linear
     for node in program.problem.nodes:
-        variables = [linear.variable(binary=True) for _ in node.charges]
-        program.choice.append(range(variables[0], variables[-1] + 1))
-        linear.row(variables, [1.0] * len(variables), lower=1.0, upper=1.0)
-        for variable, charge in zip(variables, node.charges, strict=True):
-            program.quantities.charge(variable, charge)
+        choices = [linear.variable(binary=True) for _ in node.charges]
+        program.x.append(range(choices[0], choices[-1] + 1))
+        linear.row(choices, [1.0] * len(choices), lower=1.0, upper=1.0)
+        for x, charge in zip(choices, node.charges, strict=True):
+            program.charges.charge(x, charge)
 
 
-def _flows(program: Program) -> None:
+def port_flow(program: Program) -> None:
+    """State y, and constraint 2: the pairs of an edge add up to the choices that show their ports, on either side."""
     for edge in program.problem.edges:
-        flow = {}
+        y = {}
         for pair, charge in edge.pairs.items():
-            flow[pair] = program.linear.variable()
+            y[pair] = program.linear.variable()
             if charge:
-                program.quantities.charge(flow[pair], charge)
-        program.flow.append(flow)
+                program.charges.charge(y[pair], charge)
+        program.y.append(y)
         for side, ports, node in ((0, edge.producer_ports, edge.producer), (1, edge.consumer_ports, edge.consumer)):
-            out: dict[int, list[int]] = defaultdict(list)
-            for pair, variable in flow.items():
-                out[pair[side]].append(variable)
-            chosen: dict[int, list[int]] = defaultdict(list)
-            for variable, port in zip(program.choice[node], ports, strict=True):
-                chosen[port].append(variable)
-            for port, choices in chosen.items():
-                shown = out.get(port, [])
-                program.linear.row([*shown, *choices], [1.0] * len(shown) + [-1.0] * len(choices), lower=0.0, upper=0.0)
+            pairs_with: dict[int, list[int]] = defaultdict(list)
+            for pair, variable in y.items():
+                pairs_with[pair[side]].append(variable)
+            choices_with: dict[int, list[int]] = defaultdict(list)
+            for x, port in zip(program.x[node], ports, strict=True):
+                choices_with[port].append(x)
+            for port, choices in choices_with.items():
+                pairs = pairs_with.get(port, [])
+                values = [1.0] * len(pairs) + [-1.0] * len(choices)
+                program.linear.row([*pairs, *choices], values, lower=0.0, upper=0.0)
 
 
-def _units(program: Program) -> None:
+def shared_charges(program: Program) -> None:
+    """State z, and constraint 3: a shared charge is paid where an edge shows one of its members.
+
+    Where the members are all of one edge, the sum of their y stands for z.
+    """
     for shared in program.problem.shared_charges:
-        flows: dict[int, list[int]] = defaultdict(list)
+        by_edge: dict[int, list[int]] = defaultdict(list)
         for e, p, q in shared.members:
-            variable = program.flow[e].get((p, q))
-            if variable is not None:
-                flows[e].append(variable)
-        if len(flows) == 1:
-            for variable in next(iter(flows.values())):
-                program.quantities.charge(variable, shared.charge)
+            y = program.y[e].get((p, q))
+            if y is not None:
+                by_edge[e].append(y)
+        if len(by_edge) == 1:
+            for y in next(iter(by_edge.values())):
+                program.charges.charge(y, shared.charge)
             continue
-        paid = program.linear.variable()
-        program.quantities.charge(paid, shared.charge)
-        for together in flows.values():
-            program.linear.row([paid, *together], [1.0] + [-1.0] * len(together), lower=0.0)
+        z = program.linear.variable()
+        program.charges.charge(z, shared.charge)
+        for members in by_edge.values():
+            program.linear.row([z, *members], [1.0] + [-1.0] * len(members), lower=0.0)
 
 
-def _time(program: Program) -> None:
-    quantities, linear, scale = program.quantities, program.linear, program.time_scale
-    names, links = set(quantities.names), problems._links(quantities.names)
-    exposed = quantities.sum([problems.EXPOSED], scale)
-    several = problems.passes(quantities.constant) > 1
-    phases = []
-    for compute, slowdown, blocking, prefetch, once in (problems.FORWARD, problems.BACKWARD):
-        phase = linear.variable()
-        phases.append(phase)
-        linear.constrain_below(
-            quantities.sum([compute, slowdown, *(blocking + link for link in links)], scale).less(phase), 0.0
-        )
-        program.work_rows[compute] = linear.rows - 1
-        for link in links:
-            carried = [blocking + link, prefetch + link, *([] if several else [once + link])]
-            linear.constrain_below(quantities.sum(carried, scale).less(phase), 0.0)
-        once_a_step = [(once + link, blocking + link, prefetch + link) for link in links if once + link in names]
-        if several and once_a_step:
-            phases.append(_exposed_once(program, phase, once_a_step))
-    linear.objective = Expression(
-        indices=np.append(exposed.indices, np.asarray(phases, np.int32)),
-        values=np.append(exposed.values, [1.0] * len(phases)),
+def step_time(program: Program) -> None:
+    """State constraints 4 and 5, and the objective: t + h of both phases, and X."""
+    seconds = []
+    for phase in (FORWARD, BACKWARD):
+        t = phase_time(program, phase)
+        h = once_a_step(program, phase, t)
+        seconds += [t] if h is None else [t, h]
+    exposed = program.charges.total([EXPOSED], program.time_scale)
+    program.linear.objective = Expression(
+        indices=np.append(exposed.indices, np.asarray(seconds, np.int32)),
+        values=np.append(exposed.values, [1.0] * len(seconds)),
         constant=exposed.constant,
     )
 
 
-def _exposed_once(program: Program, phase: int, carried: Iterable[tuple[str, str, str]]) -> int:
-    """Return the variable of what one micro-batch cannot hide of what links carry once a step.
+def phase_time(program: Program, phase: PhaseQuantities) -> int:
+    """State t of a phase, and constraint 4: its kernels and what these wait for, or its busiest link. Return t."""
+    charges, linear, scale = program.charges, program.linear, program.time_scale
+    links, with_once = links_of(charges.quantities), passes(charges.constant) <= 1
+    t = linear.variable()
+    waited_for = [phase.compute, phase.slowdown, *(phase.blocking[link] for link in links)]
+    linear.constrain_below(charges.total(waited_for, scale).minus(t), 0.0)
+    program.compute_rows[phase] = linear.rows - 1
+    for link in links:
+        carried = [phase.blocking[link], phase.prefetch[link], *([phase.once[link]] if with_once else [])]
+        linear.constrain_below(charges.total(carried, scale).minus(t), 0.0)
+    return t
 
-    Args:
-        phase: the variable of the phase's seconds.
-        carried: by link, what it carries once, and what it carries in every micro-batch: two quantities.
-    """
-    linear, scale, passes = program.linear, program.time_scale, problems.passes(program.quantities.constant)
-    exposed = linear.variable()
-    for once, *each in carried:
-        row = program.quantities.weighted({once: scale, **dict.fromkeys(each, scale / passes)})
-        linear.constrain_below(row.less(phase, 1.0 / passes).less(exposed), 0.0)
-    return exposed
+
+def once_a_step(program: Program, phase: PhaseQuantities, t: int) -> int | None:
+    """State h of a phase, and constraint 5: what overlaps one micro-batch alone extends it. Return h, if any."""
+    charges, linear, scale, n = program.charges, program.linear, program.time_scale, passes(program.charges.constant)
+    charged = set(charges.quantities)
+    links = [link for link in links_of(charges.quantities) if phase.once[link] in charged]
+    if n <= 1 or not links:
+        return None
+    h = linear.variable()
+    for link in links:
+        scales = {phase.once[link]: scale, phase.blocking[link]: scale / n, phase.prefetch[link]: scale / n}
+        linear.constrain_below(charges.weighted_total(scales).minus(t, 1.0 / n).minus(h), 0.0)
+    return h
 
 
-def state_memory(program: Program) -> Expression:
-    """State the peak of a program that was stated without, and return it."""
-    quantities, linear, scale = program.quantities, program.linear, program.memory_scale
-    largest, moment = linear.variable(), linear.variable()
-    for name in quantities.names:
-        if name.startswith(problems.TRANSIENT):
-            linear.constrain_below(quantities.sum([name], scale).less(largest), 0.0)
-    for alive in _at_moments(program):
-        linear.constrain_below(alive.less(moment), 0.0)
-    stays = quantities.sum([name for name in quantities.names if name.startswith(problems.MEMORY)], scale)
+def peak_memory(program: Program) -> Expression:
+    """State constraints 6 to 8 in a program without them, and return N + w + m."""
+    charges, linear = program.charges, program.linear
+    w, m = linear.variable(), linear.variable()
+    working_memory(program, w)
+    live_memory(program, m, lifetime_bytes(program))
+    persistent = [quantity for quantity in charges.quantities if quantity.kind is Kind.PERSISTENT]
+    stays = charges.total(persistent, program.memory_scale)
     program.peak = Expression(
-        indices=np.append(stays.indices, np.asarray([largest, moment], np.int32)),
+        indices=np.append(stays.indices, np.asarray([w, m], np.int32)),
         values=np.append(stays.values, [1.0, 1.0]),
         constant=stays.constant,
     )
     return program.peak
 
 
-def _at_moments(program: Program) -> list[Expression]:
-    """Return what is alive at each moment."""
-    quantities, linear, scale = program.quantities, program.linear, program.memory_scale
-    direct: dict[str, list[str]] = defaultdict(list)
+def working_memory(program: Program, w: int) -> None:
+    """State constraint 6: w is at least the working memory of every region."""
+    for quantity in program.charges.quantities:
+        if quantity.kind is Kind.TRANSIENT:
+            working = program.charges.total([quantity], program.memory_scale)
+            program.linear.constrain_below(working.minus(w), 0.0)
+
+
+def lifetime_bytes(program: Program) -> dict[Lifetime, tuple[int, float]]:
+    """State b, and constraint 7: the bytes of each lifetime. Return by lifetime b, and the bytes of one unit of b.
+
+    The unit is the largest amount charged: a few bytes over a cap of 80 GB are below what solvers take for 0.
+    """
+    charges, linear = program.charges, program.linear
+    b = {}
+    for quantity in charges.quantities:
+        if isinstance(quantity, Lifetime):
+            variable, unit = linear.variable(), charges.largest([quantity]) or 1.0
+            linear.constrain_below(charges.total([quantity], 1.0 / unit).minus(variable), 0.0)
+            b[quantity] = variable, unit
+    return b
+
+
+def live_memory(program: Program, m: int, b: dict[Lifetime, tuple[int, float]]) -> None:
+    """State constraint 8: m is at least the live bytes of every peak candidate, with those of lifetimes."""
+    direct: dict[str, list[Quantity]] = defaultdict(list)
+    for quantity in program.charges.quantities:
+        if quantity.candidate is not None:
+            direct[quantity.candidate].append(quantity)
     lasting: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for name in quantities.names:
-        if name.startswith(problems.MOMENT):
-            direct[problems.moment_of(name)].append(name)
-        elif isinstance(name, problems.Lifetime):
-            # In its own largest amounts: a few bytes beside a cap of 80 GB are below what solvers take for 0.
-            amount, largest = linear.variable(), quantities.largest([name]) or 1.0
-            linear.constrain_below(quantities.sum([name], 1.0 / largest).less(amount), 0.0)
-            for at, count in name.counts.items():
-                lasting[problems.moment_of(at)][amount] += count * largest * scale
-    found = []
-    for key in sorted({*direct, *lasting}):
-        alive, more = quantities.sum(direct[key], scale), lasting[key]
-        found.append(
-            Expression(
-                indices=np.append(alive.indices, np.fromiter(more, np.int32, len(more))),
-                values=np.append(alive.values, np.fromiter(more.values(), np.float64, len(more))),
-                constant=alive.constant,
-            )
+    for lifetime, (variable, unit) in b.items():
+        for live, count in lifetime.counts.items():
+            assert live.candidate is not None
+            lasting[live.candidate][variable] += count * unit * program.memory_scale
+    for candidate in sorted({*direct, *lasting}):
+        alive, more = program.charges.total(direct[candidate], program.memory_scale), lasting[candidate]
+        row = Expression(
+            indices=np.append(alive.indices, np.fromiter(more, np.int32, len(more))),
+            values=np.append(alive.values, np.fromiter(more.values(), np.float64, len(more))),
+            constant=alive.constant,
         )
-    return found
+        program.linear.constrain_below(row.minus(m), 0.0)
 
 
-def cap_peak(program: Program, memory_bytes: float) -> None:
-    """Cap the peak, which is stated already."""
+def memory_cap(program: Program, memory_bytes: float) -> None:
+    """State constraint 9: the peak, which `peak_memory` has stated, is at most M."""
     assert program.peak is not None
     program.linear.constrain_below(program.peak, memory_bytes * program.memory_scale)
     program.linear.cap_row = program.linear.rows - 1
 
 
-def cap_resting(program: Program, memory_bytes: float) -> None:
-    """Cap what rests whatever the micro-batches are: parameters, optimizer states, the reserve."""
-    quantities = program.quantities
-    resting = [name for name in quantities.names if name in problems.RESTING]
-    program.linear.constrain_below(quantities.sum(resting, program.memory_scale), memory_bytes * program.memory_scale)
+def static_cap(program: Program, memory_bytes: float) -> None:
+    """State constraint 10: parameters, optimizer states and the reserve are at most M."""
+    static = [quantity for quantity in program.charges.quantities if quantity in STATIC]
+    scale = program.memory_scale
+    program.linear.constrain_below(program.charges.total(static, scale), memory_bytes * scale)
 
 
-def _typical_time_s(quantities: _Quantities) -> float:
-    """Return the largest compute of a choice (communication may be far off it), or any time where nothing computes."""
-    compute = quantities.largest((problems.COMPUTE_FORWARD, problems.COMPUTE_BACKWARD))
-    others = (name for name in quantities.names if not name.startswith((*_IN_BYTES, problems.PASSES)))
-    return compute or quantities.largest(others) or 1.0
+def _typical_time_s(charges: ChargeMatrix) -> float:
+    """Return the most kernel seconds of any choice (communication can be far off), or the most of any other seconds."""
+    compute = charges.largest((FORWARD.compute, BACKWARD.compute))
+    others = (q for q in charges.quantities if q.kind not in _IN_BYTES and q.kind is not Kind.PASSES)
+    return compute or charges.largest(others) or 1.0
 
 
-def _typical_bytes(quantities: _Quantities, memory_bytes: float | None) -> float:
+def _typical_bytes(charges: ChargeMatrix, memory_bytes: float | None) -> float:
     """Return the cap, or without one the largest amount of memory."""
     if memory_bytes is not None and memory_bytes > 0:
         return memory_bytes
-    return quantities.largest(name for name in quantities.names if name.startswith(_IN_BYTES)) or 1.0
-
-
-def state(problem: Problem, memory_bytes: float | None, *, memory: bool = True) -> Program:
-    """Return the program of ``problem``.
-
-    Args:
-        memory_bytes: cap on the peak; None for no cap.
-        memory: whether the peak is stated at all.
-    """
-    program = Program(problem=problem, linear=LinearProgram(), quantities=_Quantities(problem.constant))
-    _choices(program)
-    _flows(program)
-    _units(program)
-    program.quantities.settle(program.linear.columns)
-    program.time_scale = 1.0 / _typical_time_s(program.quantities)
-    program.memory_scale = 1.0 / _typical_bytes(program.quantities, memory_bytes)
-    _time(program)
-    if memory:
-        state_memory(program)
-        if memory_bytes is not None:
-            cap_peak(program, memory_bytes)
-    return program
+    return charges.largest(q for q in charges.quantities if q.kind in _IN_BYTES) or 1.0

@@ -27,8 +27,8 @@ class Expression:
     values: Floats
     constant: float = 0.0
 
-    def less(self, variable: int, times: float = 1.0) -> Expression:
-        """Return this minus ``variable``, which is not among its own, so many ``times``."""
+    def minus(self, variable: int, times: float = 1.0) -> Expression:
+        """Return this minus ``variable``, which is not among its own, ``times`` times."""
         return Expression(
             indices=np.append(self.indices, np.int32(variable)),
             values=np.append(self.values, -times),

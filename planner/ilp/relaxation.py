@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from planner.ilp import backends
-from planner.ilp import problem as quantity
-from planner.ilp.formulation import Program, cap_peak, cap_resting, state, state_memory
+from planner.ilp.formulation import Program, build_program, memory_cap, peak_memory, static_cap
 from planner.ilp.linear_program import Answer
 from planner.ilp.problem import Problem
+from planner.ilp.quantities import BACKWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class Relaxer:
         """
         self._solver = solver
         self._memory_bytes = memory_bytes
-        self._program: Program = state(problem, memory_bytes or static_bytes, memory=False)
+        self._program: Program = build_program(problem, memory_bytes or static_bytes, memory=False)
         if static_bytes is not None:
-            cap_resting(self._program, static_bytes)
+            static_cap(self._program, static_bytes)
 
     def uncapped(self, backward_s: float = 0.0) -> Relaxation | None:
         """Return the relaxation whatever the peak is; None where there is no solution.
@@ -65,7 +65,7 @@ class Relaxer:
         Raises:
             SolverError: the solver broke off without an answer.
         """
-        linear, row = self._program.linear, self._program.work_rows[quantity.COMPUTE_BACKWARD]
+        linear, row = self._program.linear, self._program.compute_rows[BACKWARD]
         limit = linear.row_upper[row]
         linear.row_upper[row] = limit - backward_s * self._program.time_scale
         try:
@@ -81,7 +81,7 @@ class Relaxer:
             SolverError: the solver broke off without an answer.
         """
         linear = self._program.linear
-        seconds, peak = linear.objective, self._program.peak or state_memory(self._program)
+        seconds, peak = linear.objective, self._program.peak or peak_memory(self._program)
         linear.objective = peak
         try:
             answer = backends.solve_relaxation(linear, solver=self._solver)
@@ -99,7 +99,7 @@ class Relaxer:
         least = self.least_peak_bytes()  # asked first: it is hard to see from a program that has no solution
         if least is None or least > self._memory_bytes:
             return None
-        cap_peak(self._program, self._memory_bytes)
+        memory_cap(self._program, self._memory_bytes)
         cutoff = cutoff_s * self._program.time_scale
         return self._relaxation(backends.solve_relaxation(self._program.linear, cutoff=cutoff, solver=self._solver))
 
@@ -112,7 +112,7 @@ class Relaxer:
         least = (answer.objective + np.maximum(answer.reduced_costs, 0.0)) / program.time_scale
         return Relaxation(
             bound_s=answer.objective / program.time_scale,
-            choice_bounds_s=tuple(tuple(least[row.start : row.stop].tolist()) for row in program.choice),
+            choice_bounds_s=tuple(tuple(least[row.start : row.stop].tolist()) for row in program.x),
         )
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from planner.ilp.problem import Charge, Edge, SharedCharge
+from planner.ilp.problem import Edge, SharedCharge
+from planner.ilp.quantities import Charge, Quantity
 
 Pair = tuple[int, int, int]
 """An edge, the port of its producer and that of its consumer."""
@@ -16,7 +17,7 @@ class SharedChargeCollector:
     """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
 
     def __init__(self) -> None:
-        self._by_members: dict[tuple[Pair, ...], dict[str, float]] = {}
+        self._by_members: dict[tuple[Pair, ...], dict[Quantity, float]] = {}
 
     def add(self, members: tuple[Pair, ...], charge: Charge, count: float = 1) -> None:
         """Let ``members`` pay ``charge`` so many times, once any of them is chosen."""

@@ -9,10 +9,11 @@ import numpy as np
 
 from planner.errors import SolverError
 from planner.ilp import backends, reduced_cost_fixing
-from planner.ilp.formulation import Program, state
+from planner.ilp.formulation import Program, build_program
 from planner.ilp.linear_program import Answer
-from planner.ilp.problem import Problem, Solution, peak_bytes, step_time_s, totals
+from planner.ilp.problem import Problem, Solution, totals
 from planner.ilp.relaxation import least_memory_bound
+from planner.ilp.step_cost import peak_bytes, step_time_s
 
 
 def solve(
@@ -40,7 +41,7 @@ def solve(
         SolverError: the solver broke off, or ran out of time, without an answer.
     """
     started = time.perf_counter()
-    program = state(problem, memory_bytes, memory=memory_bytes is not None)
+    program = build_program(problem, memory_bytes, memory=memory_bytes is not None)
     cutoff = math.inf if cutoff_s is None else cutoff_s * program.time_scale
     while True:
         try:
@@ -69,14 +70,14 @@ def solve(
         if memory_bytes is None or peak_bytes(totals(problem, assignment)) <= memory_bytes:
             return _solution(program, answer, assignment, started)
         # The solver takes a constraint as kept within a tolerance; the cap is to hold to the byte.
-        chosen = [row[c] for row, c in zip(program.choice, assignment, strict=True)]
+        chosen = [row[c] for row, c in zip(program.x, assignment, strict=True)]
         program.linear.row(chosen, [1.0] * len(chosen), upper=len(chosen) - 1.0)
 
 
 def _assignment(program: Program, answer: Answer) -> tuple[int, ...]:
     values = answer.values
     assert values is not None
-    return tuple(int(np.argmax(values[row.start : row.stop])) for row in program.choice)
+    return tuple(int(np.argmax(values[row.start : row.stop])) for row in program.x)
 
 
 def _solution(program: Program, answer: Answer, assignment: tuple[int, ...], started: float) -> Solution:
@@ -102,7 +103,7 @@ def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ..
     Args:
         mip_gap: by how much of it a smaller one may be missed.
     """
-    program = state(problem, None)
+    program = build_program(problem, None)
     assert program.peak is not None
     program.linear.objective = program.peak
     answer = reduced_cost_fixing.solve(program.linear, zero_one=program.zero_one(), mip_gap=mip_gap)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import Lifetime
 from planner.liveness.boundary_values import first_reads, passed_through, savers
 from planner.liveness.class_timeline import ClassTimeline, Counts, throughout
 from planner.liveness.op_order import NEVER, OpOrder

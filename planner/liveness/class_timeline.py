@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import Lifetime
 from planner.liveness.peak_candidates import PeakCandidate
 
 Counts = npt.NDArray[np.float64]

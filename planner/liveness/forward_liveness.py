@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import Lifetime, Quantity
 from planner.liveness.backward_liveness import Timeline, positions_of_uses
 from planner.liveness.boundary_values import first_reads, passed_through, savers
 from planner.liveness.class_timeline import ClassTimeline, throughout
@@ -129,7 +129,7 @@ def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[Class
 def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -> tuple[Multiplicity, ...]:
     """Return at which candidates copies are there that redistributions make, by the edges that could share them."""
     spans = _spans(order, timeline.passed_through)
-    alive: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+    alive: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
     for links in leaving.values():
         read = [spans[consumer, entry] for _, consumer, entry in links]
         first, last = min(begin for begin, _ in read), max(end for _, end in read)

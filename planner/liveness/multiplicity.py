@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.ilp.problem import NEVER_ALIVE, Lifetime
+from planner.ilp.quantities import NEVER_ALIVE, Lifetime, Quantity
 from planner.liveness.backward_liveness import Timeline
 from planner.liveness.op_order import NEVER
 from planner.liveness.peak_candidates import PeakCandidate
@@ -61,12 +61,12 @@ def count_multiplicities(
     again_in = {region: block for region, block in blocks.of_region.items() if block in modes}
     forward: Counter[tuple[int, ...]] = Counter()
     recompute: Counter[tuple[int, ...]] = Counter()
-    kept: dict[tuple[tuple[int, ...], bool], Counter[str]] = defaultdict(Counter)
+    kept: dict[tuple[tuple[int, ...], bool], Counter[Quantity]] = defaultdict(Counter)
     kept_held: Counter[tuple[tuple[int, ...], bool]] = Counter()
-    copied: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+    copied: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
     copied_held: Counter[tuple[int, ...]] = Counter()
-    copied_again: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
-    passed: dict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+    copied_again: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
+    passed: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
     for (producer, slot), links in leaving.items():
         region = regions.regions[producer]
         home = again_in.get(producer)
@@ -158,21 +158,21 @@ class _Alive:
 
     def __init__(self, candidates: Sequence[PeakCandidate]) -> None:
         self._kept = [(candidate.position, candidate.quantity("activations")) for candidate in candidates]
-        self._again: dict[str, list[tuple[int, str]]] = defaultdict(list)
+        self._again: dict[str, list[tuple[int, Quantity]]] = defaultdict(list)
         for candidate in candidates:
             if candidate.block is not None:
                 self._again[candidate.block].append(
                     (candidate.recomputed_until, candidate.quantity("recomputed_block"))
                 )
 
-    def of(self, kept: Sequence[_Kept], block: str | None) -> list[str]:
+    def of(self, kept: Sequence[_Kept], block: str | None) -> list[Quantity]:
         """Return the quantities of candidates at which a tensor is alive: recomputed in ``block``, or saved (None)."""
         since = min(k.since for k in kept)
         candidates = self._kept if block is None else self._again.get(block, ())
         return [name for position, name in candidates if position >= since]
 
 
-def _while_read(kept: Sequence[_Kept], candidates: Sequence[PeakCandidate]) -> list[str]:
+def _while_read(kept: Sequence[_Kept], candidates: Sequence[PeakCandidate]) -> list[Quantity]:
     """Return the quantities of the candidates between the backward of the last op that reads a tensor and the first."""
     first, last = min(k.since for k in kept), max(k.since for k in kept)
     return [candidate.quantity("transient") for candidate in candidates if first <= candidate.position <= last]

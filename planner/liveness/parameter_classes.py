@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.ilp.problem import NEVER_ALIVE, Lifetime
+from planner.ilp.quantities import NEVER_ALIVE, Lifetime, Quantity
 from planner.liveness.backward_liveness import Timeline
 from planner.liveness.op_order import NEVER
 from planner.regions.blocks import Blocks
@@ -126,7 +126,7 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
     """
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
-    found: Counter[str] = Counter()
+    found: Counter[Quantity] = Counter()
     for value in values:
         uses = timeline.uses[value]
         if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
@@ -138,7 +138,7 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
 def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
     """Return at which candidates how many of the parameters are used later in the block that the candidate is in."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
-    found: dict[str, int] = {}
+    found: dict[Quantity, int] = {}
     for block, candidates in timeline.blocks.items():
         for candidate in candidates:
             later = bisect_right(first, timeline.ends[block]) - bisect_right(first, candidate.position)
@@ -232,7 +232,7 @@ def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
 
 def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
     """Return at which candidates inside one of the blocks what part of its gradients later ops have made."""
-    found: dict[str, float] = {}
+    found: dict[Quantity, float] = {}
     for block in blocks:
         sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
         whole = sum(nbytes for _, nbytes in sizes)

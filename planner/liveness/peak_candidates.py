@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from planner.ilp.problem import moment_quantity
+from planner.ilp.quantities import Quantity, live
 from planner.liveness.op_order import OpOrder
 from planner.regions.regions import Region
 
@@ -47,9 +47,9 @@ class PeakCandidate:
         """The position up to which the block has been made again."""
         return self.recomputing - 1 if self.mid_recompute and self.recomputing is not None else self.position
 
-    def quantity(self, role: str) -> str:
-        """Return the name under which bytes of ``role`` that are alive at this candidate add up."""
-        return moment_quantity(self.key, role)
+    def quantity(self, role: str) -> Quantity:
+        """Return the quantity of bytes of ``role`` that are alive at this candidate."""
+        return live(self.key, role)
 
 
 UPDATE = PeakCandidate(key="update", position=-1, block=None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from planner.graph.op_graph import Crossing
-from planner.ilp.problem import NEVER_ALIVE
+from planner.ilp.quantities import NEVER_ALIVE
 from planner.liveness.backward_liveness import Timeline, build_timeline
 from planner.liveness.forward_liveness import forward_copies, forward_peak_candidates, forward_timeline
 from planner.liveness.multiplicity import Multiplicity, count_multiplicities

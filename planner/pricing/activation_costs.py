@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import BACKWARD, Lifetime
 from planner.liveness.multiplicity import Multiplicity
 from planner.pricing.op_times import OpTimes
 from planner.pricing.overlap import AdjacentGemms
@@ -71,14 +70,14 @@ class ActivationPricer:
             target.layout,
             phase="recompute",
             calls=count * self.run.passes,
-            prefix=quantity.BLOCKING_BACKWARD,
+            quantities=BACKWARD.blocking,
         )
         assert price is not None
         if gemms is None:
             return price
         path = self.redistribution_pricer.path(value.shape, value.dtype.itemsize, source.layout, target.layout)
         return self.redistribution_pricer.overlap_with_gemms(
-            price, path, quantity.BACKWARD, gemms.consumers.forward, gemms.producer.forward
+            price, path, BACKWARD, gemms.consumers.forward, gemms.producer.forward
         )
 
     def live_bytes(

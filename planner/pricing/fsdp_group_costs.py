@@ -14,8 +14,7 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.layouts.layout import split_factor
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Lifetime, Quantity, persistent
 from planner.liveness.parameter_classes import FsdpGroup
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
@@ -109,7 +108,9 @@ class FsdpGroupPricer:
             charge |= self._for_the_step(block, axes, numel, itemsize)
         return Price(charge=charge)
 
-    def _for_the_step(self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int) -> dict[str, float]:
+    def _for_the_step(
+        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int
+    ) -> dict[Quantity, float]:
         """Return the bytes that are there from the first forward to the last backward, and the seconds of adding up.
 
         Whole gradients are there in place of the shards that `ParameterPricer.resting` counts. While a block runs
@@ -118,14 +119,14 @@ class FsdpGroupPricer:
         reduced = self._reduce_itemsize
         shard = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype] / self._ranks(axes)
         charge = {
-            quantity.MEMORY + "parameters": float(block.count * numel * itemsize),
-            quantity.MEMORY + "gradients": block.count * numel * (reduced - shard),
+            persistent("parameters"): float(block.count * numel * itemsize),
+            persistent("gradients"): block.count * numel * (reduced - shard),
         }
         if reduced == itemsize:
             return charge
         charge |= block.unreduced.charge(float(numel * itemsize))
         seconds = numel * (itemsize + 2 * reduced) / stream_bytes_per_s(self._run.cluster.device)
-        charge[quantity.COMPUTE_BACKWARD] = block.count * self._run.passes * seconds
+        charge[BACKWARD.compute] = block.count * self._run.passes * seconds
         return charge
 
     def latency(self, block: FsdpGroup, axes: tuple[int, ...], itemsize: int, keeping: ReshardAfter) -> Price:
@@ -160,7 +161,7 @@ class FsdpGroupPricer:
 
     def _times(
         self, block: FsdpGroup, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: ReshardAfter
-    ) -> dict[str, float]:
+    ) -> dict[Quantity, float]:
         """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
 
         Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
@@ -177,11 +178,11 @@ class FsdpGroupPricer:
         )
         overlap = self._overlap
         return {
-            (overlap.once_forward if for_step else overlap.forward) + link: forward_s,
-            (overlap.once_backward if for_step else overlap.backward) + link: backward_s,
-            quantity.EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
-            quantity.SLOWDOWN_FORWARD: overlap.slowdown_s(forward_s),
-            quantity.SLOWDOWN_BACKWARD: overlap.slowdown_s(backward_s),
+            (overlap.once_forward if for_step else overlap.forward)[link]: forward_s,
+            (overlap.once_backward if for_step else overlap.backward)[link]: backward_s,
+            EXPOSED: exposed_gathers * gather_s + exposed_reductions * reduce_s,
+            FORWARD.slowdown: overlap.slowdown_s(forward_s),
+            BACKWARD.slowdown: overlap.slowdown_s(backward_s),
         }
 
     def _reduction(self, axes: tuple[int, ...], block: FsdpGroup) -> CollectiveLine:

@@ -1,7 +1,7 @@
 """Overlap: the quantities that communication is charged to where compute hides it, and what it costs that compute.
 
 Communication that a device overlaps with compute is charged to a prefetch quantity of its phase and link
-(`planner.ilp.problem`). Its kernels take processors and memory bandwidth from compute: it also adds a fraction of its
+(`planner.ilp.step_cost`). Its kernels take processors and memory bandwidth from compute: it also adds a fraction of its
 seconds to the slowdown quantity of the phase. On a device that overlaps nothing, all communication is blocking.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Self
 
 from cost_model import AxisGroup, DeviceSpec
 from cost_model.kernels.in_step import in_step
-from planner.ilp import problem as quantity
+from planner.ilp.quantities import BACKWARD, FORWARD, LinkQuantities, Quantity
 
 
 def link_of(group: AxisGroup) -> str:
@@ -25,17 +25,17 @@ class Overlap:
     """How a device overlaps communication with compute.
 
     Attributes:
-        forward, backward: prefixes of the quantities of overlapped communication; those of blocking communication where
+        forward, backward: quantities of overlapped communication; those of blocking communication where
             the device overlaps nothing.
         once_forward, once_backward: likewise for what runs once a step, in the first forward or the last backward.
         taken_share: seconds that compute takes longer, per second of overlapped communication.
         message_share: the same per second of pipeline messages between nodes.
     """
 
-    forward: str
-    backward: str
-    once_forward: str
-    once_backward: str
+    forward: LinkQuantities
+    backward: LinkQuantities
+    once_forward: LinkQuantities
+    once_backward: LinkQuantities
     taken_share: float = 0.0
     message_share: float = 0.0
 
@@ -43,35 +43,35 @@ class Overlap:
     def of(cls, device: DeviceSpec) -> Self:
         """Return how ``device`` overlaps communication."""
         if not device.overlaps:
-            forward, backward = quantity.BLOCKING_FORWARD, quantity.BLOCKING_BACKWARD
+            forward, backward = FORWARD.blocking, BACKWARD.blocking
             return cls(forward=forward, backward=backward, once_forward=forward, once_backward=backward)
         constants = in_step(device)
         return cls(
-            forward=quantity.PREFETCH_FORWARD,
-            backward=quantity.PREFETCH_BACKWARD,
-            once_forward=quantity.ONCE_FORWARD,
-            once_backward=quantity.ONCE_BACKWARD,
+            forward=FORWARD.prefetch,
+            backward=BACKWARD.prefetch,
+            once_forward=FORWARD.once,
+            once_backward=BACKWARD.once,
             taken_share=constants.taken_share,
             message_share=constants.message_share,
         )
 
     @staticmethod
-    def blocking(phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[str, float]:
+    def blocking(phase: Literal["forward", "backward"], link: str, seconds: float) -> dict[Quantity, float]:
         """Return the charge of ``seconds`` of communication that the phase waits for."""
         if not seconds:
             return {}
-        return {(quantity.BLOCKING_FORWARD if phase == "forward" else quantity.BLOCKING_BACKWARD) + link: seconds}
+        return {(FORWARD if phase == "forward" else BACKWARD).blocking[link]: seconds}
 
     def overlapped_messages(
         self, phase: Literal["forward", "backward"], group: AxisGroup, seconds: float
-    ) -> dict[str, float]:
+    ) -> dict[Quantity, float]:
         """Return the charge of ``seconds`` of pipeline messages that overlap with compute of the phase, if they can."""
         if not seconds:
             return {}
-        slowdown = quantity.SLOWDOWN_FORWARD if phase == "forward" else quantity.SLOWDOWN_BACKWARD
+        slowdown = (FORWARD if phase == "forward" else BACKWARD).slowdown
         share = self.message_share if group.nodes > 1 else self.taken_share
         return {
-            (self.forward if phase == "forward" else self.backward) + link_of(group): seconds,
+            (self.forward if phase == "forward" else self.backward)[link_of(group)]: seconds,
             slowdown: share * seconds,
         }
 

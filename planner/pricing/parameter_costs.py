@@ -15,8 +15,7 @@ from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.kernels.compute import stream_bytes_per_s
 from cost_model.layouts.layout import Layout, sharded_dim, split_factor
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Lifetime, LinkQuantities, Quantity, persistent
 from planner.liveness.peak_candidates import UPDATE
 from planner.plan.estimate import Phase
 from planner.plan.job import BYTES_PER_ELEMENT
@@ -98,7 +97,7 @@ class ParameterPricer:
             return add_prices([price, reduced])
         return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
 
-    def _arriving(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> dict[str, float]:
+    def _arriving(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> dict[Quantity, float]:
         """Return the bytes of the gradients that a backward leaves, by candidate.
 
         Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
@@ -121,7 +120,7 @@ class ParameterPricer:
         if not self._is_cast(value):
             return FREE
         nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
-        return Price(charge={quantity.MEMORY + "parameters": count * nbytes})
+        return Price(charge={persistent("parameters"): count * nbytes})
 
     def kept(self, value: Value, stored: Layout, count: int) -> Price:
         """Return the price of ``count`` equal parameters at rest in ``stored``, and of the optimizer's pass."""
@@ -137,10 +136,10 @@ class ParameterPricer:
             training=trainable,
         )
         state["gradients"] = 0  # they come one by one, or accumulate unreduced, and are charged where that is known
-        charge = {quantity.MEMORY + role: float(nbytes) for role, nbytes in state.items()}
+        charge = {persistent(role): float(nbytes) for role, nbytes in state.items()}
         if trainable:
             # One fused kernel updates all parameters: its launch is not theirs, and equal blocks cost what each does.
-            charge[quantity.EXPOSED] = numel * optimizer_time_per_parameter_s(
+            charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
                 device=self._run.cluster.device,
                 optimizer=job.optimizer,
                 dtype=self.stored_dtype,
@@ -165,7 +164,7 @@ class ParameterPricer:
         """Return the price of taking parameters from rest to the ``layout`` of their use, each by itself."""
         assert layout is not None
         value, calls = use.value, use.count * self._run.passes
-        forward = self._gather(value, stored, layout, "forward", calls, quantity.BLOCKING_FORWARD)
+        forward = self._gather(value, stored, layout, "forward", calls, FORWARD.blocking)
         if forward is None:
             return None
         prices = [forward]
@@ -173,7 +172,7 @@ class ParameterPricer:
             prices.append(self._presented(value, stored, layout, calls, use.working))
         if self._run.job.training and (use.recomputed or use.saved):
             phase: Phase = "recompute" if use.recomputed else "backward"
-            again = self._gather(value, stored, layout, phase, calls, quantity.BLOCKING_BACKWARD)
+            again = self._gather(value, stored, layout, phase, calls, BACKWARD.blocking)
             assert again is not None
             prices.append(again)
             if layout != stored:
@@ -202,14 +201,14 @@ class ParameterPricer:
         path = self._redistribution_pricer.path(value.shape, value.dtype.itemsize, stored, layout)
         if path is not None and any(step.kind == "slice" for step in path.steps):
             device = self._run.cluster.device
-            charge[quantity.COMPUTE_FORWARD] = calls * (2 * copy / stream_bytes_per_s(device) + device.kernel_launch_s)
+            charge[FORWARD.compute] = calls * (2 * copy / stream_bytes_per_s(device) + device.kernel_launch_s)
         return Price(charge=charge)
 
     def _gather(
-        self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: float, prefix: str
+        self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: float, quantities: LinkQuantities
     ) -> Price | None:
         return self._redistribution_pricer.one_way(
-            value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, prefix=prefix
+            value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, quantities=quantities
         )
 
     def _accumulating(
@@ -223,7 +222,7 @@ class ParameterPricer:
         nbytes = self.gradient_nbytes(value, layout)
         if choice.fsdp_axes is None and layout != choice.stored:
             nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
-        charge = {quantity.MEMORY + "gradients": count * nbytes}
+        charge = {persistent("gradients"): count * nbytes}
         if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
             more = arrived - nbytes
             at_end = {UPDATE.quantity("gradients"): count * more}
@@ -247,14 +246,12 @@ class ParameterPricer:
             target,
             phase="grad_reduce" if once else "backward",
             calls=count if once else count * self._run.passes,
-            prefix=self._overlap.once_backward if once else self._overlap.backward,
+            quantities=self._overlap.once_backward if once else self._overlap.backward,
         )
         if price is None or not self._run.cluster.device.overlaps:
             return price
         seconds = sum(price.charge.values())
-        more = {quantity.SLOWDOWN_BACKWARD: self._overlap.slowdown_s(seconds)} | (
-            {quantity.EXPOSED: seconds} if first else {}
-        )
+        more = {BACKWARD.slowdown: self._overlap.slowdown_s(seconds)} | ({EXPOSED: seconds} if first else {})
         return add_prices([price, Price(charge=more)])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from cost_model.layouts.layout import Layout
-from planner.ilp.problem import Charge
+from planner.ilp.quantities import Charge
 from planner.ilp.shared_charges import sum_charges
 from planner.pricing.parameter_costs import ParameterClassUse, ParameterPricer, StorageOption
 from planner.pricing.port_layouts import PortLayouts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cost_model.hardware.collective_kinds import CollectiveKind
+from planner.ilp.quantities import Charge, Quantity
 from planner.plan.estimate import Phase
 
 
@@ -35,11 +36,11 @@ class Price:
     """What one decision adds to a step.
 
     Attributes:
-        charge: quantity name (see `planner.ilp.problem`) -> seconds or bytes.
+        charge: quantity -> seconds or bytes.
         collectives: the collectives that the charge pays for.
     """
 
-    charge: Mapping[str, float] = field(default_factory=dict)
+    charge: Charge = field(default_factory=dict)
     collectives: tuple[Collective, ...] = ()
 
 
@@ -50,7 +51,7 @@ def add_prices(prices: Sequence[Price]) -> Price:
     """Return the sum of ``prices``."""
     if len(prices) == 1:
         return prices[0]
-    charge: dict[str, float] = defaultdict(float)
+    charge: dict[Quantity, float] = defaultdict(float)
     collectives: list[Collective] = []
     for price in prices:
         for name, amount in price.charge.items():

@@ -16,7 +16,7 @@ from cost_model import AxisGroup, ClusterSpec, axes_group, axis_group, dispatche
 from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.layouts.layout import Layout, MeshSpec
 from cost_model.redistribute import Redistribution, RedistributionPlanner
-from planner.ilp import problem as quantity
+from planner.ilp.quantities import BACKWARD, FORWARD, LinkQuantities, PhaseQuantities
 from planner.plan.estimate import Phase
 from planner.pricing.overlap import AdjacentGemms, Overlap, link_of
 from planner.pricing.port_layouts import PortLayouts, PortNumbers
@@ -87,17 +87,17 @@ class RedistributionPricer:
         return axes_group(self._mesh, tuple(self._mesh.names[axis] for axis in axes), self._cluster)
 
     def collective(
-        self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: float, prefix: str
+        self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: float, quantities: LinkQuantities
     ) -> Price:
         """Return the price of ``calls`` equal collectives on one axis.
 
         Args:
-            prefix: prefix of the quantity that their seconds are charged to; the name of the link follows it.
+            quantities: by link, what their seconds are charged to.
         """
         time_s = self.time_s(kind, axis, nbytes)
         name = self._mesh.names[axis]
         collective = Collective(kind=kind, axis=name, phase=phase, nbytes=nbytes, count=calls, time_s=time_s)
-        return Price(charge={prefix + self._links[axis]: calls * time_s}, collectives=(collective,))
+        return Price(charge={quantities[self._links[axis]]: calls * time_s}, collectives=(collective,))
 
     # --- redistributions -----------------------------------------------------------------------------------------
 
@@ -114,28 +114,28 @@ class RedistributionPricer:
         *,
         phase: Phase,
         calls: float,
-        prefix: str,
+        quantities: LinkQuantities,
     ) -> Price | None:
         """Return the price of ``calls`` redistributions in one phase; None where there is no path.
 
         Args:
             shape: global shape of the tensor.
             itemsize: bytes per element.
-            prefix: prefix of the quantity that the seconds are charged to; the name of the link follows it.
+            quantities: by link, what the seconds are charged to.
         """
-        key = (shape, itemsize, source, target, phase, calls, prefix)
+        key = (shape, itemsize, source, target, phase, calls, quantities)
         try:
             return self._one_way[key]  # one look-up: layouts take long to hash
         except KeyError:
             path = self.path(shape, itemsize, source, target)
-            price = self._one_way[key] = None if path is None else self._price_of_path(path, phase, calls, prefix)
+            price = self._one_way[key] = None if path is None else self._price_of_path(path, phase, calls, quantities)
         return price
 
-    def _price_of_path(self, path: Redistribution, phase: Phase, calls: float, prefix: str) -> Price:
+    def _price_of_path(self, path: Redistribution, phase: Phase, calls: float, quantities: LinkQuantities) -> Price:
         if not path.collectives:
             return FREE
         return add_prices([
-            self.collective(step.kind, step.axis, step.nbytes, phase, calls, prefix)
+            self.collective(step.kind, step.axis, step.nbytes, phase, calls, quantities)
             for step in path.steps
             if step.kind != "slice"
         ])  # fmt: skip
@@ -177,13 +177,11 @@ class RedistributionPricer:
 
     def _forward(self, tensor: RedistributedTensor, source: Layout, target: Layout) -> Price | None:
         shape, itemsize, calls, _, gemms = tensor
-        price = self.one_way(
-            shape, itemsize, source, target, phase="forward", calls=calls, prefix=quantity.BLOCKING_FORWARD
-        )
+        price = self.one_way(shape, itemsize, source, target, phase="forward", calls=calls, quantities=FORWARD.blocking)
         if price is None or gemms is None:
             return price
         path = self.path(shape, itemsize, source, target)
-        return self.overlap_with_gemms(price, path, quantity.FORWARD, gemms.consumers.forward, gemms.producer.forward)
+        return self.overlap_with_gemms(price, path, FORWARD, gemms.consumers.forward, gemms.producer.forward)
 
     def _backward(
         self, tensor: RedistributedTensor, source: Layout, target: Layout, *, reallgather: bool
@@ -191,7 +189,7 @@ class RedistributionPricer:
         """Return the price of redistributing the gradient from the consumer's layout to the producer's."""
         shape, itemsize, calls, _, gemms = tensor
         price = self.one_way(
-            shape, itemsize, source, target, phase="backward", calls=calls, prefix=quantity.BLOCKING_BACKWARD
+            shape, itemsize, source, target, phase="backward", calls=calls, quantities=BACKWARD.blocking
         )
         if price is None or gemms is None:
             return price
@@ -199,17 +197,17 @@ class RedistributionPricer:
         # A re-all-gather overlaps with the GEMM of the input's gradient, which takes as long as the forward's GEMM. The
         # gradient's redistribution overlaps with what is left: the GEMM of the weight's gradient.
         consumers_s = gemms.consumers.backward - (gemms.consumers.forward if reallgather else 0.0)
-        return self.overlap_with_gemms(price, path, quantity.BACKWARD, gemms.producer.backward, consumers_s)
+        return self.overlap_with_gemms(price, path, BACKWARD, gemms.producer.backward, consumers_s)
 
     def _reallgather(self, tensor: RedistributedTensor, source: Layout, target: Layout) -> Price | None:
         """Return the price of all-gathering an activation again in the backward; None where it is not all-gathered."""
         path = self.path(tensor.shape, tensor.itemsize, source, target)
         if path is None or not path.steps or any(step.kind != "all_gather" for step in path.steps):
             return None
-        price = self._price_of_path(path, "backward", tensor.calls, quantity.BLOCKING_BACKWARD)
+        price = self._price_of_path(path, "backward", tensor.calls, BACKWARD.blocking)
         if tensor.adjacent_gemms is None:
             return price
-        return self.overlap_with_gemms(price, path, quantity.BACKWARD, tensor.adjacent_gemms.consumers.forward, 0.0)
+        return self.overlap_with_gemms(price, path, BACKWARD, tensor.adjacent_gemms.consumers.forward, 0.0)
 
     # --- overlap -------------------------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class RedistributionPricer:
         self,
         price: Price,
         path: Redistribution | None,
-        phase: quantity.PhaseQuantities,
+        phase: PhaseQuantities,
         after_s: float,
         before_s: float,
     ) -> Price:
@@ -240,15 +238,16 @@ class RedistributionPricer:
         }.get(collective.kind, 0.0)
         return self.overlap(price, phase, overlapped_s)
 
-    def overlap(self, price: Price, phase: quantity.PhaseQuantities, overlapped_s: float) -> Price:
+    def overlap(self, price: Price, phase: PhaseQuantities, overlapped_s: float) -> Price:
         """Return the price of one kind of blocking collective with ``overlapped_s`` seconds of each call overlapped."""
         if not overlapped_s:
             return price
-        ((collective,), (name,)) = price.collectives, price.charge
-        link, overlapped_s = name.removeprefix(phase.blocking), overlapped_s * collective.count
+        ((collective,), (blocking,)) = price.collectives, price.charge
+        assert blocking.link is not None
+        overlapped_s *= collective.count
         charge = {
-            name: collective.count * collective.time_s - overlapped_s,
-            phase.prefetch + link: overlapped_s,
+            blocking: collective.count * collective.time_s - overlapped_s,
+            phase.prefetch[blocking.link]: overlapped_s,
             phase.slowdown: self._overlap.slowdown_s(overlapped_s),
         }
         return Price(charge=charge, collectives=price.collectives)

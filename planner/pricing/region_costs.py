@@ -12,8 +12,7 @@ from typing import Literal
 from cost_model import dispatched_collective_time_s
 from cost_model.layouts.layout import Layout
 from planner.graph.op_graph import Value
-from planner.ilp import problem as quantity
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import BACKWARD, FORWARD, Lifetime, PhaseQuantities, Quantity, persistent, transient
 from planner.liveness.class_timeline import ClassTimeline
 from planner.plan.estimate import Phase
 from planner.plan.job import CheckpointingMode
@@ -73,10 +72,10 @@ class RegionPricer:
             autograd_sums: for each op, input -> regions in which autograd adds its gradient to that of another use.
             gemm_sums: for each op, input -> regions in which the op's GEMM adds to a gradient that exists.
         """
-        charge: dict[str, float] = defaultdict(float)
+        charge: dict[Quantity, float] = defaultdict(float)
         for slot in boundary_slots:
             nbytes = self._memory.local_nbytes(region.slots[slot].value, strategy.forward[slot])
-            charge[quantity.MEMORY + "activations"] += self._run.in_flight * nbytes
+            charge[persistent("activations")] += self._run.in_flight * nbytes
         prices = list(self._pipeline_messages(region, strategy, count))
         calls = count * self._run.passes
         for region_op, *sums in zip(region.ops, autograd_sums, gemm_sums, strict=True):
@@ -84,19 +83,19 @@ class RegionPricer:
             has_gemm = self._profile.ops[region_op.op.name].flops > 0
             cache_nbytes = self._memory.kv_cache_nbytes(region, region_op, strategy)
             if cache_nbytes:
-                charge[quantity.MEMORY + "kv_cache"] += count * cache_nbytes
-            charge[quantity.COMPUTE_FORWARD] += calls * forward_s
+                charge[persistent("kv_cache")] += count * cache_nbytes
+            charge[FORWARD.compute] += calls * forward_s
             if self._run.job.training:
                 recomputes = checkpointing == "full" or (checkpointing == "selective" and not has_gemm)
-                charge[quantity.COMPUTE_BACKWARD] += calls * (backward_s + (forward_s if recomputes else 0.0))
+                charge[BACKWARD.compute] += calls * (backward_s + (forward_s if recomputes else 0.0))
                 sums_s = self._gradient_sums_s(region, region_op, strategy, *sums)
-                charge[quantity.COMPUTE_BACKWARD] += self._run.passes * sums_s
+                charge[BACKWARD.compute] += self._run.passes * sums_s
             prices += self._inner_collectives(region, region_op, strategy, calls, checkpointing)
         if self._run.job.has_peak_candidates:
             if timeline is not None:
                 charge.update(self._memory.by_lifetime(region, strategy, timeline, throughout))
         else:
-            charge[f"{quantity.TRANSIENT}{region.index}"] += self._memory.largest_op_nbytes(region, strategy)
+            charge[transient(region.index)] += self._memory.largest_op_nbytes(region, strategy)
         return add_prices([Price(charge=charge), *prices])
 
     # --- compute -------------------------------------------------------------------------------------------------
@@ -158,13 +157,13 @@ class RegionPricer:
         layouts = [strategy.forward[i] for i in region_op.inputs]
         prices = []
         for inner in inner_collectives(region_op.op, inputs, layouts, self._run.mesh.shape):
-            phases: list[tuple[Phase, quantity.PhaseQuantities]] = []
+            phases: list[tuple[Phase, PhaseQuantities]] = []
             if inner.phase == "forward":
-                phases.append(("forward", quantity.FORWARD))
+                phases.append(("forward", FORWARD))
                 if checkpointing is not None:
-                    phases.append(("recompute", quantity.BACKWARD))
+                    phases.append(("recompute", BACKWARD))
             elif self._run.job.training:
-                phases.append(("backward", quantity.BACKWARD))
+                phases.append(("backward", BACKWARD))
             for phase, names in phases:
                 price = self._collectives.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, names.blocking)
                 # Selective checkpointing saves attention's result: its kernel does not run again to overlap with.

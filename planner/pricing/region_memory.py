@@ -9,7 +9,7 @@ import numpy as np
 
 from cost_model.layouts.layout import Layout, split_factor
 from planner.graph.op_graph import Value
-from planner.ilp.problem import Lifetime
+from planner.ilp.quantities import Lifetime, Quantity
 from planner.liveness.class_timeline import ClassTimeline
 from planner.model_rewrites import experts
 from planner.pricing.run_spec import Run
@@ -70,7 +70,7 @@ class RegionMemory:
 
     def by_lifetime(
         self, region: Region, strategy: Strategy, timeline: ClassTimeline, throughout: Lifetime
-    ) -> dict[str, float]:
+    ) -> dict[Quantity, float]:
         """Return the bytes of all regions of a class, by lifetime.
 
         Args:
@@ -84,7 +84,7 @@ class RegionMemory:
         saved, gemm_outputs, backward_rise, forward_peak = np.zeros((4, len(region.ops)))
         for i, region_op in enumerate(region.ops):
             saved[i], gemm_outputs[i], backward_rise[i], forward_peak[i] = self._inside(region, region_op, strategy)
-        nbytes: dict[str, float] = defaultdict(float)
+        nbytes: dict[Quantity, float] = defaultdict(float)
         for lifetime, amount in timeline.add_up(
             made=tensors,
             extra=saved,

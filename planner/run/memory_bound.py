@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from cost_model.kernels.optimizer_memory import parameter_state_bytes
+from planner.ilp.quantities import Quantity
 from planner.liveness.multiplicity import Multiplicity
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
@@ -71,7 +72,7 @@ def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None
     return float(total)
 
 
-def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[str, float], int]]:
+def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[Quantity, float], int]]:
     """Yield what regions save of tensors that another makes: that one, bytes, candidate's quantity -> how many, and
     how many after the forward.
 
@@ -101,7 +102,7 @@ def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mappi
         yield structure.representative(key.producer), float(value.nbytes), alive, held
 
 
-def _less(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+def _less(some: Mapping[Quantity, float], others: Mapping[Quantity, float]) -> dict[Quantity, float]:
     """Return the smaller count of each name that both have."""
     return {name: min(count, others[name]) for name, count in some.items() if name in others}
 

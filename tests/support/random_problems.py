@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from planner.ilp.problem import (
-    COMPUTE_BACKWARD,
-    COMPUTE_FORWARD,
+from planner.ilp.problem import Edge, Node, Problem, SharedCharge
+from planner.ilp.quantities import (
+    BACKWARD,
+    EXPOSED,
+    FORWARD,
     PASSES,
-    SLOWDOWN_BACKWARD,
-    SLOWDOWN_FORWARD,
-    Edge,
+    Charge,
     Lifetime,
-    Node,
-    Problem,
-    SharedCharge,
+    live,
+    persistent,
+    transient,
 )
 
 TIMES = (
-    COMPUTE_FORWARD,
-    COMPUTE_BACKWARD,
-    SLOWDOWN_FORWARD,
-    SLOWDOWN_BACKWARD,
-    "exposed",
+    FORWARD.compute,
+    BACKWARD.compute,
+    FORWARD.slowdown,
+    BACKWARD.slowdown,
+    EXPOSED,
     *(
-        f"{kind}.{phase}.{link}"
-        for kind in ("blocking", "prefetch", "once")
-        for phase in ("forward", "backward")
+        quantities[link]
+        for quantities in (
+            *(FORWARD.blocking, BACKWARD.blocking, FORWARD.prefetch),
+            *(BACKWARD.prefetch, FORWARD.once, BACKWARD.once),
+        )
         for link in ("inside-node", "between-nodes")
     ),
 )
 BYTES = (
-    "memory.parameters",
-    "memory.activations",
-    "transient.0",
-    "transient.1",
-    "moment.0.activations",
-    "moment.0.transient",
-    "moment.1.activations",
-    Lifetime.of({"moment.0.activations": 1, "moment.1.activations": 3}),
-    Lifetime.of({"moment.1.activations": 2, "moment.1.transient": 1, "moment.2.gradients": 0.5}),
+    persistent("parameters"),
+    persistent("activations"),
+    transient(0),
+    transient(1),
+    live("0", "activations"),
+    live("0", "transient"),
+    live("1", "activations"),
+    Lifetime.of({live("0", "activations"): 1, live("1", "activations"): 3}),
+    Lifetime.of({live("1", "activations"): 2, live("1", "transient"): 1, live("2", "gradients"): 0.5}),
 )
 
 
@@ -63,9 +64,9 @@ def problems(draw: st.DrawFn) -> Problem:
     """A problem of up to 4 nodes of 4 choices, with parallel edges, self-edges, and charges shared by several edges."""
     scale = draw(st.sampled_from(SCALES))
 
-    def charge(most: int) -> Mapping[str, float]:
+    def charge(most: int) -> Charge:
         amounts = draw(st.dictionaries(st.sampled_from(TIMES + BYTES), st.integers(0, 20), max_size=most))
-        return {name: n * (scale.time_s if name in TIMES else scale.nbytes) for name, n in amounts.items()}
+        return {q: n * (scale.time_s if q in TIMES else scale.nbytes) for q, n in amounts.items()}
 
     nodes = [
         Node(name=f"n{i}", charges=tuple(charge(4) for _ in range(draw(st.integers(1, 4)))))

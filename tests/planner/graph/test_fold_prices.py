@@ -17,7 +17,8 @@ from tied import Tied
 from torch import nn
 
 from planner.formulation.estimate import itemise
-from planner.ilp.problem import InfeasibleAssignmentError, Problem, Solution, peak_bytes, step_time_s, totals
+from planner.ilp.problem import InfeasibleAssignmentError, Problem, Solution, totals
+from planner.ilp.step_cost import peak_bytes, step_time_s
 from planner.session import PlanningSession
 
 BATCH = 8

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.brute_force import brute_force
 from support.random_problems import problems
 
 from planner.errors import SolverError
 from planner.ilp import backends, reduced_cost_fixing
 from planner.ilp.linear_program import Answer, Expression, LinearProgram
-from planner.ilp.problem import Node, Problem, brute_force
+from planner.ilp.problem import Node, Problem
 from planner.ilp.relaxation import relax
 from planner.ilp.solve import solve
 

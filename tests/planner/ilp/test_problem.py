@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import random
 from collections.abc import Sequence
@@ -17,21 +16,10 @@ from torch import nn
 from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import itemise
 from planner.formulation.formulate import Formulation, Formulator
-from planner.ilp.problem import (
-    BACKWARD,
-    FORWARD,
-    NEVER_ALIVE,
-    InfeasibleAssignmentError,
-    Lifetime,
-    bytes_by_moment,
-    exposed_once_s,
-    peak_bytes,
-    phase_time_s,
-    step_time_s,
-    totals,
-)
+from planner.ilp.problem import InfeasibleAssignmentError, totals
 from planner.ilp.random_assignment import random_assignment
 from planner.ilp.solve import least_memory, solve
+from planner.ilp.step_cost import peak_bytes, step_time_s
 from planner.liveness.structure import Structure
 from planner.session import MeshSpec, PlanningSession
 
@@ -140,7 +128,7 @@ def test_whole_models_cost_alike_in_program_and_estimator(family: str, micro_bat
 
 
 def every_time_and_peak(few: Formulation) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Return (seconds, bytes) of every assignment that can be: what `brute_force` walks over."""
+    """Return (seconds, bytes) of every feasible assignment."""
     found = {}
     for assignment in itertools.product(*(range(len(node.charges)) for node in few.problem.nodes)):
         try:
@@ -149,79 +137,3 @@ def every_time_and_peak(few: Formulation) -> dict[tuple[int, ...], tuple[float, 
             continue
         found[assignment] = step_time_s(total), peak_bytes(total)
     return found
-
-
-def test_time_of_hand_worked_totals() -> None:
-    total = {
-        "compute.forward": 2.5,
-        "slowdown.forward": 0.5,
-        "blocking.forward.a": 1.0,
-        "blocking.forward.b": 0.5,
-        "prefetch.forward.a": 2.0,  # 3 + 1.5 > 1 + 2: hidden
-        "compute.backward": 1.0,
-        "blocking.backward.a": 0.5,
-        "prefetch.backward.a": 4.0,  # 1 + 0.5 < 0.5 + 4: the link is the bottleneck
-        "exposed": 0.25,
-    }
-    assert phase_time_s(total, FORWARD) == 4.5
-    assert step_time_s(total) == 4.5 + 4.5 + 0.25
-    assert step_time_s({}) == 0.0
-
-
-def test_what_runs_once_hides_behind_one_micro_batch() -> None:
-    total = {
-        "passes": 4.0,
-        "compute.forward": 6.0,
-        "blocking.forward.a": 2.0,
-        "prefetch.forward.a": 4.0,
-        "prefetch.forward.b": 2.0,
-        # A micro-batch's forward takes (6 + 2) / 4 = 2, in which a carries (2 + 4) / 4 = 1.5 and b 0.5.
-        "once.forward.a": 0.75,
-        "once.forward.b": 1.5,
-        "compute.backward": 4.0,
-        "once.backward.b": 5.0,
-    }
-    assert phase_time_s(total, FORWARD) == 8.0
-    assert exposed_once_s(total, FORWARD) == 0.25
-    assert exposed_once_s(total | {"once.forward.b": 2.0}, FORWARD) == 0.5
-    assert exposed_once_s(total | {"once.forward.a": 0.5}, FORWARD) == 0.0
-    assert exposed_once_s(total, BACKWARD) == 4.0
-    assert step_time_s(total) == 8.25 + 8.0
-    # In one micro-batch it is as if it were prefetched.
-    one = total | {"passes": 1.0, "once.forward.a": 3.0}
-    assert step_time_s(one) == max(8.0, 2.0 + 4.0 + 3.0) + max(4.0, 5.0)
-
-
-def test_peak_of_hand_worked_totals() -> None:
-    total = {
-        "memory.a": 10.0,
-        "memory.b": 5.0,
-        "transient.0": 3.0,
-        "transient.1": 4.0,
-        "moment.0.a": 2.0,
-        "moment.0.b": 1.0,
-    }
-    assert peak_bytes(total) == 10 + 5 + 4 + 2 + 1
-    assert peak_bytes(total | {"moment.1.a": 6.0}) == 10 + 5 + 4 + 6
-    assert peak_bytes({"memory.a": 1.0}) == 1.0
-
-
-def test_peak_of_hand_worked_lifetimes() -> None:
-    lasting = Lifetime.of({"moment.0.a": 1, "moment.1.a": 3, "moment.1.b": 2, "moment.2.a": 0})
-    total = {"memory.a": 10.0, "moment.0.a": 12.0, "moment.1.a": 1.0, lasting: 2.0}
-    assert bytes_by_moment(total) == {"0": {"moment.0.a": 14.0}, "1": {"moment.1.a": 7.0, "moment.1.b": 4.0}}
-    assert peak_bytes(total) == 10 + 14
-    assert peak_bytes(total | {lasting: 3.0}) == 10 + 1 + 3 * (3 + 2)
-
-
-def test_lifetimes_with_equal_counts_are_one_quantity() -> None:
-    counts = {"moment.0.a": 1, "moment.1.a": 2}
-    lifetime = Lifetime.of(counts)
-    assert lifetime == Lifetime.of(dict(reversed(counts.items())) | {"moment.2.a": 0})
-    assert lifetime != Lifetime.of(counts | {"moment.1.a": 3})
-    assert lifetime.without("moment.1.a") == Lifetime.of({"moment.0.a": 1})
-    copied = copy.deepcopy(lifetime)
-    assert copied == lifetime
-    assert copied.counts == counts
-    assert lifetime.charge(5.0) == {lifetime: 5.0}
-    assert lifetime.charge(0.0) == NEVER_ALIVE.charge(5.0) == {}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.random_problems import problems
 
-from planner.ilp.problem import COMPUTE_BACKWARD, Problem
+from planner.ilp.problem import Problem
+from planner.ilp.quantities import BACKWARD
 from planner.ilp.relaxation import Relaxation, Relaxer, least_memory_bound, relax
 
 TOLERANCE = 1e-6
@@ -39,7 +40,7 @@ def test_one_after_the_other_is_as_each_alone(problem: Problem, share: float) ->
 
 @given(problem=problems(), more_s=st.just(0.0) | st.floats(1e-6, 10.0))
 def test_more_work_in_the_backward_is_a_constant_of_the_problem(problem: Problem, more_s: float) -> None:
-    constant = {**problem.constant, COMPUTE_BACKWARD: problem.constant.get(COMPUTE_BACKWARD, 0.0) + more_s}
+    constant = {**problem.constant, BACKWARD.compute: problem.constant.get(BACKWARD.compute, 0.0) + more_s}
     expected = relax(dataclasses.replace(problem, constant=constant))
     relaxer = Relaxer(problem)
     before, found = seconds(relaxer.uncapped()), relaxer.uncapped(more_s)

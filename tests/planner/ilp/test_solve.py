@@ -7,21 +7,17 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.brute_force import brute_force
 from support.random_problems import problems
 
-from planner.ilp.problem import (
-    InfeasibleAssignmentError,
-    Problem,
-    brute_force,
-    peak_bytes,
-    step_time_s,
-    totals,
-)
+from planner.ilp.problem import InfeasibleAssignmentError, Problem, totals
+from planner.ilp.quantities import Quantity
 from planner.ilp.relaxation import least_memory_bound, relax
 from planner.ilp.solve import least_memory, solve
+from planner.ilp.step_cost import peak_bytes, step_time_s
 
 
-def feasible_totals(problem: Problem) -> list[dict[str, float]]:
+def feasible_totals(problem: Problem) -> list[dict[Quantity, float]]:
     found = []
     for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
         try:

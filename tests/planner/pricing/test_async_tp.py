@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import JobError, PlanError
-from planner.ilp import problem as quantity
+from planner.ilp.quantities import BACKWARD, FORWARD
 from planner.plan.sharding_plan import Estimate, ShardingPlan
 from planner.pricing.overlap import AdjacentGemms, GemmWork, Overlap
 from planner.pricing.port_layouts import PortLayouts
@@ -53,12 +53,12 @@ def test_a_gather_hides_behind_what_reads_it_and_its_gradients_reduction_all_but
     taken = Overlap.of(ClusterSpec.parse("1xh100-sxm-80gb").device).taken_share
     hidden_s = min(part, 1.0) * gather_s
     assert price.charge == pytest.approx({
-        quantity.BLOCKING_FORWARD + LINK: CALLS * (gather_s - hidden_s),
-        quantity.PREFETCH_FORWARD + LINK: CALLS * hidden_s,
-        quantity.SLOWDOWN_FORWARD: CALLS * hidden_s * taken,
-        quantity.BLOCKING_BACKWARD + LINK: CALLS * reduce_s / 4,
-        quantity.PREFETCH_BACKWARD + LINK: CALLS * reduce_s * 3 / 4,
-        quantity.SLOWDOWN_BACKWARD: CALLS * reduce_s * 3 / 4 * taken,
+        FORWARD.blocking[LINK]: CALLS * (gather_s - hidden_s),
+        FORWARD.prefetch[LINK]: CALLS * hidden_s,
+        FORWARD.slowdown: CALLS * hidden_s * taken,
+        BACKWARD.blocking[LINK]: CALLS * reduce_s / 4,
+        BACKWARD.prefetch[LINK]: CALLS * reduce_s * 3 / 4,
+        BACKWARD.slowdown: CALLS * reduce_s * 3 / 4 * taken,
     })  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def test_what_is_gathered_again_hides_behind_the_product_of_the_inputs_gradient(
     assert [(c.kind, c.phase) for c in price.collectives] == [
         ("all_gather", "backward"), ("all_gather", "forward"), ("reduce_scatter", "backward")
     ]  # fmt: skip
-    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * gather_s / 2)
-    assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s / 2 + reduce_s / 4))
+    assert price.charge[FORWARD.blocking[LINK]] == pytest.approx(CALLS * gather_s / 2)
+    assert price.charge[BACKWARD.blocking[LINK]] == pytest.approx(CALLS * (gather_s / 2 + reduce_s / 4))
     pricer = RedistributionPricer(MeshSpec.parse("dp=2,tp=4"), ClusterSpec.parse("2x4xh100-sxm-80gb"))
     number = pricer.ports.number
     for source in ((WHOLE, SUMS), (SUMS, WHOLE), ((S1, R), (S1, R))):
@@ -87,11 +87,11 @@ def test_a_reduction_hides_behind_what_makes_it_and_its_gradients_gather_behind_
     products = AdjacentGemms(GemmWork(5.0, 7.0), GemmWork(1e-6, 2e-6))
     price, reduce_s = exchanged((SUMS, WHOLE), (SPLIT, SPLIT), products)
     gather_s = next(c.time_s for c in price.collectives if c.kind == "all_gather")
-    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * (reduce_s - 1e-6))
-    assert price.charge[quantity.BLOCKING_BACKWARD + LINK] == pytest.approx(CALLS * (gather_s - 2e-6))
+    assert price.charge[FORWARD.blocking[LINK]] == pytest.approx(CALLS * (reduce_s - 1e-6))
+    assert price.charge[BACKWARD.blocking[LINK]] == pytest.approx(CALLS * (gather_s - 2e-6))
     price, reduce_s = exchanged((SUMS, WHOLE), (WHOLE, WHOLE), AdjacentGemms(GemmWork(0.0, 0.0), GemmWork(1.0, 1.0)))
     assert [c.kind for c in price.collectives] == ["all_reduce"]
-    assert price.charge[quantity.BLOCKING_FORWARD + LINK] == pytest.approx(CALLS * reduce_s / 4)
+    assert price.charge[FORWARD.blocking[LINK]] == pytest.approx(CALLS * reduce_s / 4)
 
 
 @pytest.mark.parametrize(

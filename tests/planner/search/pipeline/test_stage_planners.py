@@ -14,8 +14,10 @@ from cost_model.configuration.pipeline_schedules import idle_share, micro_batche
 from cost_model.layouts.layout import MeshSpec
 from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import estimate, itemise
-from planner.ilp.problem import peak_bytes, step_time_s, totals
+from planner.ilp.problem import totals
+from planner.ilp.quantities import Kind
 from planner.ilp.random_assignment import random_assignment
+from planner.ilp.step_cost import peak_bytes, step_time_s
 from planner.liveness.op_order import OpOrder
 from planner.plan.estimate import ONCE_A_STEP
 from planner.pricing.run_spec import StagePlace
@@ -124,8 +126,8 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
         price = itemise(formulator, structure, decision)
         sent = [c for c in price.collectives if c.kind == "send_recv"]
         assert {c.axis for c in sent} == {"pp"}
-        waited = sum(s for name, s in price.charge.items() if name.startswith("blocking.") and "between" in name)
-        slowed = sum(s for name, s in price.charge.items() if name.startswith("slowdown."))
+        waited = sum(s for q, s in price.charge.items() if q.kind is Kind.BLOCKING and q.link == "between-nodes")
+        slowed = sum(s for q, s in price.charge.items() if q.kind is Kind.SLOWDOWN)
         return sum(c.count * c.time_s for c in sent), waited, slowed
 
     total_s, waited_s, slowed_s = messages_s(pipeline)
