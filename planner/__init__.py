@@ -19,7 +19,7 @@ _HOMES = {
     "PlanningSession": "planner.session",
     "build_plan": "planner.build",
     "estimate_plan": "planner.writing.reprice",
-    "explain": "planner.explain",
+    "explain": "planner.explanation",
     "fuse_projections": "planner.model_rewrites.fuse_projections",
     "trace_module": "planner.graph.trace_module",
     "unfuse_state_dict": "planner.model_rewrites.fuse_projections",

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.render.plan import duration, new_table, size
-from planner.explain import Alternative, Aspect, Explanation, difference
+from planner.explanation import Alternative, Aspect, Explanation, difference
 
 _ASPECTS: dict[Aspect, str] = {"stored": "Stored as", "computed": "Computed as"}
 _PARTS_SHOWN = 2

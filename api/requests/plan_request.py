@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from api.requests.model_registry import ModelSource
     from executor.verify import VerifyReport
-    from planner.explain import Explanation
+    from planner.explanation import Explanation
     from planner.graph.trace_module import TracedModule
     from planner.plan.sharding_plan import ShardingPlan
     from planner.session import PlanningSession
@@ -171,7 +171,7 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
         PlannerError: the plan cannot be read, is for another model, or the model has no such parameter.
     """
     from api.requests.model_registry import load_for_plan, quiet_libraries
-    from planner.explain import explain
+    from planner.explanation import explain
     from planner.plan.sharding_plan import ShardingPlan
 
     plan = ShardingPlan.load(file)

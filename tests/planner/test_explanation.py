@@ -10,7 +10,7 @@ from support import families
 
 from planner import build_plan, explain
 from planner.errors import MeshError, PlanMismatchError, UnmatchedKeyError
-from planner.explain import difference
+from planner.explanation import difference
 
 CLUSTER = "1x4xtoy"
 OPTIONS: dict[str, Any] = {"cluster": CLUSTER, "mesh": "dp=2,tp=2", "micro_batches": 1, "ac": "none"}
