@@ -19,7 +19,7 @@ own, communication in pieces beside products). No search may do worse than that,
 ``--tensor-overlap`` with tensor-parallel communication beside products (`planner.pricing.async_tp`) and ``--regather``
 with inputs of linear layers gathered again for the backward (`reallgather_variants`), and ``--even-order`` with
 sequences in an even order where attention's are split (`planner.plan.token_order`), as Megatron and NeMo have them.
-``--packed`` plans models whose projections of one tensor are one linear layer (`pack`), likewise.
+``--fused-projections`` plans models whose projections of one tensor are one linear layer (`pack`), likewise.
 
 ``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
 micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
@@ -51,7 +51,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from api.requests.model_configs import PACKED
+from api.requests.model_configs import FUSED_PROJECTIONS
 from api.requests.model_registry import load_model, quiet_libraries
 from cost_model import ClusterSpec
 from cost_model.configuration.memory import step_memory
@@ -266,13 +266,13 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
     parser.add_argument("--devices", type=int, help="runs on so many devices alone")
     parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
-    parser.add_argument("--fused", action="store_true", help="plan with fused ops, as most of the runs had them")
+    parser.add_argument("--fused-ops", action="store_true", help="plan with fused ops, as most of the runs had them")
     parser.add_argument(
-        "--tensor-overlap", action="store_true", help="plan with communication beside products; needs --pipelines"
+        "--async-tp", action="store_true", help="plan with communication beside products; needs --pipelines"
     )
-    parser.add_argument("--regather", action="store_true", help="plan with inputs gathered again for the backward")
-    parser.add_argument("--even-order", action="store_true", help="plan with split sequences in an even order")
-    parser.add_argument("--packed", action="store_true", help="plan models with packed projections")
+    parser.add_argument("--reallgather", action="store_true", help="plan with inputs gathered again for the backward")
+    parser.add_argument("--zigzag", action="store_true", help="plan with split sequences in an even order")
+    parser.add_argument("--fused-projections", action="store_true", help="plan models with fused projections")
     parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
@@ -288,14 +288,14 @@ def main() -> int:
     wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
         return show_same(wanted)
-    if arguments.packed:
-        wanted = [dataclasses.replace(run, preset=run.preset + PACKED) for run in wanted]
+    if arguments.fused_projections:
+        wanted = [dataclasses.replace(run, preset=run.preset + FUSED_PROJECTIONS) for run in wanted]
     options = {
         "executable_only": not arguments.pipelines,
-        "fused": arguments.fused,
-        "tensor_overlap": arguments.tensor_overlap,
-        "regather": arguments.regather,
-        "even_order": arguments.even_order,
+        "fused_ops": arguments.fused_ops,
+        "async_tp": arguments.async_tp,
+        "reallgather": arguments.reallgather,
+        "zigzag": arguments.zigzag,
         "axes": arguments.axes,
     }
     return show_planned(wanted, options, own=arguments.own_mesh)

@@ -5,8 +5,8 @@
 
 Three programs of one model on one mesh: folded; unfolded, with equal blocks bound to choose alike (`tied`), which has
 to come to the same; and unfolded without that, which folding may lose to. Every answer is written as a plan, read back
-and priced by the estimator. Beside them stands the plan with `vary_blocks`, in which the first k blocks may differ
-from the rest, and how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two
+and priced by the estimator. The plan with `heterogeneous_blocks`, in which the first k blocks may differ from the rest,
+comes last, with how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two
 figures that have to be equal are not.
 """
 
@@ -275,7 +275,7 @@ def case_of(preset: str, layers: int) -> tuple[Both, PlanningSession]:
     with quiet_libraries():
         source = load_model({"hf_config": values}, seq=seq)
     session = PlanningSession(
-        source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none", vary_blocks=True
+        source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none", heterogeneous_blocks=True
     )
     return both_ways(source.module, MESH, session), session
 

@@ -3,7 +3,7 @@
     python benchmarks/memory.py                          # 12 models x {none, selective, full} x {DP, FSDP, KEPT, TP}
     python benchmarks/memory.py --model llama --ac full --plan FSDP --roles
     python benchmarks/memory.py --micro-batches 2 --reduce-dtype bf16 --dtype bf16
-    python benchmarks/memory.py --fused
+    python benchmarks/memory.py --fused-ops
 
 Every model is planned by that baseline's planner on 4 devices ("toy": no flash attention, no reserve), and one training
 step of the sharded module is run as rank 0 of 4 fake processes: small real tensors on the CPU, with wrong values, since
@@ -114,7 +114,7 @@ def planned(
     dtype: str,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
-    fused: bool = False,
+    fused_ops: bool = False,
 ) -> tuple[nn.Module, ShardingPlan]:
     """Return a model, and its plan by one of ``PLANS``."""
     planner, mesh = PLANS[plan_name]
@@ -129,7 +129,7 @@ def planned(
         reduce_dtype=reduce_dtype,
         memory_gb=100,
         tp_plan=case.tp_plan,
-        fused=fused,
+        fused_ops=fused_ops,
     )
     plan = session.plan(planner=planner, mesh=mesh)
     if plan_name == "KEPT":
@@ -195,10 +195,10 @@ def outcome(
     *,
     micro_batches: int = 1,
     reduce_dtype: str = "fp32",
-    fused: bool = False,
+    fused_ops: bool = False,
 ) -> Outcome:
     """Return the peak of one combination, measured and predicted."""
-    module, plan = planned(case, plan_name, ac, dtype, micro_batches, reduce_dtype, fused)
+    module, plan = planned(case, plan_name, ac, dtype, micro_batches, reduce_dtype, fused_ops)
     assert plan.estimate is not None
     predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role != "reserve"}
     measured = measure(module, plan, inputs_of(case), tracker or StepTracker())
@@ -216,7 +216,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--micro-batches", type=int, default=1, choices=(1, 2), help="of a step")
     parser.add_argument("--reduce-dtype", default="fp32", choices=("fp32", "bf16"), help="of gradients' sums")
-    parser.add_argument("--fused", action="store_true", help="with fused ops, as they run on a CPU: step by step")
+    parser.add_argument("--fused-ops", action="store_true", help="with fused ops, as they run on a CPU: step by step")
     parser.add_argument("--roles", action="store_true", help="show the peaks by role as well")
     return parser.parse_args(argv)
 
@@ -244,7 +244,7 @@ def main() -> int:
                         arguments.dtype,
                         micro_batches=arguments.micro_batches,
                         reduce_dtype=arguments.reduce_dtype,
-                        fused=arguments.fused,
+                        fused_ops=arguments.fused_ops,
                     )
                 except (PlannerError, RuntimeError) as error:
                     failed += 1

@@ -11,6 +11,7 @@ from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
+from planner.plan.former_names import accepts_former_names
 from planner.plan.job import AttentionKernel, JobPhase
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run import baselines
@@ -19,6 +20,7 @@ from planner.search.mesh_search import Progress
 from planner.session import PlanningSession
 
 
+@accepts_former_names
 def build_plan(
     model: nn.Module | TracedModule,
     *,
@@ -38,13 +40,13 @@ def build_plan(
     tp_plan: Mapping[str, str] | None = None,
     pins: Sequence[str] = (),
     data_axes: Sequence[str] = (),
-    tensor_overlap: bool = False,
-    regather: bool = False,
-    fused: bool = False,
-    even_order: bool = False,
+    async_tp: bool = False,
+    reallgather: bool = False,
+    fused_ops: bool = False,
+    zigzag: bool = False,
     attention_kernel: AttentionKernel | None = None,
     axes: int = 2,
-    vary_blocks: bool = False,
+    heterogeneous_blocks: bool = False,
     executable_only: bool = True,
     time_limit_s: float | None = None,
     jobs: int = 1,
@@ -74,22 +76,22 @@ def build_plan(
         tp_plan: the expert plan for "tensor-parallel"; None takes the model's own.
         pins: layouts decided already, such as "lm_head.weight=S(0)@tp"; see `planner.run.pins`.
         data_axes: mesh axes that are to split the batch alone.
-        tensor_overlap: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
+        async_tp: whether tensor-parallel communication inside a node is taken to run in pieces beside the matrix
             products next to it, as userbuffers and async tensor parallelism do; `executor.shard_module` cannot, so it
             needs ``executable_only=False``.
-        regather: whether linear layers may have what was gathered for them gathered again for their backward, in place
-            of keeping it; planning takes longer.
-        fused: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own
-            code does the same: `executor.shard_module` puts them in its place, compiled on a GPU. Linear layers that
-            read the same tensor add up its gradient in their products then.
-        even_order: whether, where attention's sequences are split, the model has its tokens in an order that makes work
+        reallgather: whether linear layers may have what was gathered for them gathered again for their backward, in
+            place of keeping it; planning takes longer.
+        fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's
+            own code does the same: `executor.shard_module` puts them in its place, compiled on a GPU. Linear layers
+            that read the same tensor add up its gradient in their products then.
+        zigzag: whether, where attention's sequences are split, the model has its tokens in an order that makes work
             under a causal mask even, so that ranks exchange no queries; what the model returns beside its loss then
             comes in that order (`executor.natural_order` undoes it).
         attention_kernel: "flash3": attention runs in FlashAttention-3, which `executor.shard_module` has torch use, in
             place of what torch chooses; on Hopper, with the package flash_attn_interface.
         axes: the most that a mesh has where none is given: 1, 2 or 3. Of three the outermost splits the batch alone.
-        vary_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning
-            then takes up to three times as long, or far longer where a cap on memory binds.
+        heterogeneous_blocks: whether the first of equal blocks may be laid out and checkpointed apart from the rest;
+            planning then takes up to three times as long, or far longer where a cap on memory binds.
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too,
             where no mesh is given.
         time_limit_s: of the search, tracing left out; then the best plan so far is returned, with its gap.
@@ -122,13 +124,13 @@ def build_plan(
         tp_plan=tp_plan,
         pins=pins,
         data_axes=data_axes,
-        tensor_overlap=tensor_overlap,
-        regather=regather,
-        fused=fused,
-        even_order=even_order,
+        async_tp=async_tp,
+        reallgather=reallgather,
+        fused_ops=fused_ops,
+        zigzag=zigzag,
         attention_kernel=attention_kernel,
         axes=axes,
-        vary_blocks=vary_blocks,
+        heterogeneous_blocks=heterogeneous_blocks,
         executable_only=executable_only,
         time_limit_s=time_limit_s,
         jobs=jobs,

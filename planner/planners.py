@@ -34,9 +34,9 @@ class _LocalPlanner(ShardingPlanner):
     reduce_dtype: str = "fp32"
     pins: Sequence[str] = ()
     data_axes: Sequence[str] = ()
-    regather: bool = False
-    fused: bool = False
-    even_order: bool = False
+    reallgather: bool = False
+    fused_ops: bool = False
+    zigzag: bool = False
     attention_kernel: AttentionKernel | None = None
     axes: int = 2
 
@@ -77,13 +77,13 @@ class _LocalPlanner(ShardingPlanner):
             tp_plan=self._tp_plan(),
             pins=self.pins,
             data_axes=self.data_axes,
-            regather=self.regather,
-            fused=self.fused,
-            even_order=self.even_order,
+            reallgather=self.reallgather,
+            fused_ops=self.fused_ops,
+            zigzag=self.zigzag,
             attention_kernel=self.attention_kernel,
             axes=self.axes,
             executable_only=self._executable_only(),
-            tensor_overlap=self._tensor_overlap(),
+            async_tp=self._tensor_overlap(),
         )
 
 
@@ -93,18 +93,18 @@ class ILPShardingPlanner(_LocalPlanner):
 
     Attributes:
         executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too.
-        tensor_overlap: see `planner.build.build_plan`.
+        async_tp: see `planner.build.build_plan`.
     """
 
     executable_only: bool = True
-    tensor_overlap: bool = False
+    async_tp: bool = False
     kind = "ilp"
 
     def _executable_only(self) -> bool:
         return self.executable_only
 
     def _tensor_overlap(self) -> bool:
-        return self.tensor_overlap
+        return self.async_tp
 
 
 @dataclass(frozen=True, kw_only=True)

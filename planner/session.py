@@ -26,12 +26,13 @@ from planner.graph.trace_module import (
     trace_at_batch,
 )
 from planner.plan.estimate import SolverReport
+from planner.plan.former_names import accepts_former_names
 from planner.plan.job import (
     AttentionKernel,
     Checkpointing,
     Job,
     JobPhase,
-    checked_tensor_overlap,
+    checked_async_tp,
     checked_time_limit_s,
     memory_bytes_of,
 )
@@ -69,6 +70,7 @@ class PlanningSession:
         cluster: what it is planned on.
     """
 
+    @accepts_former_names
     def __init__(
         self,
         model: nn.Module | TracedModule,
@@ -87,13 +89,13 @@ class PlanningSession:
         tp_plan: Mapping[str, str] | None = None,
         pins: Sequence[str] = (),
         data_axes: Sequence[str] = (),
-        tensor_overlap: bool = False,
-        regather: bool = False,
-        fused: bool = False,
-        even_order: bool = False,
+        async_tp: bool = False,
+        reallgather: bool = False,
+        fused_ops: bool = False,
+        zigzag: bool = False,
         attention_kernel: AttentionKernel | None = None,
         axes: int = 2,
-        vary_blocks: bool = False,
+        heterogeneous_blocks: bool = False,
         executable_only: bool = True,
         time_limit_s: float | None = None,
         jobs: int = 1,
@@ -102,7 +104,7 @@ class PlanningSession:
         self._time_limit_s = checked_time_limit_s(time_limit_s)
         start_workers(checked_jobs(jobs))
         self._progress = progress
-        self._axes, self._vary_blocks = checked_axes(axes), vary_blocks
+        self._axes, self._heterogeneous_blocks = checked_axes(axes), heterogeneous_blocks
         self._executable_only = executable_only
         self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
         if phase != "training":
@@ -125,10 +127,10 @@ class PlanningSession:
             ac=ac,
             pins=tuple(pins),
             data_axes=tuple(data_axes),
-            tensor_overlap=checked_tensor_overlap(tensor_overlap, executable_only),
-            regather=regather,
-            fused=fused,
-            even_order=even_order,
+            async_tp=checked_async_tp(async_tp, executable_only),
+            reallgather=reallgather,
+            fused_ops=fused_ops,
+            zigzag=zigzag,
         )
         self._batch = batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
@@ -142,7 +144,7 @@ class PlanningSession:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
-                self._module = trace_at_batch(model, inputs, alone, dtype, phase, fused=fused)
+                self._module = trace_at_batch(model, inputs, alone, dtype, phase, fused_ops=fused_ops)
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = ModelAnalysis.of(
@@ -150,7 +152,7 @@ class PlanningSession:
             flash_attention=flash,
             seq=seq,
             compiles=self.cluster.device.compiles,
-            even_order=self.job.even_order,
+            zigzag=self.job.zigzag,
         )
         self._search = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
         self._pool = Pool(WorkerContext(self._search), jobs)
@@ -266,7 +268,7 @@ class PlanningSession:
         )
         if stages is not None:
             return None, pipes.best()
-        if self._vary_blocks:
+        if self._heterogeneous_blocks:
             found = self._varied(outer.best(meshes), name, modes, restrict, deadline)
             return found, pipes.best(self._wanted_s(found))
         outer.start(meshes)
@@ -286,7 +288,7 @@ class PlanningSession:
         deadline: float | None,
     ) -> MeshSearchResult | None:
         """Return what was ``found``, or what is better of it where blocks differ, if they may."""
-        if found is None or name != "ilp" or not self._vary_blocks:
+        if found is None or name != "ilp" or not self._heterogeneous_blocks:
             return found
         return improve_with_heterogeneous_blocks(self._search, found, modes, restrict, self._progress, deadline)
 

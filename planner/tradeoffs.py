@@ -13,6 +13,7 @@ from cost_model import ClusterSpec
 from planner.errors import JobError, SolverError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule, trace_module
+from planner.plan.former_names import accepts_former_names
 from planner.plan.job import JobPhase
 from planner.plan.sharding_plan import ShardingPlan
 from planner.search.mesh_search import Progress
@@ -36,7 +37,7 @@ def peak_bytes(plan: ShardingPlan) -> int:
     return plan.estimate.peak_memory_bytes
 
 
-def runner_ups(session: PlanningSession, best: ShardingPlan, count: int) -> tuple[ShardingPlan, ...]:
+def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tuple[ShardingPlan, ...]:
     """Return the best plans of the ``count`` best other meshes, the fastest first; fewer where fewer have any.
 
     Args:
@@ -122,7 +123,8 @@ class ClusterSize:
         return step_time_s(self.plan) * self.cluster.size
 
 
-def sizes(
+@accepts_former_names
+def sweep(
     model: nn.Module | TracedModule,
     *,
     cluster: str | ClusterSpec | Mapping[str, Any],
@@ -144,7 +146,9 @@ def sizes(
     """
     largest = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
     if not isinstance(model, TracedModule):
-        job = {name: options[name] for name in ("batch", "seq", "micro_batches", "dtype", "fused") if name in options}
+        job = {
+            name: options[name] for name in ("batch", "seq", "micro_batches", "dtype", "fused_ops") if name in options
+        }
         model = trace_module(model, example_inputs=example_inputs, **job)
     found = []
     for part in parts_of(largest):
@@ -182,7 +186,7 @@ def best_size(found: list[ClusterSize], objective: Objective, *, within_s: float
     """Return the size that is best for ``objective``, of those whose step takes at most ``within_s``; None: none does.
 
     Args:
-        found: what `sizes` returned.
+        found: what `sweep` returned.
         objective: "step-time"; "cost": the fewest device-seconds for a step, which is also the most tokens per second
             and device; "fewest-devices".
         within_s: limit of the step time; None: no limit.
@@ -221,6 +225,7 @@ class BatchSize:
         return self.plan.job.items[0] / step_time_s(self.plan)
 
 
+@accepts_former_names
 def batches(
     model: nn.Module | TracedModule,
     *,
@@ -246,10 +251,10 @@ def batches(
         PlannerError: the job cannot be planned at all.
     """
     if phase == "training":
-        advice = "Choose prefill or decode; for training, sizes compares clusters."
+        advice = "Choose prefill or decode; for training, sweep compares numbers of devices."
         raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
     if not isinstance(model, TracedModule):
-        job = {name: options[name] for name in ("seq", "dtype", "fused") if name in options}
+        job = {name: options[name] for name in ("seq", "dtype", "fused_ops") if name in options}
         model = trace_module(model, batch=1, phase=phase, **job)
     found: list[BatchSize] = []
     batch = 1

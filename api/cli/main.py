@@ -11,17 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
+from api.cli.former_names import CommandsWithFormerNames
 from api.cli.options import (
     Ac,
+    AsyncTp,
     Attention,
     Axes,
     Batch,
     Cluster,
     DataAxes,
     Dtype,
-    EvenOrder,
     ExecutableOnly,
-    Fused,
+    FusedOps,
+    HeterogeneousBlocks,
     Jobs,
     Json,
     MemoryGb,
@@ -34,12 +36,11 @@ from api.cli.options import (
     Pins,
     PlanFile,
     Planner,
+    Reallgather,
     ReduceDtype,
-    Regather,
     Seq,
-    TensorOverlap,
     TimeLimit,
-    VaryBlocks,
+    ZigzagOrder,
 )
 from api.cli.requests import names_degrees, plan_of, price_degrees, priced_file, request_of, what_to_price
 from api.cli.service import add_service_commands
@@ -47,6 +48,7 @@ from api.cli.terminal import check_writable, print_plan, reported, save_plan, te
 from api.cli.tradeoffs import add_tradeoff_commands
 
 app = typer.Typer(
+    cls=CommandsWithFormerNames,
     help="Decide how a PyTorch model is split over a GPU cluster, before the cluster is touched.",
     no_args_is_help=True,
     add_completion=False,
@@ -73,12 +75,12 @@ def plan_command(
     pin: Pins = None,
     data_axis: DataAxes = None,
     axes: Axes = 2,
-    vary_blocks: VaryBlocks = False,
+    heterogeneous_blocks: HeterogeneousBlocks = False,
     executable_only: ExecutableOnly = True,
-    tensor_overlap: TensorOverlap = False,
-    regather: Regather = False,
-    fused: Fused = False,
-    even_order: EvenOrder = False,
+    async_tp: AsyncTp = False,
+    reallgather: Reallgather = False,
+    fused_ops: FusedOps = False,
+    zigzag: ZigzagOrder = False,
     attention_kernel: Attention = None,
     time_limit: TimeLimit = None,
     jobs: Jobs = 1,
@@ -107,12 +109,12 @@ def plan_command(
             pins=tuple(pin or ()),
             data_axes=tuple(data_axis or ()),
             axes=axes,
-            vary_blocks=vary_blocks,
+            heterogeneous_blocks=heterogeneous_blocks,
             executable_only=executable_only,
-            tensor_overlap=tensor_overlap,
-            regather=regather,
-            fused=fused,
-            even_order=even_order,
+            async_tp=async_tp,
+            reallgather=reallgather,
+            fused_ops=fused_ops,
+            zigzag=zigzag,
             attention_kernel=attention_kernel,
         )
         found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
@@ -154,9 +156,11 @@ def estimate_command(
     reduce_dtype: Annotated[
         str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
     ] = None,
-    fused: Annotated[bool | None, typer.Option("--fused", help="As for plan; with a planner's name alone.")] = None,
-    regather: Annotated[bool | None, typer.Option("--regather", help="As for plan; likewise.")] = None,
-    even_order: Annotated[bool | None, typer.Option("--even-order", help="As for plan; likewise.")] = None,
+    fused_ops: Annotated[
+        bool | None, typer.Option("--fused-ops", help="As for plan; with a planner's name alone.")
+    ] = None,
+    reallgather: Annotated[bool | None, typer.Option("--reallgather", help="As for plan; likewise.")] = None,
+    zigzag: Annotated[bool | None, typer.Option("--zigzag", help="As for plan; likewise.")] = None,
     attention_kernel: Attention = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
     sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
@@ -179,9 +183,9 @@ def estimate_command(
                 "--memory-gb": memory_gb,
                 "--phase": phase,
                 "--reduce-dtype": reduce_dtype,
-                "--fused": fused,
-                "--regather": regather,
-                "--even-order": even_order,
+                "--fused-ops": fused_ops,
+                "--reallgather": reallgather,
+                "--zigzag": zigzag,
                 "--attention-kernel": attention_kernel,
             }
             wrong = [option for option, value in for_plans.items() if value is not None]
@@ -221,9 +225,9 @@ def estimate_command(
             "optimizer": optimizer,
             "dtype": dtype,
             "reduce_dtype": reduce_dtype,
-            "fused": fused,
-            "regather": regather,
-            "even_order": even_order,
+            "fused_ops": fused_ops,
+            "reallgather": reallgather,
+            "zigzag": zigzag,
             "attention_kernel": attention_kernel,
         }
         given = {key: value for key, value in options.items() if value is not None}

@@ -11,8 +11,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with +packed "
-        "behind it projections of one tensor are one layer.",
+        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with "
+        "+fused-projections behind it, projections of one tensor are one layer.",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
@@ -62,10 +62,11 @@ Axes = Annotated[
         "interleaved stages have one mesh of three as well where devices outnumber samples.",
     ),
 ]
-VaryBlocks = Annotated[
+HeterogeneousBlocks = Annotated[
     bool,
     typer.Option(
-        "--vary-blocks", help="Let the first of equal blocks differ from the rest where that pays; takes longer."
+        "--heterogeneous-blocks",
+        help="Let the first of equal blocks differ from the rest where that pays; takes longer.",
     ),
 ]
 ExecutableOnly = Annotated[
@@ -75,34 +76,34 @@ ExecutableOnly = Annotated[
         help="Only plans that shard_module can run; --no-executable-only tries pipelines as well.",
     ),
 ]
-TensorOverlap = Annotated[
+AsyncTp = Annotated[
     bool,
     typer.Option(
-        "--tensor-overlap",
+        "--async-tp",
         help="Assume that tensor-parallel communication inside a node runs in pieces beside matrix products; "
         "needs --no-executable-only.",
     ),
 ]
-Regather = Annotated[
+Reallgather = Annotated[
     bool,
     typer.Option(
-        "--regather",
+        "--reallgather",
         help="Let linear layers have what was gathered for them gathered again for their backward, where memory is "
-        "short; seldom pays without --tensor-overlap.",
+        "short; seldom pays without --async-tp.",
     ),
 ]
-Fused = Annotated[
+FusedOps = Annotated[
     bool,
     typer.Option(
-        "--fused",
+        "--fused-ops",
         help="Run RMSNorms, gated activations, rotary embeddings and the loss as one op each: large models of the "
         "Llama kind take less memory and time.",
     ),
 ]
-EvenOrder = Annotated[
+ZigzagOrder = Annotated[
     bool,
     typer.Option(
-        "--even-order",
+        "--zigzag",
         help="Where attention's sequences are split over ranks, have the model's tokens in an order that makes their "
         "work even: no queries are exchanged; logits come in that order.",
     ),

@@ -1,4 +1,4 @@
-"""The commands that show what else could be had: ``runner-ups``, ``pareto``, ``sizes``, ``batches``."""
+"""The commands that show what else could be had: ``alternatives``, ``pareto``, ``sweep``, ``batches``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from api.cli.options import (
     Cluster,
     DataAxes,
     Dtype,
-    EvenOrder,
-    Fused,
+    FusedOps,
     Json,
     MemoryGb,
     Mesh,
@@ -26,10 +25,11 @@ from api.cli.options import (
     Optimizer,
     Phase,
     Pins,
+    Reallgather,
     ReduceDtype,
-    Regather,
     Seq,
     TimeLimit,
+    ZigzagOrder,
 )
 from api.cli.requests import request_of
 from api.cli.terminal import check_folder, reported, save_plan, terminal, watched
@@ -45,13 +45,13 @@ Folder = Annotated[
 
 def add_tradeoff_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command("runner-ups")(runner_ups_command)
+    app.command("alternatives")(alternatives_command)
     app.command("pareto")(pareto_command)
-    app.command("sizes")(sizes_command)
+    app.command("sweep")(sweep_command)
     app.command("batches")(batches_command)
 
 
-def runner_ups_command(
+def alternatives_command(
     model: Model,
     cluster: Cluster,
     count: Annotated[int, typer.Option(min=1, max=100, help="How many other meshes.")] = 3,
@@ -64,9 +64,9 @@ def runner_ups_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
-    fused: Fused = False,
-    regather: Regather = False,
-    even_order: EvenOrder = False,
+    fused_ops: FusedOps = False,
+    reallgather: Reallgather = False,
+    zigzag: ZigzagOrder = False,
     attention_kernel: Attention = None,
     pin: Pins = None,
     data_axis: DataAxes = None,
@@ -82,9 +82,9 @@ def runner_ups_command(
         "optimizer": optimizer,
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
-        "fused": fused,
-        "regather": regather,
-        "even_order": even_order,
+        "fused_ops": fused_ops,
+        "reallgather": reallgather,
+        "zigzag": zigzag,
         "attention_kernel": attention_kernel,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
@@ -92,9 +92,9 @@ def runner_ups_command(
     }
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
-        from api.render.tradeoff_rows import runner_up_rows
+        from api.render.tradeoff_rows import alternative_rows
 
-        _show(runner_up_rows(opened, count, time_limit), output, as_json=as_json)
+        _show(alternative_rows(opened, count, time_limit), output, as_json=as_json)
 
 
 def pareto_command(
@@ -110,9 +110,9 @@ def pareto_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
-    fused: Fused = False,
-    regather: Regather = False,
-    even_order: EvenOrder = False,
+    fused_ops: FusedOps = False,
+    reallgather: Reallgather = False,
+    zigzag: ZigzagOrder = False,
     attention_kernel: Attention = None,
     pin: Pins = None,
     data_axis: DataAxes = None,
@@ -135,9 +135,9 @@ def pareto_command(
         "optimizer": optimizer,
         "dtype": dtype,
         "reduce_dtype": reduce_dtype,
-        "fused": fused,
-        "regather": regather,
-        "even_order": even_order,
+        "fused_ops": fused_ops,
+        "reallgather": reallgather,
+        "zigzag": zigzag,
         "attention_kernel": attention_kernel,
         "pins": tuple(pin or ()),
         "data_axes": tuple(data_axis or ()),
@@ -150,7 +150,7 @@ def pareto_command(
         _show(pareto_rows(opened, mesh, time_limit), output, as_json=as_json)
 
 
-def sizes_command(
+def sweep_command(
     model: Model,
     cluster: Annotated[str, typer.Option(help="The largest: NODESxDEVICESxDEVICE, or a .yaml file.")],
     objective: Annotated[
@@ -168,9 +168,9 @@ def sizes_command(
     optimizer: Optimizer = "adamw",
     dtype: Dtype = "bf16",
     reduce_dtype: ReduceDtype = "fp32",
-    fused: Fused = False,
-    regather: Regather = False,
-    even_order: EvenOrder = False,
+    fused_ops: FusedOps = False,
+    reallgather: Reallgather = False,
+    zigzag: ZigzagOrder = False,
     attention_kernel: Attention = None,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
@@ -179,12 +179,12 @@ def sizes_command(
     """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
     job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
     job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
-    job |= {"fused": fused, "regather": regather, "even_order": even_order, "attention_kernel": attention_kernel}
+    job |= {"fused_ops": fused_ops, "reallgather": reallgather, "zigzag": zigzag, "attention_kernel": attention_kernel}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
-        from api.render.tradeoff_rows import size_rows
+        from api.render.tradeoff_rows import sweep_rows
 
-        rows = size_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit)
+        rows = sweep_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit)
         _show(rows, output, as_json=as_json)
 
 
@@ -198,14 +198,14 @@ def batches_command(
     most: Annotated[int, typer.Option(min=1, help="The largest batch that is tried.")] = 4096,
     memory_gb: MemoryGb = None,
     dtype: Dtype = "bf16",
-    fused: Fused = False,
+    fused_ops: FusedOps = False,
     time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Plan inference with MODEL at batches of 1, 2, 4, ... and say which makes the most tokens per second."""
     job: dict[str, Any] = {"phase": phase, "mesh": mesh, "batch": 1, "seq": seq, "memory_gb": memory_gb}
-    job |= {"dtype": dtype, "fused": fused}
+    job |= {"dtype": dtype, "fused_ops": fused_ops}
     with reported(as_json), watched() as progress:
         opened = _opened(progress, output, model=model, cluster=cluster, **job)
         from api.render.tradeoff_rows import batch_rows

@@ -12,6 +12,7 @@ from torch import nn
 
 from api.remote.retrying_http import Connection, RemotePlanningError, refusal
 from planner.graph.example_inputs import GivenInputs
+from planner.plan.former_names import with_current_names
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -39,8 +40,8 @@ class RemoteShardingPlanner(ShardingPlanner):
         progress: told of each stage.
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
-            reduce_dtype, planner, pins, data_axes, axes, vary_blocks, executable_only, tensor_overlap, regather,
-            fused, even_order, attention_kernel.
+            reduce_dtype, planner, pins, data_axes, axes, heterogeneous_blocks, executable_only, async_tp, reallgather,
+            fused_ops, zigzag, attention_kernel.
     """
 
     def __init__(
@@ -60,7 +61,10 @@ class RemoteShardingPlanner(ShardingPlanner):
     ) -> None:
         self._url = url.rstrip("/")
         self._token = token
-        self._request = {"cluster": cluster, **{name: value for name, value in options.items() if value is not None}}
+        self._request = {
+            "cluster": cluster,
+            **{name: value for name, value in with_current_names(options).items() if value is not None},
+        }
         self._model = model
         self._example_inputs = example_inputs
         self._tp_plan = tp_plan
@@ -108,7 +112,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             seq=options.get("seq"),
             micro_batches=micro_batches,
             dtype=str(options.get("dtype", "bf16")),
-            fused=bool(options.get("fused", False)),
+            fused_ops=bool(options.get("fused_ops", False)),
         )
         if self._tp_plan is not None:
             traced = dataclasses.replace(traced, tp_plan=self._tp_plan)

@@ -9,14 +9,14 @@ from api.requests.model_registry import quiet_libraries
 from planner.errors import JobError
 from planner.tradeoffs import (
     Objective,
+    alternatives,
     batches,
     best_batch,
     best_size,
     pareto_front,
     peak_bytes,
-    runner_ups,
-    sizes,
     step_time_s,
+    sweep,
 )
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ def _row(plan: ShardingPlan, opened: OpenedRequest, *, is_best: bool) -> Tradeof
 
 
 @quiet_libraries()
-def runner_up_rows(opened: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
+def alternative_rows(opened: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
     """Return the best plan and those of the ``count`` meshes that come next."""
     session = opened.session(time_limit_s=time_limit_s)
     best = session.plan()
-    others = runner_ups(session, best, count)
+    others = alternatives(session, best, count)
     return [_row(plan, opened, is_best=plan is best) for plan in (best, *others)]
 
 
@@ -141,7 +141,7 @@ def _check_limits(**limits: float | None) -> None:
 
 
 @quiet_libraries()
-def size_rows(
+def sweep_rows(
     opened: OpenedRequest,
     objective: Objective,
     *,
@@ -155,7 +155,7 @@ def size_rows(
         JobError: a limit or a price is not above 0.
     """
     _check_limits(within=within_s, price=price)
-    found = sizes(opened.model, cluster=opened.cluster, time_limit_s=time_limit_s, **opened.job)
+    found = sweep(opened.model, cluster=opened.cluster, time_limit_s=time_limit_s, **opened.job)
     best = best_size(found, objective, within_s=within_s)
     return [
         TradeoffRow(

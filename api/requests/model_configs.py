@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import ModelError
+from planner.plan.former_names import with_current_names
 
 MAX_REPEATS = 10_000
 """The most layers, blocks or experts that a config may ask for: more is a mistake, and building it takes for ever."""
@@ -19,8 +20,9 @@ MAX_REPEATS = 10_000
 MAX_DEPTH = 16
 """The deepest that a config may nest; the library's own need three."""
 
-PACKED = "+packed"
-"""Behind a model's name: with its projections packed (`planner.model_rewrites.fuse_projections`)."""
+FUSED_PROJECTIONS = "+fused-projections"
+"""Suffix of a model's name: its projections are fused (`planner.model_rewrites.fuse_projections.fuse_projections`)."""
+_FORMER_SUFFIX = "+packed"
 
 _PRESETS = Path(__file__).parent / "presets"
 _FACTORY = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -32,13 +34,13 @@ _DTYPES = ("dtype", "torch_dtype")  # the planner prices the job's precisions, w
 class ModelConfig:
     """A Hugging Face ``config.json`` as plain data, ``name`` for people, and what was left out of it.
 
-    ``packed``: whether projections of the model are to be packed.
+    ``fused_projections``: whether projections of the model are to be fused.
     """
 
     name: str
     values: Mapping[str, Any]
     notes: tuple[str, ...] = ()
-    packed: bool = False
+    fused_projections: bool = False
 
 
 def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelConfig | None:
@@ -46,21 +48,23 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
 
     Args:
         spec: a preset's name, ``{"hf_config": {...}}`` or, where ``allow_local``, a path or a factory; names may end in
-            ``+packed``, a mapping may have ``"packed": True``.
+            ``+fused-projections``, a mapping may have ``"fused_projections": True``.
 
     Raises:
         ModelError: there is no such config, or it is none.
     """
     if not isinstance(spec, str):
-        if set(spec) - {"packed"} != {"hf_config"}:
+        spec = with_current_names(spec)
+        if set(spec) - {"fused_projections"} != {"hf_config"}:
             raise ModelError(
                 f"a model has the keys {sorted(spec)}.", what_to_do='Give a name, or {"hf_config": {...}}.'
             )
         config = check_config(spec["hf_config"], name="hf_config")
-        return dataclasses.replace(config, packed=bool(spec.get("packed", False)))
-    if spec.endswith(PACKED):
-        found = find_config(spec.removesuffix(PACKED), allow_local=allow_local)
-        return found and dataclasses.replace(found, packed=True)
+        return dataclasses.replace(config, fused_projections=bool(spec.get("fused_projections", False)))
+    name = without_suffix(spec)
+    if name != spec:
+        named = find_config(name, allow_local=allow_local)
+        return named and dataclasses.replace(named, fused_projections=True)
     if allow_local and spec.lower() not in preset_names():
         # Whatever looks like a path is one; the rest is a misspelt preset, which read_preset says best.
         if Path(spec).exists() or spec.endswith(".json"):
@@ -68,6 +72,11 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
         if _FACTORY.match(spec):
             return None
     return read_preset(spec)
+
+
+def without_suffix(spec: str) -> str:
+    """Return a model's name without the suffix for fused projections."""
+    return spec.removesuffix(FUSED_PROJECTIONS).removesuffix(_FORMER_SUFFIX)
 
 
 def preset_names() -> tuple[str, ...]:

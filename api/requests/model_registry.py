@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from api.requests.factories import call_factory
-from api.requests.model_configs import PACKED, ModelConfig, find_config
+from api.requests.model_configs import FUSED_PROJECTIONS, ModelConfig, find_config, without_suffix
 from planner.errors import JobError, ModelError, PlanMismatchError
 from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.sharding_plan import ShardingPlan
@@ -55,8 +55,9 @@ def load_model(
 
     Args:
         spec: a preset's name, the path of a config.json or of its folder, ``package.module:factory``, or
-            ``{"hf_config": {...}}``. Of a name that ends in ``+packed``, or with ``"packed": True`` beside the config,
-            the projections are packed (`planner.model_rewrites.fuse_projections.fuse_projections`).
+            ``{"hf_config": {...}}``. Of a name that ends in ``+fused-projections``, or with
+            ``"fused_projections": True`` next to the config, the projections are fused
+            (`planner.model_rewrites.fuse_projections.fuse_projections`).
         batch: samples in the global batch; given to a factory that takes it.
         seq: tokens in a sequence.
         allow_local: False refuses paths and factories, as is right for what a client sent.
@@ -67,29 +68,29 @@ def load_model(
     """
     config = find_config(spec, allow_local=allow_local)
     if config is not None:
-        found, packed = _from_config(config, seq=seq), config.packed
+        source, fuses = _from_config(config, seq=seq), config.fused_projections
     else:
         assert isinstance(spec, str), "only text names a factory"
-        packed = spec.endswith(PACKED)
-        found = _from_factory(spec.removesuffix(PACKED), batch=batch, seq=seq)
-    return _with_packed(found) if packed else found
+        name = without_suffix(spec)
+        source, fuses = _from_factory(name, batch=batch, seq=seq), name != spec
+    return _with_fused_projections(source) if fuses else source
 
 
-def _with_packed(source: ModelSource) -> ModelSource:
-    """Return a source with packed projections.
+def _with_fused_projections(source: ModelSource) -> ModelSource:
+    """Return a source with fused projections.
 
     Raises:
-        ModelError: it has none that can be packed.
+        ModelError: it has none that can be fused.
     """
-    packed = count_fused_projections(fuse_projections(source.module))
-    if not packed:
+    layers = count_fused_projections(fuse_projections(source.module))
+    if not layers:
         raise ModelError(
-            f"nothing of {source.name} can be packed: it has no projections as transformers' decoders have them.",
-            what_to_do=f"Leave {PACKED} (packed) out.",
+            f"{source.name} has no projections that can be fused, as transformers' decoders have them.",
+            what_to_do=f"Leave {FUSED_PROJECTIONS} (fused_projections) out.",
         )
-    note = f"projections that read one tensor are packed into {packed} linear layers"
+    note = f"projections that read one tensor are fused into {layers} linear layers"
     styles, notes = carried_tp_plan(source.module), (*source.notes, note)
-    return dataclasses.replace(source, name=source.name + PACKED, tp_plan=styles, notes=notes)
+    return dataclasses.replace(source, name=source.name + FUSED_PROJECTIONS, tp_plan=styles, notes=notes)
 
 
 def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:

@@ -113,12 +113,12 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         "pins": request.pins,
         "data_axes": request.data_axes,
         "axes": request.axes,
-        "vary_blocks": request.vary_blocks,
+        "heterogeneous_blocks": request.heterogeneous_blocks,
         "executable_only": request.executable_only,
-        "tensor_overlap": request.tensor_overlap,
-        "regather": request.regather,
-        "fused": request.fused,
-        "even_order": request.even_order,
+        "async_tp": request.async_tp,
+        "reallgather": request.reallgather,
+        "fused_ops": request.fused_ops,
+        "zigzag": request.zigzag,
         "attention_kernel": request.attention_kernel,
         "progress": progress,
     }
@@ -189,7 +189,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     """
     from cost_model.kernels.optimizer_memory import OPTIMIZERS
     from cost_model.layouts.layout import MeshSpec
-    from planner.plan.job import checked_tensor_overlap
+    from planner.plan.job import checked_async_tp
 
     cluster = read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
@@ -204,7 +204,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     if request.optimizer not in OPTIMIZERS:
         advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
         raise JobError(f"there is no optimizer {request.optimizer!r}.", what_to_do=advice, field="optimizer")
-    checked_tensor_overlap(request.tensor_overlap, request.executable_only)
+    checked_async_tp(request.async_tp, request.executable_only)
     if request.batch is not None and request.batch % (request.micro_batches or 1):
         detail = f"a batch of {request.batch} does not divide into {request.micro_batches} micro-batches."
         advice = f"Choose a number of micro-batches that divides {request.batch}."
@@ -261,7 +261,11 @@ def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | No
     if request.graph is not None:
         return graph_identity(request.graph)
     config = find_config(request.model_spec, allow_local=allow_local)
-    return None if config is None else {"name": config.name, "packed": config.packed, **config.values}
+    return (
+        None
+        if config is None
+        else {"name": config.name, "fused_projections": config.fused_projections, **config.values}
+    )
 
 
 def _require(request: PlanRequest, field: str) -> None:

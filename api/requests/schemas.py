@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from planner.plan.former_names import with_current_names
 
 PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
 """And ``random:SEED``."""
@@ -12,37 +15,42 @@ Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
-class HuggingFaceModel(BaseModel):
-    """A model given as the contents of its Hugging Face ``config.json``: data only, no code of the client's is run."""
+class _Request(BaseModel):
+    """A client's data, whose fields may have their former names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, values: Any) -> Any:
+        return with_current_names(values) if isinstance(values, Mapping) else values
+
+
+class HuggingFaceModel(_Request):
+    """A model given as the contents of its Hugging Face ``config.json``: data only, no code of the client's is run."""
+
     hf_config: dict[str, Any]
-    packed: bool = False
-    """Whether projections of one tensor are packed into one layer, as ``+packed`` behind a preset's name says."""
+    fused_projections: bool = False
+    """Whether projections of one tensor are one layer, as ``+fused-projections`` behind a preset's name says."""
 
     @property
     def spec(self) -> dict[str, Any]:
         """The model in the form that ``load_model`` and ``price_configuration`` take."""
-        return {"hf_config": self.hf_config, "packed": self.packed}
+        return {"hf_config": self.hf_config, "fused_projections": self.fused_projections}
 
 
-class TracedGraph(BaseModel):
+class TracedGraph(_Request):
     """A model that the client traced itself, given as its graph of ops: no code, no weights (``docs/graph-format.md``).
 
     ``graph`` is what ``planner.wire.codec.write_graph`` returns: ``{"format": "shardplan-graph", "zlib": "..."}``, or
     the document that is compressed there, as it is.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     graph: dict[str, Any]
 
 
-class PlanRequest(BaseModel):
+class PlanRequest(_Request):
     """A plan to be made. The names are those of the command line's options."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel | TracedGraph
     """A preset's name, a Hugging Face config, or a graph that the client traced.
@@ -79,20 +87,20 @@ class PlanRequest(BaseModel):
     axes: Annotated[int, Field(ge=1, le=3)] = 2
     """The most axes of a mesh, where none is given; of three the outermost splits the batch alone. With 2, interleaved
     stages have one mesh of three as well where devices outnumber samples."""
-    vary_blocks: bool = False
+    heterogeneous_blocks: bool = False
     """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
     executable_only: bool = True
     """Whether only plans are wanted that ``executor.shard_module`` can run; false tries pipelines as well."""
-    tensor_overlap: bool = False
+    async_tp: bool = False
     """Whether tensor-parallel communication inside a node is taken to run in pieces beside matrix products; such a plan
     cannot be run, so it needs ``executable_only`` to be false."""
-    regather: bool = False
+    reallgather: bool = False
     """Whether linear layers may have what was gathered for them gathered again for their backward; planning takes
     longer."""
-    fused: bool = False
+    fused_ops: bool = False
     """Whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own code
     does the same: what ``executor.shard_module`` then puts in its place."""
-    even_order: bool = False
+    zigzag: bool = False
     """Whether, where attention's sequences are split, the model has its tokens in an order that makes work under a
     causal mask even: no queries are exchanged, and logits come in that order."""
     attention_kernel: Literal["flash3"] | None = None
@@ -153,10 +161,8 @@ class PlanPage(BaseModel):
     next: int | None
 
 
-class EstimateRequest(BaseModel):
+class EstimateRequest(_Request):
     """A parallel configuration to be priced. The names are those of the command line's options."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel
     cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]

@@ -30,7 +30,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
         module = read_graph(graph, run=False)
     batch = request.batch or module.samples
     counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
-    job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused=request.fused)
+    job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused_ops=request.fused_ops)
     check_traced_for(module, batch, counts, job)
 
 

@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "linear layers whose gradients are joined have no second derivative (create_graph=True): plan without "
-                "--fused (fused=False)"
+                "--fused-ops (fused_ops=False)"
             )
         x, weight = ctx.saved_tensors
         arrived = ctx.total.redistributor.as_dtensor(gradient)

@@ -199,12 +199,12 @@ class _Reader:
         assert boundary is not None
         fqn, _, path = hook_key(self._regions, boundary)
         raise PlanMismatchError(
-            f"input_plan[{input_key(fqn)!r}], {path!r}, has regather where that cannot be priced: it is of inputs that "
-            "one linear layer reads, outside of checkpointed blocks, and that are all-gathered for it.",
+            f"input_plan[{input_key(fqn)!r}], {path!r}, has reallgather where that cannot be priced: it is of inputs "
+            "that one linear layer reads, outside of checkpointed blocks, and that are all-gathered for it.",
             subject="layouts",
-            expected="regather at all-gathered inputs of linear layers",
+            expected="reallgather at all-gathered inputs of linear layers",
             found=input_key(fqn),
-            what_to_do="Leave regather out there, or run the plan unpriced.",
+            what_to_do="Leave reallgather out there, or run the plan unpriced.",
         )
 
     def _refuse(self, index: int) -> None:
@@ -212,7 +212,7 @@ class _Reader:
         known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.reallgathered}
         for position, slot in enumerate(region.slots):
             port = self._port(region, position) if slot.boundary is not None else None
-            if port is not None and port.regather and (position, port.layout) not in known:
+            if port is not None and port.reallgather and (position, port.layout) not in known:
                 self._refuse_regather(region, position)
         wanted = []
         for position, slot in enumerate(region.slots):

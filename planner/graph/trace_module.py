@@ -25,6 +25,7 @@ from planner.graph.op_graph import OpGraph
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan
 from planner.plan.fingerprint import model_fingerprint
+from planner.plan.former_names import accepts_former_names
 from planner.plan.job import Job, JobPhase
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -72,7 +73,7 @@ class TracedModule:
         any_batch: whether the graph stands for any batch (`at_batch`), or for ``traced_batch`` alone.
         phase: what it was traced for: outside training nothing needs a gradient.
         has_kv_cache: whether it has a key-value cache of its own tokens.
-        fused: whether fused ops are in the place of the module's own code, where they do the same.
+        fused_ops: whether fused ops are in the place of the module's own code, where they do the same.
     """
 
     name: str
@@ -86,9 +87,10 @@ class TracedModule:
     any_batch: bool
     phase: JobPhase = "training"
     has_kv_cache: bool = False
-    fused: bool = False
+    fused_ops: bool = False
 
 
+@accepts_former_names
 def trace_module(
     module: nn.Module,
     *,
@@ -98,7 +100,7 @@ def trace_module(
     micro_batches: int | None = None,
     dtype: str = "bf16",
     phase: JobPhase = "training",
-    fused: bool = False,
+    fused_ops: bool = False,
 ) -> TracedModule:
     """Return ``module`` as planning knows it; it stays as it is, and may be on the meta device.
 
@@ -112,7 +114,7 @@ def trace_module(
         dtype: of parameters and activations.
         phase: of the jobs that it is traced for. Only training is cut into micro-batches; the graphs of the others are
             good for any batch.
-        fused: of the jobs that it is traced for, as in `planner.plan.job.Job`.
+        fused_ops: of the jobs that it is traced for, as in `planner.plan.job.Job`.
 
     Raises:
         PlannerError: it cannot be traced, or no inputs can be made for it.
@@ -121,7 +123,9 @@ def trace_module(
     samples = batch_size_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
     alone = phase == "training" and len(counts) == 1
-    return trace_at_batch(module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused=fused)
+    return trace_at_batch(
+        module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused_ops=fused_ops
+    )
 
 
 def resolve_inputs(
@@ -152,7 +156,7 @@ def trace_at_batch(
     dtype: str,
     phase: JobPhase = "training",
     *,
-    fused: bool = False,
+    fused_ops: bool = False,
 ) -> TracedModule:
     """Return ``module`` traced at ``micro_batch`` alone, or at any batch where that is None.
 
@@ -160,7 +164,7 @@ def trace_at_batch(
         ModelError: it cannot be traced.
     """
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
-    if fused:
+    if fused_ops:
         fuse_ops(copy, TRACED_OPS)
     samples = batch_size_of(inputs)
     batch = TRACE_BATCH if micro_batch is None else micro_batch
@@ -180,7 +184,7 @@ def trace_at_batch(
         any_batch=micro_batch is None,
         phase=phase,
         has_kv_cache=has_kv_cache(module),
-        fused=fused,
+        fused_ops=fused_ops,
     )
 
 
@@ -232,17 +236,17 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
         JobError: it was traced in another dtype, for another phase, with other ops, or at the batch of another job.
     """
     advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=..., "
-    advice += "fused=...)."
+    advice += "fused_ops=...)."
     if module.phase != job.phase:
         detail = f"the graph of {module.name} was traced for {module.phase}, and the job is {job.phase}."
         raise JobError(detail, what_to_do=advice, field="phase")
     if module.dtype != job.dtype:
         detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {job.dtype}."
         raise JobError(detail, what_to_do=advice, field="dtype")
-    if module.fused != job.fused:
-        has, wants = ("with" if fused else "without" for fused in (module.fused, job.fused))
+    if module.fused_ops != job.fused_ops:
+        has, wants = ("with" if fused else "without" for fused in (module.fused_ops, job.fused_ops))
         detail = f"the graph of {module.name} was traced {has} fused ops, and the job is {wants} them."
-        raise JobError(detail, what_to_do=advice, field="fused")
+        raise JobError(detail, what_to_do=advice, field="fused_ops")
     wanted = batch // counts[0]
     if not module.any_batch and (len(counts) > 1 or wanted != module.traced_batch):
         sizes = f"{wanted} samples" if len(counts) == 1 else "micro-batches of any size"

@@ -27,8 +27,10 @@ def check_ports(name: str, key: str, spec: object) -> None:
     for port in ports:
         if not isinstance(port, Port) or not all(is_layout(layout) for layout in port.layouts()):
             raise wrong_type(name, key, port, advice)
-        if port.regather and name != "input_plan":
-            detail = f"{name} has regather for {key!r}: only what a module is called with can be redistributed again."
+        if port.reallgather and name != "input_plan":
+            detail = (
+                f"{name} has reallgather for {key!r}: only what a module is called with can be redistributed again."
+            )
             raise PlanTypeError(detail, field=name, key=key, what_to_do="Say it at the inputs of those who read it.")
 
 
@@ -53,26 +55,26 @@ def check_zigzag_order(order: object, mesh: MeshSpec) -> None:
     """
     advice = "Give axis and length, and for modules' inputs and outputs the dim of each tensor, from 0."
     if not isinstance(order, ZigzagOrder):
-        raise wrong_type("even_order", "", order, advice)
+        raise wrong_type("zigzag", "", order, advice)
     for places in (order.inputs, order.outputs):
         for key, dims in places.items():
             if not isinstance(dims, Mapping) or not dims:
-                raise wrong_type("even_order", key, dims, advice)
+                raise wrong_type("zigzag", key, dims, advice)
             for dim in dims.values():
                 if not isinstance(dim, int) or dim < 0:
-                    raise wrong_type("even_order", key, dim, advice)
+                    raise wrong_type("zigzag", key, dim, advice)
     sizes = dict(mesh.axes)
     if order.axis not in sizes or order.length < 1 or order.length % sizes[order.axis]:
         raise PlanKeyError(
-            f"even_order is over {order.axis!r} for sequences of {order.length} tokens, on the mesh {mesh}.",
-            field="even_order",
+            f"zigzag is over {order.axis!r} for sequences of {order.length} tokens, on the mesh {mesh}.",
+            field="zigzag",
             key=order.axis,
             what_to_do="Name an axis of the mesh that divides the sequences.",
         )
     if "" in order.outputs or "output" in order.outputs:
         raise PlanKeyError(
-            "even_order brings results of the root in order, which nothing inside it reads.",
-            field="even_order",
+            "zigzag brings results of the root in order, which nothing inside it reads.",
+            field="zigzag",
             key="",
             what_to_do="Name modules whose results others read.",
         )

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from cost_model.layouts.layout import Layout, format_layout, parse_layout
 from planner.errors import JobError, PlanFormatError
 from planner.plan.estimate import Estimate, Pipeline, SolverReport
+from planner.plan.former_names import with_current_names
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.ports import Port, PortSpec
 from planner.plan.token_order import ZigzagOrder
@@ -65,8 +66,13 @@ class PortDocument(_Document):
     """Before the boundary, forward."""
     source_grad: LayoutText | None = None
     """Of the gradient before the boundary."""
-    regather: bool = False
+    reallgather: bool = False
     """Of a module's input: whether it is redistributed again for the module's backward, and not kept until then."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, values: Any) -> Any:
+        return with_current_names(values) if isinstance(values, Mapping) else values
 
 
 PortText = Annotated[LayoutText | PortDocument, Field(union_mode="left_to_right")]
@@ -107,7 +113,7 @@ class PlanDocument(_Document):
     """FQN pattern of modules -> mode."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
     """Micro-batches per step, whose gradients accumulate."""
-    even_order: ZigzagOrder | None = None
+    zigzag: ZigzagOrder | None = None
     """The order that sequences have where attention's are split over ranks; null: their own."""
     pipeline: Pipeline | None = None
     """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""
@@ -153,6 +159,10 @@ def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
             what_to_do="Plan again with this version, or use the version that wrote it.",
         )
     try:
+        data = _with_current_names(data)
+    except ValueError as error:
+        raise invalid(str(error), file=file) from error
+    try:
         # By way of text: strict mode then accepts JSON's arrays and numbers for tuples and floats, and nothing else.
         return PlanDocument.model_validate_json(json.dumps(data))
     except ValidationError as error:
@@ -162,6 +172,14 @@ def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
         raise invalid(error.detail, file=file, where="job") from error
     except (TypeError, ValueError) as error:
         raise invalid(f"it is no JSON ({error})", file=file) from error
+
+
+def _with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's document whose own fields, and those of its job, have their current names."""
+    current = with_current_names(data)
+    if isinstance(current.get("job"), Mapping):
+        current["job"] = with_current_names(current["job"])
+    return current
 
 
 def invalid(message: str, *, file: str | None, where: str = "") -> PlanFormatError:
@@ -211,7 +229,7 @@ def port_text(port: Port, *, full: bool = False) -> Any:
         return list(format_layout(port.layout))
     layouts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
     texts = {name: list(format_layout(layout)) for name, layout in layouts.items() if layout is not None}
-    return {**texts, "regather": True} if port.regather else texts
+    return {**texts, "reallgather": True} if port.reallgather else texts
 
 
 def ports_text(spec: PortSpec) -> Any:
@@ -237,7 +255,7 @@ def _port(text: list[str] | PortDocument) -> Port:
         grad=layout(text.grad),
         source=layout(text.source),
         source_grad=layout(text.source_grad),
-        regather=text.regather,
+        reallgather=text.reallgather,
     )
 
 

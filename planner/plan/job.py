@@ -81,14 +81,14 @@ class Job:
             list alone; None lets the search choose.
         pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
         data_axes: mesh axes that split the batch alone.
-        tensor_overlap: whether communication of activations is taken to run in pieces beside the matrix products next
+        async_tp: whether communication of activations is taken to run in pieces beside the matrix products next
             to it (`planner.pricing.async_tp`); such a plan cannot be run here.
         regather: whether linear layers may have what was gathered for them gathered again for their backward, where
             keeping it takes more memory than there is (`planner.pricing.reallgather_variants`).
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read
             the same tensor add up its gradient in their products.
-        even_order: whether the model has its sequences in the order in which ranks that hold a part of them do the same
+        zigzag: whether the model has its sequences in the order in which ranks that hold a part of them do the same
             work under a causal mask (`planner.plan.token_order`), where attention's are split and the model allows it.
     """
 
@@ -110,10 +110,10 @@ class Job:
     ac: str | None = None
     pins: tuple[str, ...] = ()
     data_axes: tuple[str, ...] = ()
-    tensor_overlap: bool = False
-    regather: bool = False
-    fused: bool = False
-    even_order: bool = False
+    async_tp: bool = False
+    reallgather: bool = False
+    fused_ops: bool = False
+    zigzag: bool = False
 
     def __post_init__(self) -> None:
         if self.phase != "training":
@@ -201,16 +201,16 @@ def memory_bytes_of(memory_gb: float) -> int:
     return int(memory_gb * 1e9)
 
 
-def checked_tensor_overlap(tensor_overlap: bool, executable_only: bool) -> bool:
+def checked_async_tp(async_tp: bool, executable_only: bool) -> bool:
     """Return whether communication is taken to run beside products.
 
     Raises:
         JobError: it is, and only plans that can be run are wanted.
     """
-    if tensor_overlap and executable_only:
+    if async_tp and executable_only:
         raise JobError(
-            "tensor_overlap is assumed, and only plans that can be run are wanted: communication in pieces cannot.",
-            what_to_do="Add --no-executable-only (executable_only=False), or leave --tensor-overlap out.",
-            field="tensor_overlap",
+            "async_tp is assumed, and only plans that can be run are wanted: communication in pieces cannot.",
+            what_to_do="Add --no-executable-only (executable_only=False), or leave --async-tp out.",
+            field="async_tp",
         )
-    return tensor_overlap
+    return async_tp

@@ -25,7 +25,7 @@ class Port:
         source: before the boundary; None where the plan does not say (written by hand): then whatever arrives is
             redistributed, and a plain tensor is this rank's piece of ``layout``.
         source_grad: of the gradient before the boundary.
-        regather: of what a module is called with: whether the module's backward has it redistributed again, so that
+        reallgather: of what a module is called with: whether the module's backward has it redistributed again, so that
             only what it was made from is kept until then.
     """
 
@@ -33,7 +33,7 @@ class Port:
     grad: Layout | None = None
     source: Layout | None = None
     source_grad: Layout | None = None
-    regather: bool = False
+    reallgather: bool = False
 
     def layouts(self) -> Iterator[Layout]:
         """Yield each layout that is given."""

@@ -102,7 +102,7 @@ class ShardingPlan:
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
         activation_checkpointing: modules -> "full" or "selective".
         micro_batches: per step; their gradients accumulate.
-        even_order: the order that sequences have where attention's are split over ranks; None: their own.
+        zigzag: the order that sequences have where attention's are split over ranks; None: their own.
         pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
             other axes. None: every device has a part of every module.
         estimate: seconds and bytes of a step; None where nobody has priced the plan.
@@ -127,7 +127,7 @@ class ShardingPlan:
     return_local_tensor: tuple[str, ...] = ()
     activation_checkpointing: Mapping[str, CheckpointingMode] = field(default_factory=dict)
     micro_batches: int = 1
-    even_order: ZigzagOrder | None = None
+    zigzag: ZigzagOrder | None = None
     pipeline: Pipeline | None = None
     estimate: Estimate | None = None
     solver: SolverReport | None = None
@@ -183,8 +183,8 @@ class ShardingPlan:
         for name, entries in (("input_plan", self.input_plan), ("output_plan", self.output_plan)):
             for key, spec in entries.items():
                 check_ports(name, key, spec)
-        if self.even_order is not None:
-            check_zigzag_order(self.even_order, self.layout_mesh)
+        if self.zigzag is not None:
+            check_zigzag_order(self.zigzag, self.layout_mesh)
         for name, key in self._keys():
             check_pattern(key, field=name)
         for name, key, layout in self.layouts():
@@ -202,11 +202,11 @@ class ShardingPlan:
             PlanError: it has a pipeline, or its job takes communication to be hidden as the executor does not hide it.
         """
         self.check_priced()
-        if self.job.tensor_overlap:
+        if self.job.async_tp:
             raise PlanError(
                 "The plan assumes that tensor-parallel communication runs in pieces beside matrix products "
-                "(tensor_overlap), which is not run here.",
-                what_to_do="Plan without --tensor-overlap (tensor_overlap=False); the layouts may differ.",
+                "(async_tp), which is not run here.",
+                what_to_do="Plan without --async-tp (async_tp=False); the layouts may differ.",
             )
 
     def check_priced(self) -> None:
@@ -237,9 +237,9 @@ class ShardingPlan:
                         yield name, key, layout
 
     @property
-    def regathers(self) -> bool:
+    def reallgathers(self) -> bool:
         """Whether any module's backward has what the module is called with redistributed again."""
-        return any(port.regather for spec in self.input_plan.values() for _, port in ports_of(spec))
+        return any(port.reallgather for spec in self.input_plan.values() for _, port in ports_of(spec))
 
     def _keys(self) -> Iterator[tuple[str, str]]:
         for name in (*_MAPPINGS, *_LISTS):
@@ -262,7 +262,7 @@ class ShardingPlan:
             "return_local_tensor": list(self.return_local_tensor),
             "activation_checkpointing": dict(self.activation_checkpointing),
             "micro_batches": self.micro_batches,
-            "even_order": None if self.even_order is None else dataclasses.asdict(self.even_order),
+            "zigzag": None if self.zigzag is None else dataclasses.asdict(self.zigzag),
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
             "estimate": None if self.estimate is None else _json_values(self.estimate),
             "solver": None if self.solver is None else _json_values(self.solver),

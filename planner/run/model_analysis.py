@@ -55,15 +55,15 @@ class ModelAnalysis:
         flash_attention: bool,
         seq: int | None = None,
         compiles: bool = True,
-        even_order: bool = False,
+        zigzag: bool = False,
     ) -> ModelAnalysis:
         """Return the model of which ``module`` is the graph.
 
         Args:
             seq: tokens in the cache before a decoding step.
-            even_order: whether sequences are to be in an even order where they are split.
+            zigzag: whether sequences are to be in an even order where they are split.
         """
-        reordering = find_reordering(module.graph) if even_order and module.phase == "training" else None
+        reordering = find_reordering(module.graph) if zigzag and module.phase == "training" else None
         cached = module.phase != "training" and module.has_kv_cache
         return cls(
             graph=with_zigzag_attention(module.graph) if isinstance(reordering, Reordering) else module.graph,
@@ -72,7 +72,7 @@ class ModelAnalysis:
             flash_attention=flash_attention,
             cached_before=((seq or 0) if module.phase == "decode" else 0) if cached else None,
             compiles=compiles,
-            joins=module.fused,
+            joins=module.fused_ops,
             reordering=reordering,
         )
 

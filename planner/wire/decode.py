@@ -62,7 +62,7 @@ def read_document(document: GraphDocument) -> TracedModule:
         samples=at.samples,
         traced_batch=at.batch,
         any_batch=at.any_batch,
-        fused=at.fused,
+        fused_ops=at.fused_ops,
     )
 
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.json_schema import GenerateJsonSchema, WithJsonSchema
 
 from planner.errors import GraphFormatError
+from planner.plan.former_names import with_current_names
 
 FORMAT: Final = "shardplan-graph"
 FORMAT_VERSION: Final = 1
@@ -89,8 +90,13 @@ class TraceDocument(_Document):
     """First dim that the graph has."""
     any_batch: bool
     """Whether it stands for any batch: `batch` is then 99991, and what is a multiple of it goes with the batch."""
-    fused: bool = False
+    fused_ops: bool = False
     """Whether fused ops (`shardplan.rms_norm` and others) are in the place of the module's own code."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_current_names(cls, values: Any) -> Any:
+        return with_current_names(values) if isinstance(values, Mapping) else values
 
 
 class ValueDocument(_Document):

@@ -68,7 +68,7 @@ class _Writer:
                 samples=module.samples,
                 batch=module.traced_batch,
                 any_batch=module.any_batch,
-                fused=module.fused,
+                fused_ops=module.fused_ops,
             ),
             values=self._values(),
             calls=[(positions[call.fqn], call.parent) for call in graph.calls],

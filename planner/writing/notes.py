@@ -17,7 +17,7 @@ from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
 ASYNC_TP_NOTE = (
     "the plan assumes that tensor-parallel communication inside a node runs in pieces beside matrix products, which "
-    "cannot be run here: without --tensor-overlap (tensor_overlap=False) it is priced as it runs."
+    "cannot be run here: without --async-tp (async_tp=False) it is priced as it runs."
 )
 
 
@@ -74,9 +74,9 @@ def with_reallgather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpe
     Args:
         job: the plan's; where it asked for this, and nothing came of it, the note says so.
     """
-    keys = [key for key, spec in input_plan.items() if any(port.regather for _, port in ports_of(spec))]
+    keys = [key for key, spec in input_plan.items() if any(port.reallgather for _, port in ports_of(spec))]
     others = tuple(note for note in notes if not note.startswith((_REGATHERED, _NOTHING_REGATHERED)))
     if not keys:
-        return (*others, _NOTHING_REGATHERED) if job.regather else others
+        return (*others, _NOTHING_REGATHERED) if job.reallgather else others
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
     return (*others, f"{_REGATHERED}{', '.join(keys[:_NAMED])}{more}.")

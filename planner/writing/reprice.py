@@ -163,17 +163,19 @@ def open_for_pricing(
     flash = cluster.device.flash_attention if plan.job.flash_attention is None else plan.job.flash_attention
     with clock.stage("trace_s"):
         micro_batch = batch // plan.micro_batches
-        module = trace_at_batch(model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused=plan.job.fused)
+        module = trace_at_batch(
+            model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused_ops=plan.job.fused_ops
+        )
     check_kernel(plan.job, cluster.device, module.graph)
     # A plan written by hand may ask for it at a module's input alone.
-    job = dataclasses.replace(plan.job, regather=plan.job.regather or plan.regathers)
+    job = dataclasses.replace(plan.job, reallgather=plan.job.reallgather or plan.reallgathers)
     plan = dataclasses.replace(plan, job=job)
     model_traced = ModelAnalysis.of(
         module,
         flash_attention=flash,
         seq=plan.job.seq,
         compiles=cluster.device.compiles,
-        even_order=plan.even_order is not None or plan.job.even_order,
+        zigzag=plan.zigzag is not None or plan.job.zigzag,
     )
     search = RunPlanner(model_traced, plan.job, cluster, batch, clock)
     read = read_plan(search, plan, ModuleNames.from_module(model))

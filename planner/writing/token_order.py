@@ -42,14 +42,14 @@ def check_token_order(plan: ShardingPlan, found: ZigzagOrder | None, reordering:
     Raises:
         PlanMismatchError: it does not.
     """
-    if plan.even_order == found:
+    if plan.zigzag == found:
         return
     raise PlanMismatchError(
-        f"the plan's even_order is not what its layouts ask for: {_difference(plan.even_order, found, reordering)}.",
-        subject="even_order",
-        expected=str(plan.even_order),
+        f"the plan's zigzag is not what its layouts ask for: {_difference(plan.zigzag, found, reordering)}.",
+        subject="zigzag",
+        expected=str(plan.zigzag),
         found=str(found),
-        what_to_do="Split all attention along the sequence on even_order's axis, or leave it out; or plan again.",
+        what_to_do="Split all attention along the sequence on zigzag's axis, or leave it out; or plan again.",
     )
 
 

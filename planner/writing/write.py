@@ -34,7 +34,7 @@ def write_plan(
         **entries.by_field(),
         activation_checkpointing=fold_names(dict(run.grouping.modes), module.names.modules),
         micro_batches=run.micro_batches,
-        even_order=order,
+        zigzag=order,
         estimate=candidate.estimate,
         solver=report,
         job=dataclasses.replace(

@@ -45,7 +45,7 @@ def test_plans_run_as_planned(family: str, phase: Any) -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_plans_with_fused_ops_run_as_planned(phase: Any) -> None:
     model = make_model("llama")
-    session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32", fused=True)
+    session = PlanningSession(model, cluster="1x4xtoy", phase=phase, batch=BATCH, seq=SEQ, dtype="fp32", fused_ops=True)
     inputs = dict(inputs_from_config(model, batch=BATCH, seq=SEQ, phase=phase).kwargs)
     for planner in ("ilp", "random:0", "random:1"):
         plan = session.plan(planner=planner, mesh="dp=2,tp=2")

@@ -15,7 +15,7 @@ from planner.errors import InfeasibleError, JobError, SolverError
 from planner.plan.estimate import MeshReport
 from planner.plan.sharding_plan import ShardingPlan
 from planner.session import PlanningSession
-from planner.tradeoffs import best_size, pareto_front, parts_of, peak_bytes, runner_ups, sizes, step_time_s
+from planner.tradeoffs import alternatives, best_size, pareto_front, parts_of, peak_bytes, step_time_s, sweep
 
 JOB: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "ac": "none"}
 FAMILIES = ("mlp", pytest.param("gpt2", marks=pytest.mark.slow))
@@ -36,10 +36,10 @@ def reports(plan: ShardingPlan) -> dict[str, MeshReport]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_runner_ups_are_the_best_of_the_other_meshes(family: str) -> None:
+def test_alternatives_are_the_best_of_the_other_meshes(family: str) -> None:
     planned = session(family)
     best = planned.plan()
-    (second,) = runner_ups(planned, best, 5)
+    (second,) = alternatives(planned, best, 5)
     alone = {mesh: planned.plan(mesh=mesh) for mesh in MESHES}
     assert {str(best.mesh), str(second.mesh)} == set(MESHES)
     assert second == without_timings(alone[str(second.mesh)], second)
@@ -148,7 +148,7 @@ def test_sizes_are_what_each_cluster_gives() -> None:
     options = {"dtype": "fp32", "ac": "none"}
     whole = build_plan(module, example_inputs=inputs, cluster="1x1xtoy", **options)
     options["memory_gb"] = peak_bytes(whole) * 0.9 / 1e9
-    found = sizes(module, example_inputs=inputs, cluster="2x2xtoy", **options)
+    found = sweep(module, example_inputs=inputs, cluster="2x2xtoy", **options)
     assert [size.cluster.name for size in found] == ["1x1xtoy", "1x2xtoy", "2x2xtoy"]
     assert found[0].plan is None
     for size in found[1:]:
@@ -236,10 +236,10 @@ def test_what_was_found_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
         raise SolverError("time was up before any plan was found.")
 
     monkeypatch.setattr(PlanningSession, "plan_if_any", out_of_time)
-    assert runner_ups(planned, best, 3) == ()
+    assert alternatives(planned, best, 3) == ()
     monkeypatch.setattr(PlanningSession, "plan", lambda *_, **__: best)
     assert pareto_front(planned) == [best]
     module, inputs = families.make("mlp", 8)
-    (one, two) = sizes(module, example_inputs=inputs, cluster="1x2xtoy", dtype="fp32", ac="none")
+    (one, two) = sweep(module, example_inputs=inputs, cluster="1x2xtoy", dtype="fp32", ac="none")
     assert (one.plan, one.in_time, two.in_time) == (None, False, False)
     assert best_size([one, two], "cost") is None

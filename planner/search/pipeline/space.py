@@ -115,7 +115,7 @@ class PipelineSpace:
         again, in place of splitting what they keep, would pay. Not where its first axis does not divide the batch: all
         three would be free, and programs many times as large.
         """
-        wanted = self.search.batch < self.search.cluster.size or self.search.job.tensor_overlap
+        wanted = self.search.batch < self.search.cluster.size or self.search.job.async_tp
         pairs = node_pairs(cluster) if self.axes == 2 and wanted else None
         if pairs is not None and self.search.batch_axes(pairs):
             yield pairs

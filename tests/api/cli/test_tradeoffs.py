@@ -1,4 +1,4 @@
-"""`shardplan runner-ups`, `pareto` and `sizes`, as a person and as a program call them."""
+"""`shardplan alternatives`, `pareto` and `sweep`, as a person and as a program call them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def rows_of(done: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def test_runner_ups(tmp_path: Path) -> None:
+def test_alternatives(tmp_path: Path) -> None:
     options = ["--cluster", "1x4xtoy", "--count", "1"]
-    rows = rows_of(run(tmp_path, "runner-ups", *options, "-o", str(tmp_path / "plans"), "--json"))
+    rows = rows_of(run(tmp_path, "alternatives", *options, "-o", str(tmp_path / "plans"), "--json"))
     assert {row["mesh"] for row in rows} == {"dp=4", "dp=2,tp=2"}
     assert [row["best"] for row in rows] == [True, False]
     assert rows[0]["step_time_s"] <= rows[1]["step_time_s"] * 1.002
@@ -49,12 +49,12 @@ def test_runner_ups(tmp_path: Path) -> None:
         assert plan.estimate.peak_memory_bytes == row["peak_memory_bytes"]
 
 
-@pytest.mark.parametrize("command", ["runner-ups", "pareto", "sizes"])
+@pytest.mark.parametrize("command", ["alternatives", "pareto", "sweep"])
 def test_gradients_may_be_reduced_in_16_bits_ops_fused_and_inputs_gathered_again(tmp_path: Path, command: str) -> None:
-    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16", "--fused", "--regather"]
+    options = ["--cluster", "1x2xtoy", "--dtype", "bf16", "--reduce-dtype", "bf16", "--fused-ops", "--reallgather"]
     rows = rows_of(run(tmp_path, command, *options, "-o", str(tmp_path / "plans"), "--json"))
     plans = [ShardingPlan.load(tmp_path / "plans" / f"{number}.json") for number in range(1, len(rows) + 1)]
-    assert {(plan.job.reduce_dtype, plan.job.regather) for plan in plans} == {("bf16", True)}
+    assert {(plan.job.reduce_dtype, plan.job.reallgather) for plan in plans} == {("bf16", True)}
     assert all("run as fused ops: 1 cross_entropy." in plan.notes for plan in plans)
 
 
@@ -74,17 +74,17 @@ def test_pareto_as_a_table(tmp_path: Path) -> None:
 
 def test_sizes(tmp_path: Path) -> None:
     options = ["--cluster", "1x2xtoy", "--price", "3.6"]
-    one, two = rows_of(run(tmp_path, "sizes", *options, "--objective", "step-time", "--json"))
+    one, two = rows_of(run(tmp_path, "sweep", *options, "--objective", "step-time", "--json"))
     assert (one["cluster"], two["cluster"]) == ("1x1xtoy", "1x2xtoy")
     assert (one["best"], two["best"]) == (False, True)
     assert two["device_s"] == pytest.approx(2 * two["step_time_s"])
     assert two["price"] == pytest.approx(two["device_s"] / 1000)
 
     too_small = (one["peak_memory_bytes"] + two["peak_memory_bytes"]) / 2e9
-    shown = run(tmp_path, "sizes", *options, "--memory-gb", str(too_small), "--micro-batches", "1")
+    shown = run(tmp_path, "sweep", *options, "--memory-gb", str(too_small), "--micro-batches", "1")
     assert shown.exit_code == 0, shown.output
     assert "nothing fits" in shown.stdout.splitlines()[1]
-    none = run(tmp_path, "sizes", *options, "--within", str(two["step_time_s"] / 2))
+    none = run(tmp_path, "sweep", *options, "--within", str(two["step_time_s"] / 2))
     assert none.exit_code == 0, none.output
     assert "None of these" in none.stdout
 
@@ -92,11 +92,11 @@ def test_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
-        ("sizes", ["--cluster", "1x2xtoy", "--within", "0"], "--within is 0.0"),
-        ("sizes", ["--cluster", "1x2xtoy", "--price", "-1"], "--price is -1.0"),
+        ("sweep", ["--cluster", "1x2xtoy", "--within", "0"], "--within is 0.0"),
+        ("sweep", ["--cluster", "1x2xtoy", "--price", "-1"], "--price is -1.0"),
         ("pareto", ["--cluster", "1x2xtoy", "-o", "/no/such/folder"], "--output /no/such/folder"),
         ("pareto", ["--cluster", "1x2xtoy", "--memory-gb", "0.00001"], "No plan fits"),
-        ("runner-ups", ["--cluster", "1x2xtoi"], "toi"),
+        ("alternatives", ["--cluster", "1x2xtoi"], "toi"),
     ],
 )
 def test_bad_input(tmp_path: Path, command: str, options: list[str], said: str) -> None:

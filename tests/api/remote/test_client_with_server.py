@@ -79,11 +79,11 @@ def test_private_module_gets_the_plan_that_it_gets_here(server: Server, options:
     assert said[:2] == ["tracing", "asking the server"]
 
 
-@pytest.mark.parametrize(("planner", "fused"), [("ilp", False), ("ilp", True), ("tensor-parallel", False)])
-def test_shrunk_preset_gets_the_plan_that_it_gets_here(server: Server, planner: str, fused: bool) -> None:
+@pytest.mark.parametrize(("planner", "fused_ops"), [("ilp", False), ("ilp", True), ("tensor-parallel", False)])
+def test_shrunk_preset_gets_the_plan_that_it_gets_here(server: Server, planner: str, fused_ops: bool) -> None:
     module = shrunk_preset()
     options: dict[str, Any] = {**JOB, "mesh": "dp=2,tp=2", "batch": 8, "seq": 32, "ac": "none", "planner": planner}
-    options["fused"] = fused
+    options["fused_ops"] = fused_ops
     found = RemoteShardingPlanner(server.url, **options).build_plan(module)
     assert without_timings(found) == without_timings(build_plan(module, **options))
 

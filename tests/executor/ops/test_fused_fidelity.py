@@ -30,7 +30,12 @@ R = Replicate()
 @functools.lru_cache(maxsize=1)
 def session(family: str, ac: str, micro_batches: int) -> PlanningSession:
     module, inputs = make(family, BATCH * micro_batches)
-    job = {"dtype": "fp32" if micro_batches == 1 else "bf16", "micro_batches": micro_batches, "ac": ac, "fused": True}
+    job = {
+        "dtype": "fp32" if micro_batches == 1 else "bf16",
+        "micro_batches": micro_batches,
+        "ac": ac,
+        "fused_ops": True,
+    }
     return PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, **job)
 
 

@@ -182,7 +182,7 @@ def test_fused_ops_equal_the_chains_that_they_stand_for() -> None:
 
 def plans_of(family: str, planners: list[str], ac: str) -> dict[str, dict]:
     module, inputs = make(family, BATCH)
-    job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": ac, "fused": True}
+    job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": ac, "fused_ops": True}
     session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, **job)
     plans = {planner: session.plan(planner=planner, mesh="dp=2,tp=2") for planner in planners}
     assert all("run as fused ops" in plan.notes[-1] for plan in plans.values())

@@ -59,9 +59,9 @@ def plans() -> dict[str, ShardingPlan]:
     }
     return {
         "split in columns": planned("dp=2,tp=2", ac="none", **columns),
-        "split in columns, fused": planned("dp=2,tp=2", ac="none", fused=True, **columns),
+        "split in columns, fused": planned("dp=2,tp=2", ac="none", fused_ops=True, **columns),
         "one group a rank, run again": planned("dp=1,tp=4", ac="full", pins=columns["pins"], data_axes=[]),
-        "selective": planned("dp=2,tp=2", ac="selective", fused=True, **columns),
+        "selective": planned("dp=2,tp=2", ac="selective", fused_ops=True, **columns),
         "fully sharded": planned("dp=4", ac="none", planner="fully-sharded"),
         **{f"random {seed}": planned("dp=2,tp=2", ac="none", planner=f"random:{seed}") for seed in range(3)},
     }

@@ -208,7 +208,7 @@ def test_passes_over_the_same_layers_leave_nothing_to_each_other(given: Given) -
 
 def test_a_gradient_of_a_gradient_is_refused(given: Given) -> None:
     loss = loss_by(given.joined, given.x * 1.0, given.weights)
-    with pytest.raises(RuntimeError, match="plan without --fused"):
+    with pytest.raises(RuntimeError, match="plan without --fused-ops"):
         torch.autograd.grad([loss], [given.x], create_graph=True)
 
 

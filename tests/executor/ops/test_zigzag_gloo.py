@@ -91,7 +91,7 @@ def planned(family: str, mesh: str, **options: Any) -> ShardingPlan:
         dtype="fp32",
         optimizer="sgd",
         micro_batches=1,
-        even_order=True,
+        zigzag=True,
         data_axes=["dp"] if mesh == "dp=2,tp=2" else [],
         # Heads of keys and of queries are left whole, so that sequences are split.
         pins=[f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"],
@@ -106,17 +106,17 @@ def plans() -> dict[str, ShardingPlan]:
         "plain": planned("llama", "dp=1,tp=4", ac="none"),
         "recomputed": planned("llama", "dp=1,tp=4", ac="full"),
         "samples split too": planned("llama", "dp=2,tp=2", ac="none"),
-        "fused": planned("llama", "dp=2,tp=2", ac="none", fused=True),
+        "fused_ops": planned("llama", "dp=2,tp=2", ac="none", fused_ops=True),
         "experts": planned("mixtral", "dp=2,tp=2", ac="none"),
     }
 
 
 def test_plans_say_the_order_and_exchange_nothing(plans: dict[str, ShardingPlan]) -> None:
     for name, plan in plans.items():
-        assert plan.even_order is not None, name
-        assert (plan.even_order.axis, plan.even_order.length) == ("tp", ROWS)
-        assert plan.even_order.inputs == {"input": {"input_ids": 1}}
-        assert plan.even_order.outputs == {"model.rotary_emb": {"0": 1, "1": 1}}
+        assert plan.zigzag is not None, name
+        assert (plan.zigzag.axis, plan.zigzag.length) == ("tp", ROWS)
+        assert plan.zigzag.inputs == {"input": {"input_ids": 1}}
+        assert plan.zigzag.outputs == {"model.rotary_emb": {"0": 1, "1": 1}}
         assert any("logits" in note for note in plan.notes)
         assert ShardingPlan.from_dict(plan.to_dict()) == plan
         assert plan.estimate is not None
@@ -151,10 +151,10 @@ def test_labels_that_enter_a_loss_module_stay_whole(mesh: str) -> None:
     pins = [f"model.model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
     options: dict[str, Any] = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "pins": pins}
     session = PlanningSession(
-        make_with_loss_module(), cluster="1x4xtoy", example_inputs=ids_and_labels(), even_order=True, **options
+        make_with_loss_module(), cluster="1x4xtoy", example_inputs=ids_and_labels(), zigzag=True, **options
     )
     plan = session.plan(mesh=mesh)
-    assert plan.even_order is not None
+    assert plan.zigzag is not None
     assert verify(make_with_loss_module(), plan, ids_and_labels()).equal
     assert run_on_gloo(train_with_loss_module, 4, {mesh: plan.to_dict()}) == [[]] * 4
 
@@ -174,7 +174,7 @@ def run_wrong(rank: int, documents: list[dict[str, Any]]) -> list[str]:
 
 def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, ShardingPlan]) -> None:
     plan = plans["samples split too"]
-    order = plan.even_order
+    order = plan.zigzag
     assert order is not None
     wrong = [
         dataclasses.replace(order, outputs={"model.rotary_emb": {"7": 1, "1": 1}}),
@@ -182,7 +182,7 @@ def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, Shar
         dataclasses.replace(order, outputs={"model.rotary": {"0": 1, "1": 1}}),
         dataclasses.replace(order, outputs={"model.rotary_emb": {"0": 2, "1": 1}}),
     ]
-    documents = [dataclasses.replace(plan, even_order=each).to_dict() for each in wrong]
+    documents = [dataclasses.replace(plan, zigzag=each).to_dict() for each in wrong]
     for found in run_on_gloo(run_wrong, 4, documents):
         reasons = ("'7', '1' of the output", "'zzz' of the input", "'model.rotary'", "no whole sequence of 256")
         assert all(reason in said for reason, said in zip(reasons, found, strict=True)), found
@@ -190,10 +190,10 @@ def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, Shar
         (dataclasses.replace(order, axis="cp"), "over 'cp'"),
         (dataclasses.replace(order, length=255), "255 tokens"),
         (dataclasses.replace(order, outputs={"": {"logits": 1}}), "results of the root"),
-        (dataclasses.replace(order, inputs={"input": {"input_ids": -1}}), "even_order has int"),
+        (dataclasses.replace(order, inputs={"input": {"input_ids": -1}}), "zigzag has int"),
     ):
         with pytest.raises(PlanError, match=reason):
-            dataclasses.replace(plan, even_order=bad).validate()
+            dataclasses.replace(plan, zigzag=bad).validate()
 
 
 def logits_of(rank: int, document: dict[str, Any]) -> tuple[float, float]:

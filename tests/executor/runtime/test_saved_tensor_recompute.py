@@ -34,14 +34,14 @@ P = Partial()
 @functools.lru_cache(maxsize=1)
 def session(family: str, **job: Any) -> PlanningSession:
     module, inputs = make(family, BATCH * job.get("micro_batches", 1))
-    job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "regather": True, **job}
+    job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "reallgather": True, **job}
     return PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, **job)
 
 
 @pytest.mark.parametrize(
     ("family", "job", "seeds"),
     [
-        ("llama", {"fused": True}, 6),
+        ("llama", {"fused_ops": True}, 6),
         ("llama", {"micro_batches": 2}, 3),
         ("gpt2", {}, 3),
         pytest.param("llama", {}, 20, marks=pytest.mark.slow),
@@ -59,14 +59,14 @@ def test_plans_run_as_planned(family: str, job: dict[str, Any], seeds: int) -> N
             plan = session(family, **job).plan(planner=planner, mesh=mesh)
             report = verify(module, plan, inputs)
             assert report.equal, (mesh, planner, report.differences)
-            regathering += plan.regathers
+            regathering += plan.reallgathers
             assert ShardingPlan.from_dict(plan.to_dict()) == plan
     assert regathering
 
 
 def regathering_plans(family: str, planners: list[str]) -> dict[str, dict[str, Any]]:
     plans = {planner: session(family).plan(planner=planner, mesh="dp=2,tp=2") for planner in planners}
-    assert sum(plan.regathers for plan in plans.values()) >= 2
+    assert sum(plan.reallgathers for plan in plans.values()) >= 2
     return {planner: plan.to_dict() for planner, plan in plans.items()}
 
 
@@ -93,7 +93,7 @@ class Reader(nn.Module):
 def reading(*again: str) -> ShardingPlan:
     split = (S0, R)
     ports = {
-        f"{name}.input": Port(layout=(R, R), grad=(P, R), source=split, source_grad=split, regather=name in again)
+        f"{name}.input": Port(layout=(R, R), grad=(P, R), source=split, source_grad=split, reallgather=name in again)
         for name in ("q", "k", "v")
     }
     return ShardingPlan(mesh=MESH, job=FP32, input_plan={"input": {"x": Port(layout=split)}, **ports})
@@ -149,6 +149,6 @@ def test_without_gradients_nothing_is_noted() -> None:
 
 
 def test_only_what_a_module_is_called_with_can_be_gathered_again() -> None:
-    port = Port(layout=(R, R), source=(S0, R), regather=True)
-    with pytest.raises(PlanTypeError, match="regather"):
+    port = Port(layout=(R, R), source=(S0, R), reallgather=True)
+    with pytest.raises(PlanTypeError, match="reallgather"):
         ShardingPlan(mesh=MESH, job=FP32, output_plan={"q": port}).validate()

@@ -65,7 +65,7 @@ class _Gated(nn.Module):
 
 def test_of_a_class_those_members_are_counted_that_join() -> None:
     session = PlanningSession(
-        _Gated(), example_inputs=(torch.zeros(16, 8),), cluster="1x2xtoy", dtype="fp32", fused=True
+        _Gated(), example_inputs=(torch.zeros(16, 8),), cluster="1x2xtoy", dtype="fp32", fused_ops=True
     )
     structure = session._traced.structure(16)
     assert {len(members.members) for members in structure.regions.classes} == {1, 2}

@@ -162,9 +162,9 @@ def test_a_norm_of_another_kind_keeps_its_code() -> None:
 # --- planning ---
 
 
-def session_of(cluster: str, fused: bool, **options: Any) -> PlanningSession:
+def session_of(cluster: str, fused_ops: bool, **options: Any) -> PlanningSession:
     module, inputs = make("llama", 8)
-    return PlanningSession(module, cluster=cluster, example_inputs=inputs, fused=fused, **options)
+    return PlanningSession(module, cluster=cluster, example_inputs=inputs, fused_ops=fused_ops, **options)
 
 
 def test_a_fused_model_takes_less_memory_and_time_on_a_gpu() -> None:
@@ -187,7 +187,7 @@ def test_a_device_that_waits_for_its_host_moves_the_bytes_of_compiled_ops_too() 
         device = dataclasses.replace(gpu.device, host_op_s=1e-5, memory_bandwidth_bytes_per_s=bytes_per_s)
         times = OpTimes(device, flash_attention=True)
         module, inputs = make("llama", 8)
-        graph = trace_module(module, example_inputs=inputs, micro_batches=1, fused=True).graph
+        graph = trace_module(module, example_inputs=inputs, micro_batches=1, fused_ops=True).graph
         op = next(op for op in graph.ops if op.target_name == fused_kernels.GATED)
         values, output = [graph.values[name] for name in op.inputs], graph.values[op.outputs[0]]
         known = profile_graph(graph, flash_attention=True).ops[op.name]
@@ -203,7 +203,7 @@ def test_the_estimator_prices_a_written_plan_as_it_was_priced(planner: str) -> N
     module, inputs = make("llama", 8)
     plan = session_of("1x4xh100-sxm-80gb", True, ac="none").plan(planner=planner, mesh="dp=2,tp=2")
     read = ShardingPlan.from_dict(plan.to_dict())
-    assert read.job.fused
+    assert read.job.fused_ops
     again = estimate_plan(module, read, example_inputs=inputs).estimate
     assert again.step_time_s == pytest.approx(plan.estimate.step_time_s, rel=1e-9)
     assert again.peak_memory_bytes == pytest.approx(plan.estimate.peak_memory_bytes, rel=1e-9)
@@ -212,13 +212,13 @@ def test_the_estimator_prices_a_written_plan_as_it_was_priced(planner: str) -> N
 def test_a_plan_that_is_edited_to_run_unfused_no_longer_says_otherwise() -> None:
     module, inputs = make("llama", 8)
     plan = session_of("1x4xh100-sxm-80gb", True, ac="none").plan(planner="fully-sharded", mesh="dp=4")
-    unfused = dataclasses.replace(plan, job=dataclasses.replace(plan.job, fused=False))
-    assert not any("fused" in note for note in estimate_plan(module, unfused, example_inputs=inputs).notes)
+    unfused = dataclasses.replace(plan, job=dataclasses.replace(plan.job, fused_ops=False))
+    assert not any("fused_ops" in note for note in estimate_plan(module, unfused, example_inputs=inputs).notes)
 
 
 def test_a_model_without_such_parts_says_so() -> None:
     module, inputs = make("bert", 8)
-    plan = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, fused=True).plan(mesh="dp=4")
+    plan = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, fused_ops=True).plan(mesh="dp=4")
     assert any("nothing of the model is fused" in note for note in plan.notes)
 
 
@@ -229,24 +229,24 @@ def test_a_folded_trace_is_the_full_one(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.device("meta"):
         module = transformers.LlamaForCausalLM(config)
     inputs = make("llama", 8)[1]
-    folded = trace_module(copy.deepcopy(module), example_inputs=inputs, fused=True).graph
+    folded = trace_module(copy.deepcopy(module), example_inputs=inputs, fused_ops=True).graph
     monkeypatch.setattr("planner.graph.from_fx.repeats_of", lambda module, inputs: ())
-    full = trace_module(module, example_inputs=inputs, fused=True).graph
+    full = trace_module(module, example_inputs=inputs, fused_ops=True).graph
     assert canonical(folded) == canonical(full)
     assert sum(op.target_name == fused_kernels.GATED for op in full.ops) == 7
 
 
 def test_a_graph_with_fused_ops_goes_over_the_wire() -> None:
     module, inputs = make("llama", 8)
-    traced = trace_module(module, example_inputs=inputs, fused=True)
+    traced = trace_module(module, example_inputs=inputs, fused_ops=True)
     read = read_graph(write_graph(traced))
-    assert read.fused
+    assert read.fused_ops
     assert canonical(read.graph) == canonical(traced.graph)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_graph_traced_for_another_job_is_refused(fused: bool) -> None:
+@pytest.mark.parametrize("fused_ops", [False, True])
+def test_a_graph_traced_for_another_job_is_refused(fused_ops: bool) -> None:
     module, inputs = make("llama", 8)
-    traced = trace_module(module, example_inputs=inputs, fused=not fused)
+    traced = trace_module(module, example_inputs=inputs, fused_ops=not fused_ops)
     with pytest.raises(JobError, match=r"fused ops"):
-        PlanningSession(traced, cluster="4xtoy", fused=fused)
+        PlanningSession(traced, cluster="4xtoy", fused_ops=fused_ops)

@@ -1,4 +1,4 @@
-"""A model with packed projections computes what it did, and gives and takes the weights that it had."""
+"""A model with fused projections computes what it did, and gives and takes the weights that it had."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_numbers_are_those_of_the_model_as_it_was(family: str) -> None:
-    own, packed = make(family), fuse_projections(make(family))
-    assert count_fused_projections(packed) == FAMILIES[family][1]
-    expected, found = own(**batch()), packed(**batch())
+    own, fused = make(family), fuse_projections(make(family))
+    assert count_fused_projections(fused) == FAMILIES[family][1]
+    expected, found = own(**batch()), fused(**batch())
     torch.testing.assert_close(found.logits, expected.logits)
     expected.loss.backward()
     found.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in packed.named_parameters()}
-    of_own = unfuse_state_dict(packed, {name: grad for name, grad in gradients.items() if grad is not None})
+    gradients = {name: parameter.grad for name, parameter in fused.named_parameters()}
+    of_own = unfuse_state_dict(fused, {name: grad for name, grad in gradients.items() if grad is not None})
     assert set(of_own) == {name for name, _ in own.named_parameters()}
     for name, parameter in own.named_parameters():
         torch.testing.assert_close(of_own[name], parameter.grad)
@@ -75,25 +75,25 @@ def test_weights_go_in_and_come_out_under_the_names_that_they_had(family: str) -
     with torch.no_grad():
         for parameter in own.parameters():
             parameter.add_(torch.randn_like(parameter))
-    packed = fuse_projections(make(family))
-    packed.load_state_dict(own.state_dict())
-    given = unfuse_state_dict(packed, packed.state_dict())
+    fused = fuse_projections(make(family))
+    fused.load_state_dict(own.state_dict())
+    given = unfuse_state_dict(fused, fused.state_dict())
     assert set(given) == set(own.state_dict())
     for name, tensor in own.state_dict().items():
         assert torch.equal(given[name], tensor)
-    packed.load_state_dict(packed.state_dict())
-    torch.testing.assert_close(packed(**batch()).logits, own(**batch()).logits)
+    fused.load_state_dict(fused.state_dict())
+    torch.testing.assert_close(fused(**batch()).logits, own(**batch()).logits)
 
 
 def test_copies_are_models_of_their_own() -> None:
-    packed = fuse_projections(make("llama"))
-    other = copy.deepcopy(packed)
+    fused = fuse_projections(make("llama"))
+    other = copy.deepcopy(fused)
     with torch.no_grad():
-        for parameter in packed.parameters():
+        for parameter in fused.parameters():
             parameter.zero_()
     torch.testing.assert_close(other(**batch()).logits, make("llama")(**batch()).logits)
-    before = [name for name, _ in packed.named_parameters()]
-    assert [name for name, _ in fuse_projections(packed).named_parameters()] == before
+    before = [name for name, _ in fused.named_parameters()]
+    assert [name for name, _ in fuse_projections(fused).named_parameters()] == before
 
 
 def test_each_call_computes_with_its_own_input() -> None:
@@ -131,9 +131,9 @@ def test_layers_that_somebody_looks_at_stay_as_they_are(what: str) -> None:
 
 def test_rows_of_a_group_lie_together() -> None:
     parts = {"q": torch.arange(8), "k": torch.arange(10, 14), "v": torch.arange(20, 24)}
-    packed = interleave_rows(parts, groups=2)
-    assert packed.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
-    again = split_rows(packed, {name: len(part) for name, part in parts.items()}, groups=2)
+    fused = interleave_rows(parts, groups=2)
+    assert fused.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    again = split_rows(fused, {name: len(part) for name, part in parts.items()}, groups=2)
     assert all(torch.equal(again[name], part) for name, part in parts.items())
 
 
@@ -141,20 +141,22 @@ def test_other_models_are_not_touched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     assert count_fused_projections(fuse_projections(model)) == 0
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=64, n_positions=16)
-    with quiet_libraries(), pytest.raises(ModelError, match="nothing of gpt2 can be packed"):
-        load_model("gpt2+packed")
+    with quiet_libraries(), pytest.raises(ModelError, match="gpt2 has no projections that can be fused"):
+        load_model("gpt2+fused-projections")
     assert count_fused_projections(fuse_projections(transformers.GPT2LMHeadModel(config))) == 0
 
 
-def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
+def test_a_preset_is_fused_by_name_and_its_plans_name_fused_layers() -> None:
     with quiet_libraries():
-        source = load_model("llama-3.1-8b+packed", seq=2048)
-    assert source.name == "llama-3.1-8b+packed"
+        source = load_model("llama-3.1-8b+packed", seq=2048)  # its former name
+    assert source.name == "llama-3.1-8b+fused-projections"
     assert source.tp_plan is not None
     assert source.tp_plan["model.layers.*.self_attn.qkv_proj"] == "colwise"
-    assert any("packed" in note for note in source.notes)
-    given = PlanRequest(model=HuggingFaceModel(hf_config=TINY_LLAMA, packed=True), cluster="1x4xtoy", batch=4, seq=16)
-    named = PlanRequest(model="llama-3.1-8b+packed", cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
+    assert any("fused into" in note for note in source.notes)
+    given = PlanRequest(
+        model=HuggingFaceModel(hf_config=TINY_LLAMA, fused_projections=True), cluster="1x4xtoy", batch=4, seq=16
+    )
+    named = PlanRequest(model="llama-3.1-8b+fused-projections", cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
     for request in (given, named):
         whole = request.model_copy(
             update={"model": HuggingFaceModel(hf_config=TINY_LLAMA) if request is given else "llama-3.1-8b"}
@@ -163,17 +165,17 @@ def test_a_preset_is_packed_by_name_and_its_plans_name_packed_layers() -> None:
         names = [name for name, _ in opened_request(request, allow_local=False).model.named_parameters()]
         assert sum("qkv_proj" in name for name in names) > 0
         assert not any("q_proj" in name for name in names)
-    for fused in (False, True):
-        session = PlanningSession(source.module, cluster="1x8xh100-sxm-80gb", batch=8, seq=2048, fused=fused)
+    for fused_ops in (False, True):
+        session = PlanningSession(source.module, cluster="1x8xh100-sxm-80gb", batch=8, seq=2048, fused_ops=fused_ops)
         plan = session.plan(mesh="dp=2,tp=4")
         assert any(name.endswith("mlp.gate_up_proj.weight") for name in plan.plan)
         assert any(name.endswith("self_attn.qkv_proj.weight") for name in plan.plan)
         assert not any(name.endswith("q_proj.weight") for name in plan.plan)
 
 
-def test_an_experts_plan_splits_packed_layers_too() -> None:
+def test_an_experts_plan_splits_fused_layers_too() -> None:
     steps = []
-    for name in ("llama-3.1-8b", "llama-3.1-8b+packed"):
+    for name in ("llama-3.1-8b", "llama-3.1-8b+fused-projections"):
         with quiet_libraries():
             source = load_model(name, seq=2048)
         session = PlanningSession(source.module, cluster="1x8xh100-sxm-80gb", batch=8, seq=2048)
@@ -186,7 +188,7 @@ def test_an_experts_plan_splits_packed_layers_too() -> None:
     assert steps[1] < steps[0]
 
 
-def test_only_styles_that_its_layers_share_are_a_packed_layers() -> None:
+def test_only_styles_that_its_layers_share_are_a_fused_layers() -> None:
     model = fuse_projections(make("llama"))
     model._tp_plan = {"a.q_proj": "colwise", "a.k_proj": "colwise", "b.gate_proj": "colwise", "b.up_proj": "rowwise"}
     assert carried_tp_plan(model) == model._tp_plan

@@ -110,7 +110,7 @@ def test_nothing_else_is_hidden(source: tuple, target: tuple, mesh: str) -> None
     assert exchanged(*ports, plenty, mesh)[0].charge == exchanged(*ports, None, mesh)[0].charge
 
 
-def session_of(family: str, tensor_overlap: bool, **options: Any) -> tuple[nn.Module, Any, PlanningSession]:
+def session_of(family: str, async_tp: bool, **options: Any) -> tuple[nn.Module, Any, PlanningSession]:
     """Return a session on four devices with the matrix rate of a few thousand MFLOP/s, and links to match it."""
     module, inputs = families.make(family, 8)
     cluster = ClusterSpec.parse({
@@ -125,8 +125,8 @@ def session_of(family: str, tensor_overlap: bool, **options: Any) -> tuple[nn.Mo
             module,
             cluster=cluster,
             example_inputs=inputs,
-            tensor_overlap=tensor_overlap,
-            executable_only=not tensor_overlap,
+            async_tp=async_tp,
+            executable_only=not async_tp,
             **job,
         ),
     )
@@ -169,9 +169,9 @@ def test_every_plan_is_priced_alike_from_its_file_and_is_no_slower_than_without(
             if plan.solver.objective_s is not None:
                 assert plan.solver.objective_s == pytest.approx(found.step_time_s, rel=1e-9)
             read = ShardingPlan.from_dict(json.loads(plan.to_json()) | {"estimate": None, "solver": None})
-            assert read.job.tensor_overlap
+            assert read.job.async_tp
             assert estimate_of(estimate_plan(module, read, example_inputs=inputs)) == found
-            plain = dataclasses.replace(read, job=dataclasses.replace(read.job, tensor_overlap=False))
+            plain = dataclasses.replace(read, job=dataclasses.replace(read.job, async_tp=False))
             alone = estimate_of(estimate_plan(module, plain, example_inputs=inputs))
             assert found.step_time_s <= alone.step_time_s * (1 + 1e-12)
             assert found.collectives == alone.collectives
@@ -201,16 +201,14 @@ def test_it_is_an_assumption_that_the_plan_states_and_nothing_runs() -> None:
     with pytest.raises(PlanError, match="tensor_overlap"):
         plan.check_runs()
     with pytest.raises(JobError, match="--no-executable-only"):
-        PlanningSession(module, cluster="4xtoy", example_inputs=inputs, tensor_overlap=True)
+        PlanningSession(module, cluster="4xtoy", example_inputs=inputs, async_tp=True)
 
 
 def test_a_gather_hides_behind_all_products_that_read_it() -> None:
     """Queries, keys and values have a product each, small ones for keys: behind the least, little would be hidden."""
     module, inputs = families.make("llama", 8)
     options: dict[str, Any] = {"micro_batches": 1, "ac": "none", "dtype": "bf16", "executable_only": False}
-    session = PlanningSession(
-        module, cluster="1x4xh100-sxm-80gb", example_inputs=inputs, tensor_overlap=True, **options
-    )
+    session = PlanningSession(module, cluster="1x4xh100-sxm-80gb", example_inputs=inputs, async_tp=True, **options)
     run = session._search.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
     formulator, structure = session._search.formulator(run)
     read_by: dict[tuple[str, ...], float] = {}

@@ -28,8 +28,8 @@ TENSOR_PARALLEL = [f"model.layers.*.{name}.weight:used=S(0)@tp" for name in COLU
 
 
 @functools.lru_cache(maxsize=4)
-def session(regather: bool, ac: str = "none", is_pinned: bool = True) -> PlanningSession:
-    job: dict[str, Any] = {"micro_batches": 1, "ac": ac, "dtype": "fp32", "memory_gb": 100, "regather": regather}
+def session(reallgather: bool, ac: str = "none", is_pinned: bool = True) -> PlanningSession:
+    job: dict[str, Any] = {"micro_batches": 1, "ac": ac, "dtype": "fp32", "memory_gb": 100, "reallgather": reallgather}
     job["pins"] = TENSOR_PARALLEL if is_pinned else []
     return PlanningSession(CASE.make(), cluster="1x4xtoy", example_inputs=inputs_of(CASE), **job)
 
@@ -50,7 +50,7 @@ def kept(plan: ShardingPlan) -> ShardingPlan:
 
     def once(spec: object) -> object:
         if isinstance(spec, Port):
-            return dataclasses.replace(spec, regather=False)
+            return dataclasses.replace(spec, reallgather=False)
         assert isinstance(spec, dict)
         return {name: once(port) for name, port in spec.items()}
 
@@ -58,11 +58,11 @@ def kept(plan: ShardingPlan) -> ShardingPlan:
 
 
 def test_it_is_chosen_where_memory_is_short_and_is_faster_there() -> None:
-    without, found = (session(regather).plan(mesh=MESH, memory_bytes=short()) for regather in (False, True))
-    assert found.regathers
-    assert not without.regathers
+    without, found = (session(reallgather).plan(mesh=MESH, memory_bytes=short()) for reallgather in (False, True))
+    assert found.reallgathers
+    assert not without.reallgathers
     assert seconds(found) < seconds(without)
-    again = [port for spec in found.input_plan.values() for _, port in ports_of(spec) if port.regather]
+    again = [port for spec in found.input_plan.values() for _, port in ports_of(spec) if port.reallgather]
     assert all(port.source != port.layout for port in again)
 
 
@@ -70,7 +70,7 @@ def test_a_plan_is_priced_as_it_is_written_whether_or_not_its_job_says_so() -> N
     module, inputs = CASE.make(), inputs_of(CASE)
     found = session(True).plan(mesh=MESH, memory_bytes=short())
     read = ShardingPlan.from_dict(found.to_dict())
-    by_hand = dataclasses.replace(read, job=dataclasses.replace(read.job, regather=False))
+    by_hand = dataclasses.replace(read, job=dataclasses.replace(read.job, reallgather=False))
     for plan in (read, by_hand):
         assert estimate_plan(module, plan, example_inputs=inputs).estimate == found.estimate
 
@@ -111,7 +111,7 @@ def test_what_is_not_gathered_for_a_linear_layer_is_refused_by_name() -> None:
     refused: dict[str, str] = {}
     for key, spec in plan.input_plan.items():
         for name, port in ports_of(spec):
-            asked: dict[str, Port] = {**dict(ports_of(spec)), name: dataclasses.replace(port, regather=True)}
+            asked: dict[str, Port] = {**dict(ports_of(spec)), name: dataclasses.replace(port, reallgather=True)}
             changed = dataclasses.replace(plan, input_plan={**plan.input_plan, key: asked.get("", asked)})
             try:
                 estimate_plan(module, changed, example_inputs=inputs)
@@ -120,7 +120,7 @@ def test_what_is_not_gathered_for_a_linear_layer_is_refused_by_name() -> None:
     assert len(refused) >= 3
     for key, said in refused.items():
         assert key.replace("*", "0") in said
-        assert "has regather where that cannot be priced" in said
+        assert "has reallgather where that cannot be priced" in said
 
 
 def test_checkpointed_blocks_gather_anyway() -> None:
@@ -130,13 +130,13 @@ def test_checkpointed_blocks_gather_anyway() -> None:
 
 
 def again(spec: Any) -> bool:
-    return any(port.regather for _, port in ports_of(spec))
+    return any(port.reallgather for _, port in ports_of(spec))
 
 
 @pytest.mark.filterwarnings("ignore:Expected a tensor or a traceable:UserWarning")
 def test_the_bytes_that_it_saves_are_those_that_a_step_holds_less() -> None:
     found = session(True, is_pinned=False).plan(mesh=MESH, planner="random:1")
-    assert found.regathers
+    assert found.reallgathers
     once = estimate_plan(CASE.make(), kept(found), example_inputs=inputs_of(CASE))
     held, planned = [], []
     for plan in (once, found):
@@ -148,7 +148,7 @@ def test_the_bytes_that_it_saves_are_those_that_a_step_holds_less() -> None:
 
 def test_inference_keeps_nothing_to_be_gathered_again() -> None:
     module, inputs = make("llama", 8)
-    job: dict[str, Any] = {"phase": "prefill", "seq": 16, "dtype": "fp32", "regather": True}
+    job: dict[str, Any] = {"phase": "prefill", "seq": 16, "dtype": "fp32", "reallgather": True}
     plan = build_plan(module, cluster="1x4xtoy", example_inputs=inputs, mesh="tp=4", planner="random:1", **job)
-    assert not plan.regathers
+    assert not plan.reallgathers
     assert plan.notes[-1] == "nothing is gathered again for the backward."

@@ -85,7 +85,7 @@ def test_a_plan_is_never_slower_for_blocks_that_may_differ(family: str, share: f
     least = session_of(family).least_memory_bytes(mesh=MESH)
     assert least is not None
     cap = {"memory_gb": (least + share * (peak(free) - least)) / 1e9}
-    alike, apart = (session_of(family, vary_blocks=vary, **cap).plan(mesh=MESH) for vary in (False, True))
+    alike, apart = (session_of(family, heterogeneous_blocks=vary, **cap).plan(mesh=MESH) for vary in (False, True))
     assert step_s(apart) <= step_s(alike)
     assert peak(apart) <= cap["memory_gb"] * 1e9
     assert repriced(family, apart).estimate == apart.estimate
@@ -109,7 +109,7 @@ def test_half_of_the_blocks_checkpointed_is_faster_than_all_of_them() -> None:
 
     least, most = (peak(planned(ac=ac)) for ac in ("full", "none"))
     cap_gb = (least + 0.4 * (most - least)) / 1e9
-    alike, apart = (planned(vary_blocks=vary, memory_gb=cap_gb) for vary in (False, True))
+    alike, apart = (planned(heterogeneous_blocks=vary, memory_gb=cap_gb) for vary in (False, True))
     assert alike.activation_checkpointing == {"transformer.h.*": "selective"}
     assert apart.activation_checkpointing == {"transformer.h.{0-1}": "selective"}
     assert step_s(apart) < 0.98 * step_s(alike)
@@ -167,11 +167,11 @@ def test_it_is_asked_for_by_name(asked: bool, monkeypatch: pytest.MonkeyPatch) -
         "4",
         "--seq",
         "16",
-        *(["--vary-blocks"] if asked else []),
+        *(["--heterogeneous-blocks"] if asked else []),
     ]
     assert CliRunner().invoke(app, command).exit_code == 2
-    assert [request.vary_blocks for request in seen] == [asked]
-    assert opened_request(seen[0], allow_local=False).job["vary_blocks"] is asked
+    assert [request.heterogeneous_blocks for request in seen] == [asked]
+    assert opened_request(seen[0], allow_local=False).job["heterogeneous_blocks"] is asked
 
 
 def test_the_first_block_is_laid_out_apart_where_its_gather_waits() -> None:
@@ -185,7 +185,7 @@ def test_the_first_block_is_laid_out_apart_where_its_gather_waits() -> None:
         module = load_model({"hf_config": {**config.values, "num_hidden_layers": 8}}).module
     job: dict[str, Any] = {"cluster": "1x8xh100-sxm-80gb", "batch": 8, "micro_batches": 1, "ac": "none"}
     alike, apart = (
-        PlanningSession(module, **job, vary_blocks=vary).plan(mesh="dp=2,tp=4", memory_bytes=80 * 10**9)
+        PlanningSession(module, **job, heterogeneous_blocks=vary).plan(mesh="dp=2,tp=4", memory_bytes=80 * 10**9)
         for vary in (False, True)
     )
     assert step_s(apart) < 0.985 * step_s(alike)

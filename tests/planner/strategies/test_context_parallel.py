@@ -131,7 +131,7 @@ def test_no_plan_computes_less_than_what_bounds_all(device: str) -> None:
         ac="none",
         micro_batches=1,
         memory_gb=1e4,
-        fused=True,
+        fused_ops=True,
     )
     for mesh in ("dp=8", "dp=4,tp=2", "dp=2,tp=4"):
         run = session._search.run_of(MeshSpec.parse(mesh), 1, "none")
@@ -176,7 +176,7 @@ def test_what_own_keys_hide_is_priced_beside_them() -> None:
     waiting = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, overlaps=False))
     hidden, waited = (
         PlanningSession(
-            source.module, cluster=one, batch=1, seq=1 << 15, micro_batches=1, ac="none", even_order=True, fused=True
+            source.module, cluster=one, batch=1, seq=1 << 15, micro_batches=1, ac="none", zigzag=True, fused_ops=True
         ).plan(mesh="dp=8")
         for one in (cluster, waiting)
     )
@@ -187,7 +187,7 @@ def test_what_own_keys_hide_is_priced_beside_them() -> None:
     assert {name: row.count for name, row in rows.items()} == dict.fromkeys(
         ("forwardall_gather", "backwardall_gather", "backwardreduce_scatter"), config["num_hidden_layers"]
     )
-    assert hidden.even_order is not None
+    assert hidden.zigzag is not None
     times, piece = OpTimes(cluster.device, flash_attention=True), (1, 8, 1 << 12, 128)
     whole, half = (Kernel(1 << 12, 1 << 12, True, heads, 1) for heads in (8, 4))
     hidden_s = 0.0

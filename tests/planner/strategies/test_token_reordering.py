@@ -168,21 +168,21 @@ def test_a_loss_with_weights_may_not() -> None:
     assert found == "aten.cross_entropy_loss.default in the root may depend on the order of tokens"
 
 
-def planned(even_order: bool, **options: object) -> tuple[PlanningSession, ShardingPlan]:
+def planned(zigzag: bool, **options: object) -> tuple[PlanningSession, ShardingPlan]:
     pins = [f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
-    session = session_of("1x4xtoy", pins=pins, micro_batches=8, even_order=even_order, **options)
+    session = session_of("1x4xtoy", pins=pins, micro_batches=8, zigzag=zigzag, **options)
     return session, session.plan(mesh="dp=2,tp=2")
 
 
 def test_a_plan_is_read_and_priced_as_it_was_written() -> None:
     _, plan = planned(True, ac="none", data_axes=["dp"])
-    assert plan.even_order is not None
+    assert plan.zigzag is not None
     module = session_module()
     read = ShardingPlan.from_dict(plan.to_dict())
     assert estimate_plan(module, read).estimate == plan.estimate
-    by_hand = dataclasses.replace(read, job=dataclasses.replace(read.job, even_order=False))
+    by_hand = dataclasses.replace(read, job=dataclasses.replace(read.job, zigzag=False))
     assert estimate_plan(module, by_hand).estimate == plan.estimate
-    natural = dataclasses.replace(by_hand, even_order=None)
+    natural = dataclasses.replace(by_hand, zigzag=None)
     exchanged = estimate_plan(module, natural).estimate
     assert exchanged is not None
     assert plan.estimate is not None
@@ -198,15 +198,15 @@ def session_module() -> nn.Module:
 
 def test_a_plan_whose_attention_is_not_split_so_is_refused() -> None:
     _, plan = planned(True, ac="none", data_axes=["dp"])
-    assert plan.even_order is not None
-    order = plan.even_order
+    assert plan.zigzag is not None
+    order = plan.zigzag
     for wrong, said in (
         (dataclasses.replace(order, axis="dp"), "axis of it would be tp"),
         (dataclasses.replace(order, outputs={}), "outputs of it would be"),
         (dataclasses.replace(order, length=16), "length of it would be 32"),
     ):
         with pytest.raises(PlanMismatchError, match=said):
-            estimate_plan(session_module(), dataclasses.replace(plan, even_order=wrong))
+            estimate_plan(session_module(), dataclasses.replace(plan, zigzag=wrong))
 
 
 def test_blocks_that_differ_are_split_on_the_same_axis() -> None:
@@ -216,18 +216,18 @@ def test_blocks_that_differ_are_split_on_the_same_axis() -> None:
         assert estimate_plan(session_module(), plan).estimate == plan.estimate
 
 
-@pytest.mark.parametrize("even_order", [False, True])
-def test_stages_of_a_pipeline_agree(even_order: bool) -> None:
+@pytest.mark.parametrize("zigzag", [False, True])
+def test_stages_of_a_pipeline_agree(zigzag: bool) -> None:
     pins = [f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
     options = {"executable_only": False, "micro_batches": 8, "ac": "none", "pins": pins, "data_axes": ["dp"]}
-    plan = session_of("1x8xtoy", blocks=4, even_order=even_order, **options).plan(mesh="pp=2,dp=2,tp=2")
+    plan = session_of("1x8xtoy", blocks=4, zigzag=zigzag, **options).plan(mesh="pp=2,dp=2,tp=2")
     assert plan.pipeline is not None
     assert plan.estimate is not None
     gathers = [c for c in plan.estimate.collectives if (c.kind, c.axis) == ("reduce_scatter", "tp")]
     assert gathers, "attention is not split along the sequence: the test shows nothing"
     # Four blocks in two stages: two each, which exchange queries and results, and their gradients.
     exchanges = sum(c.count for c in plan.estimate.collectives if (c.kind, c.axis) == ("all_to_all", "tp"))
-    assert exchanges >= 8 * 2 * 4 if not even_order else exchanges < 8 * 2 * 4
-    assert (plan.even_order is not None) is even_order
-    if even_order:
-        assert plan.even_order == dataclasses.replace(plan.even_order, axis="tp", length=32)
+    assert exchanges >= 8 * 2 * 4 if not zigzag else exchanges < 8 * 2 * 4
+    assert (plan.zigzag is not None) is zigzag
+    if zigzag:
+        assert plan.zigzag == dataclasses.replace(plan.zigzag, axis="tp", length=32)
