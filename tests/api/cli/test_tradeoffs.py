@@ -138,3 +138,10 @@ def test_a_decoding_plan_says_what_it_is_for(tmp_path: Path) -> None:
     assert "backward" not in shown.stdout
     refused = CliRunner().invoke(app, ["plan", str(config), *options, "--micro-batches", "2", "--no-cache"])
     assert refused.exit_code == 2
+
+
+def test_former_names_of_commands_and_options_are_taken(tmp_path: Path) -> None:
+    shown = run(tmp_path, "runner-ups", "--cluster", "1x2xtoi", "--fused", "--regather", "--even-order")
+    assert "toi" in shown.stderr
+    unknown = run(tmp_path, "runner-ups", "--cluster", "1x2xtoi", "--fuse")
+    assert "No such option" in unknown.stderr
