@@ -84,7 +84,7 @@ def _shard(
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
-    linear = JoinedLinears() if job.fused else None
+    linear = JoinedLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()
     cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
     contexts = RunContexts(
@@ -96,7 +96,7 @@ def _shard(
     )
 
     replace_experts(module, redistributor)
-    if job.fused:
+    if job.fused_ops:
         replace_chains(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)

@@ -51,7 +51,7 @@ class _LocalPlanner(ShardingPlanner):
     def _executable_only(self) -> bool:
         return True
 
-    def _tensor_overlap(self) -> bool:
+    def _async_tp(self) -> bool:
         return False
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
@@ -83,7 +83,7 @@ class _LocalPlanner(ShardingPlanner):
             attention_kernel=self.attention_kernel,
             axes=self.axes,
             executable_only=self._executable_only(),
-            async_tp=self._tensor_overlap(),
+            async_tp=self._async_tp(),
         )
 
 
@@ -103,7 +103,7 @@ class ILPShardingPlanner(_LocalPlanner):
     def _executable_only(self) -> bool:
         return self.executable_only
 
-    def _tensor_overlap(self) -> bool:
+    def _async_tp(self) -> bool:
         return self.async_tp
 
 

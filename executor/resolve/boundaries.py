@@ -50,9 +50,9 @@ def resolve_boundaries(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> 
     outputs = resolve_output_ports(plan.output_plan, modules)
     zigzag_inputs: Mapping[str, Mapping[str, int]] = {}
     zigzag_outputs: Mapping[str, Mapping[str, int]] = {}
-    if plan.even_order is not None:
-        zigzag_inputs = resolve_input_ports(plan.even_order.inputs, modules, field="even_order")
-        zigzag_outputs = resolve_output_ports(plan.even_order.outputs, modules, field="even_order")
+    if plan.zigzag is not None:
+        zigzag_inputs = resolve_input_ports(plan.zigzag.inputs, modules, field="zigzag")
+        zigzag_outputs = resolve_output_ports(plan.zigzag.outputs, modules, field="zigzag")
     local = dict.fromkeys(plan.return_local_tensor, True)
     boundaries = Boundaries(
         inputs={fqn: dict(ports_of(spec)) for fqn, spec in inputs.items()},
@@ -64,7 +64,7 @@ def resolve_boundaries(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> 
     for fqn, ports in boundaries.inputs.items():
         _check_argument_names(modules[fqn], fqn, ports, field="input_plan")
     for fqn, dims in boundaries.zigzag_inputs.items():
-        _check_argument_names(modules[fqn], fqn, dims, field="even_order")
+        _check_argument_names(modules[fqn], fqn, dims, field="zigzag")
     return boundaries
 
 

@@ -135,7 +135,7 @@ def resolve_plan(
         "fully_shard": [parameter.fqn for group in fsdp_groups for parameter in group.parameters],
         "input_plan": boundaries.inputs,
         "output_plan": boundaries.outputs,
-        "even_order": [*boundaries.zigzag_inputs, *boundaries.zigzag_outputs],
+        "zigzag": [*boundaries.zigzag_inputs, *boundaries.zigzag_outputs],
         "return_local_tensor": boundaries.local_outputs,
         "activation_checkpointing": checkpointing,
     }

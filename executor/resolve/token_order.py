@@ -38,7 +38,7 @@ class ZigzagPermutation:
     @classmethod
     def from_plan(cls, plan: ShardingPlan) -> ZigzagPermutation | None:
         """Return the permutation of ``plan``; None where sequences stay in their natural order."""
-        return None if plan.even_order is None else cls(plan.even_order, plan)
+        return None if plan.zigzag is None else cls(plan.zigzag, plan)
 
     def to_zigzag(self, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
         """Return ``tensor`` with the tokens along ``dim`` in zigzag order.
@@ -73,7 +73,7 @@ class ZigzagPermutation:
             raise PlanLayoutError(
                 f"a loss got {tuple(labels.shape)} labels in the layout {labels.placements}, which shards sequences of "
                 f"{self.length} tokens.",
-                field="even_order",
+                field="zigzag",
                 what_to_do="Shard labels by samples alone.",
             )
         return _on_local(
@@ -92,9 +92,9 @@ class ZigzagPermutation:
         if sequence_axes != [self.axis]:
             raise PlanLayoutError(
                 f"sequences are in zigzag order over {self._axis_name}, but attention gets them in another layout.",
-                field="even_order",
+                field="zigzag",
                 what_to_do=f"Shard all attention along the sequence on {self._axis_name}, without a mask; or plan "
-                "without even_order.",
+                "without zigzag.",
             )
 
     def _check_whole(self, tensor: torch.Tensor, dim: int, what: str, order: str) -> None:
@@ -109,7 +109,7 @@ class ZigzagPermutation:
             raise PlanLayoutError(
                 f"{what}, of shape {tuple(tensor.shape)}, cannot be brought into {order} order: its dim {dim} is no "
                 f"whole sequence of {self.length} tokens.",
-                field="even_order",
+                field="zigzag",
                 what_to_do="Feed sequences of the length that the plan was made for, whole on each rank.",
             )
 
@@ -201,8 +201,8 @@ class _Permute:
         """Raise ``PlanKeyError`` where not all tensors in ``dims`` occurred."""
         if self._count != len(dims):
             raise PlanKeyError(
-                f"even_order names {', '.join(map(repr, dims))} of {self._boundary}, which has {self._count} of them.",
-                field="even_order",
+                f"zigzag names {', '.join(map(repr, dims))} of {self._boundary}, which has {self._count} of them.",
+                field="zigzag",
                 key=next(iter(dims), ""),
                 what_to_do="Name tensors by position (0, 1, ...) or by their key; call the model as it was planned.",
             )

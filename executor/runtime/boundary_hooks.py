@@ -32,7 +32,7 @@ def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedist
     for submodule, fqn, ports in modules_at(module, boundaries.inputs):
         hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared)
         submodule.register_forward_pre_hook(hook, with_kwargs=True)
-        if any(port.regather for port in ports.values()):
+        if any(port.reallgather for port in ports.values()):
             submodule.forward = ReallgatheringForward(submodule, shared)
     for submodule, fqn, ports in modules_at(module, boundaries.outputs):
         submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared))
@@ -49,7 +49,7 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     """
     if not isinstance(tensor, DTensor) and is_local:
         tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)
-    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.regather)
+    return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.reallgather)
 
 
 class ReallgatheringForward:

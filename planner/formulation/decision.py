@@ -94,7 +94,7 @@ class _Reader:
                     return False
             elif slot.origin == "entry":
                 port = self._port(region, position)
-                if (position in strategy.reallgathered) != (port is not None and port.regather):
+                if (position in strategy.reallgathered) != (port is not None and port.reallgather):
                     return False
                 if port is None:
                     if slot.source is None and layout != self._replicated():
@@ -192,9 +192,9 @@ class _Reader:
             value = region.slots[key.consumer_slot].value
             source = producer_port(producer, key.producer_slot)
             if port.reallgather and self._formulator.redistribution_price(value, source, port) is None:
-                self._refuse_regather(region, key.consumer_slot)
+                self._refuse_reallgather(region, key.consumer_slot)
 
-    def _refuse_regather(self, region: Region, position: int) -> None:
+    def _refuse_reallgather(self, region: Region, position: int) -> None:
         boundary = region.slots[position].boundary
         assert boundary is not None
         fqn, _, path = hook_key(self._regions, boundary)
@@ -213,7 +213,7 @@ class _Reader:
         for position, slot in enumerate(region.slots):
             port = self._port(region, position) if slot.boundary is not None else None
             if port is not None and port.reallgather and (position, port.layout) not in known:
-                self._refuse_regather(region, position)
+                self._refuse_reallgather(region, position)
         wanted = []
         for position, slot in enumerate(region.slots):
             if slot.parameter is not None:

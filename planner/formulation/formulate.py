@@ -81,7 +81,7 @@ class Formulator:
         self._mesh = pricer.run.mesh.shape
         self._ports = pricer.redistribution_pricer.ports
         self.parameter_pricer = ParameterPricer(pricer.run, pricer.redistribution_pricer)
-        overlapped = pricer.run.job.tensor_overlap and pricer.run.cluster.device.overlaps
+        overlapped = pricer.run.job.async_tp and pricer.run.cluster.device.overlaps
         self._products = AdjacentGemmFinder(structure, pricer.run) if overlapped else None
         self.fsdp_variables = FsdpVariables(
             structure, FsdpGroupPricer(pricer.run, pricer.redistribution_pricer), self._mesh
@@ -169,7 +169,7 @@ class Formulator:
         if job.phase != "training":
             return tuple(s for s in found if not slices_parameters(region, s))
         # It saves memory: where nobody asks for the peak, nothing.
-        if job.regather and self._structure.timeline.candidates:
+        if job.reallgather and self._structure.timeline.candidates:
             return with_reallgather_variants(self._structure, region, found)
         return found
 

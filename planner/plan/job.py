@@ -83,7 +83,7 @@ class Job:
         data_axes: mesh axes that split the batch alone.
         async_tp: whether communication of activations is taken to run in pieces beside the matrix products next
             to it (`planner.pricing.async_tp`); such a plan cannot be run here.
-        regather: whether linear layers may have what was gathered for them gathered again for their backward, where
+        reallgather: whether linear layers may have what was gathered for them gathered again for their backward, where
             keeping it takes more memory than there is (`planner.pricing.reallgather_variants`).
         fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read

@@ -230,4 +230,4 @@ def _port(
     if (source, source_gradient) == (layout, gradient):
         return None
     again = position in strategy.reallgathered
-    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient, regather=again)
+    return Port(layout=layout, grad=gradient, source=source, source_grad=source_gradient, reallgather=again)

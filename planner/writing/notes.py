@@ -27,9 +27,9 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
         yield NO_LOSS_NOTE
     if run.job.phase == "prefill" and not module.has_kv_cache:
         yield "no key-value cache is counted: the model has none, or one of latents."
-    if run.job.tensor_overlap:
+    if run.job.async_tp:
         yield ASYNC_TP_NOTE
-    if run.job.fused:
+    if run.job.fused_ops:
         yield fused_ops_note(module.graph)
     micro_batch = batch // run.micro_batches
     sizes = [size for size in run.mesh.shape if size > 1]

@@ -48,7 +48,7 @@ def estimate_plan(
     notes = dict.fromkeys(without_fused_ops_note(plan.notes))
     if plan.job.training and opened.returns_no_loss:
         notes[NO_LOSS_NOTE] = None
-    if plan.job.fused:
+    if plan.job.fused_ops:
         notes[fused_ops_note(opened.search.model.graph)] = None
     where = read.run.cluster.to_dict()
     said = with_reallgather_note(notes, plan.input_plan, plan.job)

@@ -198,7 +198,7 @@ def test_it_is_an_assumption_that_the_plan_states_and_nothing_runs() -> None:
     module, inputs, session = session_of("mlp", True)
     plan = session.plan(planner="tensor-parallel", mesh="tp=4")
     assert ASYNC_TP_NOTE in plan.notes
-    with pytest.raises(PlanError, match="tensor_overlap"):
+    with pytest.raises(PlanError, match="async_tp"):
         plan.check_runs()
     with pytest.raises(JobError, match="--no-executable-only"):
         PlanningSession(module, cluster="4xtoy", example_inputs=inputs, async_tp=True)
