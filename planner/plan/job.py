@@ -85,7 +85,7 @@ class Job:
             to it (`planner.pricing.async_tp`); such a plan cannot be run here.
         reallgather: whether linear layers may have what was gathered for them gathered again for their backward, where
             keeping it takes more memory than there is (`planner.pricing.reallgather_variants`).
-        fused: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
+        fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read
             the same tensor add up its gradient in their products.
         zigzag: whether the model has its sequences in the order in which ranks that hold a part of them do the same
