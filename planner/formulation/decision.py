@@ -17,8 +17,8 @@ from planner.plan.patterns import resolve_keys
 from planner.plan.ports import input_key, output_key, ports_of, resolve_input_ports, resolve_output_ports
 from planner.plan.reshard import ReshardAfter, reshard_modes
 from planner.plan.sharding_plan import Port, ShardingPlan
-from planner.pricing.parameter_costs import StorageOption
 from planner.pricing.port_layouts import consumer_port, producer_port
+from planner.pricing.storage_options import StorageOption
 from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 

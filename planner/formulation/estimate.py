@@ -132,7 +132,7 @@ def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decisio
     values = structure.regions.graph.values
     found = 0.0
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
-        price = formulator.parameter_pricer.kept(values[parameter.values[0]], choice.stored, len(parameter.values))
+        price = formulator.parameter_pricer.state(values[parameter.values[0]], choice.stored, len(parameter.values))
         found += price.charge.get(EXPOSED, 0.0)
     return found
 

@@ -21,12 +21,12 @@ from planner.pricing.activation_costs import ActivationPricer
 from planner.pricing.async_tp import AdjacentGemmFinder
 from planner.pricing.fsdp_group_costs import FsdpGroupPricer
 from planner.pricing.overlap import AdjacentGemms
-from planner.pricing.parameter_costs import ParameterClassUse, ParameterPricer, StorageOption, fsdp_use_layouts
+from planner.pricing.parameter_costs import ParameterClassUse, ParameterPricer
 from planner.pricing.parameter_use_costs import ParameterUsePrices
 from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
 from planner.pricing.price import Price
 from planner.pricing.reallgather_variants import with_reallgather_variants
-from planner.pricing.storage_options import storage_options, stored_layouts
+from planner.pricing.storage_options import StorageOption, fsdp_use_layouts, storage_options, stored_layouts
 from planner.regions.regions import Region, RegionGraph
 from planner.strategies.context_parallel_order import allows_zigzag, zigzag_edges, zigzag_length
 from planner.strategies.enumerate import Strategy, StrategyTable
@@ -219,7 +219,7 @@ class Formulator:
 
     def parameter_price(self, parameter: ParameterClass, choice: StorageOption) -> Price | None:
         """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
-        return self.parameter_pricer.resting(
+        return self.parameter_pricer.storage(
             self.value_of(parameter), choice, len(parameter.values), parameter.gradients
         )
 
@@ -364,7 +364,7 @@ class Formulator:
             count=len(parameter.values) * parameter.uses[use],
             saved=any(root in ops[o.op.name].saved for o in region.ops),
             recomputed=structure.mode(region) is not None,
-            first=index == structure.first_region_class,
+            last_in_backward=index == structure.first_region_class,
             working=parameter.working[use],
             pending=parameter.pending[use],
             gradients=parameter.gradients,

@@ -22,10 +22,9 @@ from planner.liveness.parameter_classes import FsdpGroup, ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.reshard import ReshardAfter
 from planner.pricing.fsdp_group_costs import FsdpGroupPricer
-from planner.pricing.parameter_costs import StorageOption
 from planner.pricing.port_layouts import PortLayouts
 from planner.pricing.price import Price, add_prices
-from planner.pricing.storage_options import fsdp_axis_groups
+from planner.pricing.storage_options import StorageOption, fsdp_axis_groups
 
 _APART = -1
 """PortLayouts of a parameter that is not gathered with its block, on the edge to the axes."""
@@ -134,7 +133,7 @@ class FsdpVariables:
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
             for way, keeping in enumerate(ways):
-                price = Price() if size is None else self._pricer.by_size(block, *size, itemsize, keeping)
+                price = Price() if size is None else self._pricer.bandwidth(block, *size, itemsize, keeping)
                 pairs[_number(sizes, size), way] = price.charge
         return Edge(
             producer=producer,
@@ -179,7 +178,7 @@ class FsdpVariables:
         block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
         return add_prices([
             self._pricer.latency(block, axes, itemsize, gather.keeping),
-            self._pricer.by_size(block, axes, gather.numel, itemsize, gather.keeping),
+            self._pricer.bandwidth(block, axes, gather.numel, itemsize, gather.keeping),
             self._pricer.collectives(block, axes, gather.numel, itemsize, gather.keeping),
         ])  # fmt: skip
 

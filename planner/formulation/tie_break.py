@@ -13,10 +13,9 @@ from planner.ilp.quantities import Charge
 from planner.ilp.step_cost import step_time_s
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
-from planner.pricing.parameter_costs import StorageOption
 from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_port
 from planner.pricing.price import add_prices
-from planner.pricing.storage_options import stored_layouts
+from planner.pricing.storage_options import StorageOption, stored_layouts
 from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 

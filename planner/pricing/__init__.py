@@ -1,1 +1,11 @@
-"""What does each choice cost? Seconds and bytes of strategies, redistributions and parameters' layouts."""
+"""What does each choice cost? Seconds and bytes of strategies, redistributions and stored layouts.
+
+a redistribution                    redistribution_costs.RedistributionPricer.both_ways
+a strategy of a region              region_costs.RegionPricer.price
+an op on one device's shards        op_times.OpTimes.op_time
+a stored parameter, and its use     parameter_costs.ParameterPricer.storage, .use
+an FSDP group's collectives         fsdp_group_costs.FsdpGroupPricer
+overlap with compute                overlap.Overlap; with GEMMs: async_tp
+the stored layouts to choose from   storage_options.storage_options
+what all prices are for             run_spec.Run
+"""

@@ -1,8 +1,12 @@
-"""What it costs that the parameters of a block are gathered together, by `fully_shard`: one flat collective.
+"""Prices of FSDP groups: the flat all-gather and reduce-scatter of a block's parameters under ``fully_shard``.
 
-It runs ahead of the compute that needs it. Its time is a straight line, `CollectiveLine`, so that its bytes can be
-charged to each parameter and its latency to the block, once. After a block's forward its parameters are dropped and
-gathered again for its backward, or kept until then, or until the last backward of the step: all of a block's alike.
+All kinds of blocks of a model use the same mesh axes, flattened into one. A group's collectives overlap with the
+compute of the neighbouring block, except for the model's first all-gather and its last reduce-scatter. `ReshardAfter`
+says when a block frees its unsharded parameters: after its forward (they are all-gathered again in the backward), after
+its backward, or after the last backward of the step.
+
+A collective's seconds are a straight line in its bytes (`CollectiveLine`), so that they can be charged linearly:
+`FsdpGroupPricer.bandwidth` is charged to each parameter of a group, `FsdpGroupPricer.latency` once to the group.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from planner.pricing.run_spec import Run
 class CollectiveLine:
     """A collective's seconds as ``latency_s + nbytes * seconds_per_byte``.
 
-    It goes through two points of the cost model: the parameters of a whole block, and as many bytes as remain of them
-    where the other axes split them. Between and near them the model itself is nearly straight.
+    The line goes through two points of the cost model: the bytes of all parameters of a block, and the bytes that
+    remain of them where the other mesh axes split them. Between and near these points the cost model is nearly
+    straight.
     """
 
     latency_s: float
@@ -39,7 +44,7 @@ class CollectiveLine:
 
 
 class FsdpGroupPricer:
-    """Prices of flat collectives in one `Run`."""
+    """Prices of FSDP groups in one `Run`."""
 
     def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run
@@ -49,109 +54,112 @@ class FsdpGroupPricer:
 
     @property
     def reshard_options(self) -> tuple[ReshardAfter, ...]:
-        """How long gathered parameters may be kept.
+        """The times at which blocks may reshard in this run.
 
-        Not from forward to backward in a pipeline: there a device runs backwards without a forward between them, before
-        which it would gather. And for a step only where that is more than one micro-batch.
+        After the backward only without a pipeline: a pipeline stage runs several backwards in a row, and no forward
+        before each of them that would all-gather. After the step only if that has several micro-batches.
         """
-        found = [ReshardAfter.FORWARD]
+        options = [ReshardAfter.FORWARD]
         if self._run.place is None:
-            found.append(ReshardAfter.BACKWARD)
+            options.append(ReshardAfter.BACKWARD)
         if self._run.micro_batches > 1:
-            found.append(ReshardAfter.STEP)
-        return tuple(found)
+            options.append(ReshardAfter.STEP)
+        return tuple(options)
 
     def use(
         self,
         value: Value,
-        use: PortLayouts,
-        blocks: tuple[tuple[FsdpGroup, int], ...],
+        port: PortLayouts,
+        groups: tuple[tuple[FsdpGroup, int], ...],
         gradients: tuple[float, Lifetime],
     ) -> Price:
-        """Return the price of parameters that are gathered with their blocks: bytes that it takes to reduce them.
+        """Return the price of using parameters of FSDP groups: the bytes of gradients on their way to the reduction.
 
         Args:
-            use: to which `fully_shard` takes them.
-            blocks: each kind of block that such parameters are in, and how many of them one such block holds.
-            gradients: bytes of one that is reduced; and at which candidates how many are there whole, waiting for their
-                block's.
+            port: the layouts of parameter and gradient in the use.
+            groups: each kind of block that such parameters are in, and how many of them one such block has.
+            gradients: bytes of one reduced gradient; and the lifetime of unreduced ones, which wait for their block.
         """
-        assert use.layout is not None
-        numel = value.nbytes // value.dtype.itemsize // split_factor(use.layout, self._run.mesh.shape)
+        assert port.layout is not None
+        numel = value.nbytes // value.dtype.itemsize // split_factor(port.layout, self._run.mesh.shape)
         prices = []
-        for block, held in blocks:
-            reducing = numel * held * self._reduce_itemsize
-            prices.append(Price(charge=block.reduce_buffers.charge(float(reducing))))
+        for group, parameter_count in groups:
+            buffer_nbytes = numel * parameter_count * self._reduce_itemsize
+            prices.append(Price(charge=group.reduce_buffers.charge(float(buffer_nbytes))))
         if self._run.micro_batches == 1:
-            # In place of the shards that rest.
-            more = max(numel * value.dtype.itemsize - gradients[0], 0.0)
-            prices.append(Price(charge=gradients[1].charge(more)))
+            # An unreduced gradient takes the place of the reduced shard that `ParameterPricer.storage` counts.
+            reduced_nbytes, unreduced = gradients
+            prices.append(Price(charge=unreduced.charge(max(numel * value.dtype.itemsize - reduced_nbytes, 0.0))))
         return add_prices(prices)
 
-    def by_size(
-        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
+    def bandwidth(
+        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return what it costs that a kind of block gathers and reduces ``numel`` elements: that of bytes alone.
+        """Return the price of ``numel`` elements of each group of a kind, in proportion: seconds and bytes of a step.
 
-        Dropped after the forward, they are there while their block or the one after it runs. Kept until the backward,
-        they take memory from the block's forward on; kept for the step, all the time, as do unreduced gradients.
+        Unsharded parameters take memory as long as ``reshard`` says: while their block or the next one runs, from the
+        block's forward to its backward, or for the whole step. In the last case unreduced gradients do as well.
+
+        Args:
+            itemsize: bytes per element of the all-gather.
         """
-        gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
+        gather, reduce = self._line("all_gather", axes, group, itemsize), self._reduce_line(axes, group)
         gather_s = numel * itemsize * gather.seconds_per_byte
-        charge = self._times(block, axes, gather_s, numel * self._reduce_itemsize * reduce.seconds_per_byte, keeping)
+        reduce_s = numel * self._reduce_itemsize * reduce.seconds_per_byte
+        charge = self._seconds(group, axes, gather_s, reduce_s, reshard)
         nbytes = float(numel * itemsize)
-        if keeping is ReshardAfter.FORWARD:
-            charge |= block.unsharded.charge(nbytes)
-        elif keeping is ReshardAfter.BACKWARD:
-            charge |= block.unsharded_until_backward.charge(nbytes)
+        if reshard is ReshardAfter.FORWARD:
+            charge |= group.unsharded.charge(nbytes)
+        elif reshard is ReshardAfter.BACKWARD:
+            charge |= group.unsharded_until_backward.charge(nbytes)
         else:
-            charge |= self._for_the_step(block, axes, numel, itemsize)
+            charge |= self._unsharded_for_the_step(group, axes, numel, itemsize)
         return Price(charge=charge)
 
-    def _for_the_step(
-        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int
+    def _unsharded_for_the_step(
+        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int
     ) -> dict[Quantity, float]:
-        """Return the bytes that are there from the first forward to the last backward, and the seconds of adding up.
+        """Return the bytes from the first forward to the last backward, and the seconds of accumulating gradients.
 
-        Whole gradients are there in place of the shards that `ParameterPricer.resting` counts. While a block runs
-        backward, those of its micro-batch come one by one, unless it is to them that they are added.
+        Unreduced gradients take the place of the shards that `ParameterPricer.storage` counts. While a block runs
+        backward, the gradients of its micro-batch exist one by one as well, unless they accumulate in place.
         """
-        reduced = self._reduce_itemsize
-        shard = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype] / self._ranks(axes)
+        reduce_itemsize = self._reduce_itemsize
+        stored_itemsize = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype]
         charge = {
-            persistent("parameters"): float(block.count * numel * itemsize),
-            persistent("gradients"): block.count * numel * (reduced - shard),
+            persistent("parameters"): float(group.count * numel * itemsize),
+            persistent("gradients"): group.count * numel * (reduce_itemsize - stored_itemsize / self._ranks(axes)),
         }
-        if reduced == itemsize:
+        if reduce_itemsize == itemsize:
             return charge
-        charge |= block.unreduced.charge(float(numel * itemsize))
-        seconds = numel * (itemsize + 2 * reduced) / stream_bytes_per_s(self._run.cluster.device)
-        charge[BACKWARD.compute] = block.count * self._run.passes * seconds
+        charge |= group.unreduced.charge(float(numel * itemsize))
+        sum_s = numel * (itemsize + 2 * reduce_itemsize) / stream_bytes_per_s(self._run.cluster.device)
+        charge[BACKWARD.compute] = group.count * self._run.passes * sum_s
         return charge
 
-    def latency(self, block: FsdpGroup, axes: tuple[int, ...], itemsize: int, keeping: ReshardAfter) -> Price:
-        """Return what a kind of block's gathers and reductions cost before their first byte."""
-        gather, reduce = self._line("all_gather", axes, block, itemsize), self._reduction(axes, block)
-        return Price(charge=self._times(block, axes, gather.latency_s, reduce.latency_s, keeping))
+    def latency(self, group: FsdpGroup, axes: tuple[int, ...], itemsize: int, reshard: ReshardAfter) -> Price:
+        """Return the latencies of the collectives of all groups of a kind, in seconds of a step."""
+        gather, reduce = self._line("all_gather", axes, group, itemsize), self._reduce_line(axes, group)
+        return Price(charge=self._seconds(group, axes, gather.latency_s, reduce.latency_s, reshard))
 
     def collectives(
-        self, block: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, keeping: ReshardAfter
+        self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return the flat collectives, uncharged, of a kind of block that gathers ``numel`` elements."""
-        name, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), keeping is ReshardAfter.STEP
-        calls = block.count * (1 if for_step else self._run.passes)
+        """Return the collectives of all groups of a kind that gather ``numel`` elements each, without a charge."""
+        axis, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), reshard is ReshardAfter.STEP
+        calls = group.count * (1 if for_step else self._run.passes)
         rows: list[tuple[CollectiveKind, Phase, int]] = [
             ("all_gather", "param_gather" if for_step else "forward", itemsize)
         ]
-        if keeping is ReshardAfter.FORWARD:
+        if reshard is ReshardAfter.FORWARD:
             rows.append(("all_gather", "backward", itemsize))
         rows.append(("reduce_scatter", "grad_reduce" if for_step else "backward", self._reduce_itemsize))
         collectives = []
         for kind, phase, size in rows:
-            line = self._line(kind, axes, block, size)
+            line = self._line(kind, axes, group, size)
             time_s = line.latency_s + numel * size * line.seconds_per_byte
             collectives.append(
-                Collective(kind=kind, axis=name, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
+                Collective(kind=kind, axis=axis, phase=phase, nbytes=numel * size, count=calls, time_s=time_s)
             )
         return Price(collectives=tuple(collectives))
 
@@ -159,23 +167,22 @@ class FsdpGroupPricer:
     def _reduce_itemsize(self) -> int:
         return BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
 
-    def _times(
-        self, block: FsdpGroup, axes: tuple[int, ...], gather_s: float, reduce_s: float, keeping: ReshardAfter
+    def _seconds(
+        self, group: FsdpGroup, axes: tuple[int, ...], gather_s: float, reduce_s: float, reshard: ReshardAfter
     ) -> dict[Quantity, float]:
-        """Return what it takes that every block of a kind gathers and reduces, in so many seconds each time.
+        """Return the charge of the collectives of all groups of a kind, given the seconds of one call of each.
 
-        Hidden are all but, where the kind is the model's first, one gather per micro-batch and the last reduction; and
-        a gather per micro-batch before each further chunk of the model.
+        Exposed are one all-gather per micro-batch and the last reduce-scatter if the kind is the model's first, and one
+        all-gather per micro-batch before each later chunk of the model. All others overlap with compute.
         """
-        link, for_step = self._redistribution_pricer.flat_link(axes), keeping is ReshardAfter.STEP
+        link, for_step = self._redistribution_pricer.flat_link(axes), reshard is ReshardAfter.STEP
         passes = 1 if for_step else self._run.passes
-        calls = block.count * passes
-        exposed_gathers = passes * (block.is_first + (0 if for_step else block.chunk_heads))
-        exposed_reductions = int(block.is_first)
+        calls = group.count * passes
+        exposed_gathers = passes * (group.is_first + (0 if for_step else group.chunk_heads))
+        exposed_reductions = int(group.is_first)
+        backward_gather_s = calls * gather_s if reshard is ReshardAfter.FORWARD else 0.0
         forward_s = (calls - exposed_gathers) * gather_s
-        backward_s = (calls - exposed_reductions) * reduce_s + (
-            calls * gather_s if keeping is ReshardAfter.FORWARD else 0.0
-        )
+        backward_s = (calls - exposed_reductions) * reduce_s + backward_gather_s
         overlap = self._overlap
         return {
             (overlap.once_forward if for_step else overlap.forward)[link]: forward_s,
@@ -185,14 +192,14 @@ class FsdpGroupPricer:
             BACKWARD.slowdown: overlap.slowdown_s(backward_s),
         }
 
-    def _reduction(self, axes: tuple[int, ...], block: FsdpGroup) -> CollectiveLine:
-        return self._line("reduce_scatter", axes, block, self._reduce_itemsize)
+    def _reduce_line(self, axes: tuple[int, ...], group: FsdpGroup) -> CollectiveLine:
+        return self._line("reduce_scatter", axes, group, self._reduce_itemsize)
 
     @property
-    def _copying_s_per_byte(self) -> float:
-        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, both in new memory.
+    def _copy_s_per_byte(self) -> float:
+        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, in new memory.
 
-        0.0 where kernels are charged, and the host is not: there it counts as part of the collective.
+        0.0 where the host's work is not charged per op: the collective's time then includes the copy.
         """
         device = self._run.cluster.device
         return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0
@@ -200,14 +207,15 @@ class FsdpGroupPricer:
     def _ranks(self, axes: tuple[int, ...]) -> int:
         return math.prod(self._run.mesh.shape[axis] for axis in axes)
 
-    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], block: FsdpGroup, itemsize: int) -> CollectiveLine:
-        high = block.numel * itemsize
+    def _line(self, kind: CollectiveKind, axes: tuple[int, ...], group: FsdpGroup, itemsize: int) -> CollectiveLine:
+        """Return the line of one collective of a group over ``axes``."""
+        high = group.numel * itemsize
         key = (kind, axes, high, itemsize)
         if key not in self._lines:
-            others = self._run.mesh.size // self._ranks(axes)
-            low = max(high // max(others, 2), 1)
-            at_low, at_high = (self._redistribution_pricer.flat_time_s(kind, axes, nbytes) for nbytes in (low, high))
-            slope = (at_high - at_low) / (high - low) if high > low else 0.0
-            latency_s = max(at_low - low * slope, 0.0)
-            self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copying_s_per_byte)
+            other_ranks = self._run.mesh.size // self._ranks(axes)
+            low = max(high // max(other_ranks, 2), 1)
+            low_s, high_s = (self._redistribution_pricer.flat_time_s(kind, axes, nbytes) for nbytes in (low, high))
+            slope = (high_s - low_s) / (high - low) if high > low else 0.0
+            latency_s = max(low_s - low * slope, 0.0)
+            self._lines[key] = CollectiveLine(latency_s=latency_s, seconds_per_byte=slope + self._copy_s_per_byte)
         return self._lines[key]

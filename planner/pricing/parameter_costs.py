@@ -1,19 +1,18 @@
-"""What a parameter costs: resting in a layout, being gathered for its uses, and having its gradient reduced.
+"""Prices of parameters: their state, the all-gathers of those in no FSDP group, and the reduction of their gradients.
 
-It is gathered in one of two ways. By itself: the collective of one parameter, which its module waits for. Or with its
-block, by `fully_shard`: see `planner.pricing.fsdp_group_costs`.
+`ParameterPricer.storage` prices a parameter between its uses: the bytes of parameter, optimizer state and gradient, and
+the seconds of the optimizer's update. `ParameterPricer.use` prices one use of a parameter that is gathered by itself:
+its module waits for the all-gather (blocking), and the reduction of its gradient overlaps with the backward. Parameters
+in FSDP groups are priced in `planner.pricing.fsdp_group_costs`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
-
 from cost_model import optimizer_time_per_parameter_s, parameter_state_bytes
 from cost_model.kernels.compute import stream_bytes_per_s
-from cost_model.layouts.layout import Layout, sharded_dim, split_factor
+from cost_model.layouts.layout import Layout, split_factor
 from planner.graph.op_graph import Value
 from planner.ilp.quantities import BACKWARD, EXPOSED, FORWARD, Lifetime, LinkQuantities, Quantity, persistent
 from planner.liveness.peak_candidates import UPDATE
@@ -24,121 +23,90 @@ from planner.pricing.port_layouts import PortLayouts
 from planner.pricing.price import FREE, Price, add_prices
 from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageOption:
-    """How a parameter rests, and how it is gathered and its gradient reduced.
-
-    Attributes:
-        stored: the layout that it rests in.
-        accumulated: the layout that its gradient is brought to in every backward; None: the gradient accumulates in
-            the layout that its one use gives it, and is reduced once a step.
-        fsdp_axes: indices of the mesh axes over which it is gathered with its block; None: by itself.
-    """
-
-    stored: Layout
-    accumulated: Layout | None
-    fsdp_axes: tuple[int, ...] | None = None
+from planner.pricing.storage_options import StorageOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterClassUse:
-    """One use of equal parameters.
+    """One use of all parameters of a class.
 
     Attributes:
-        value: one of them.
-        count: how many there are, as often as a micro-batch uses each.
-        saved: whether autograd keeps the parameter for the backward, which then gathers it again.
+        value: one of the parameters.
+        count: uses per micro-batch, over all of them.
+        saved: whether autograd saves the parameter for backward, so that backward gathers it again.
         recomputed: whether the use is inside a checkpointed block.
-        first: whether nothing is left of the backward that could hide its gradient's reduction.
-        working: candidate's quantity -> how many of them an op uses there, backward, or forward in inference.
-        pending: candidate's quantity -> how many of their gradients from this use wait for those from others.
-        gradients: candidate's quantity -> how many of them have their gradients by then.
+        last_in_backward: whether no compute is left in the backward for its gradient's reduction to overlap with.
+        working: lifetime of the compute copies: while an op uses them in the backward, or in the forward in inference.
+        pending: lifetime of gradients of this use that wait for those of other uses.
+        gradients: lifetime of the parameters' gradients.
     """
 
     value: Value
     count: int
     saved: bool
     recomputed: bool
-    first: bool
+    last_in_backward: bool
     working: Lifetime
     pending: Lifetime
     gradients: Lifetime
 
 
 class ParameterPricer:
-    """Prices of parameters in one `Run`."""
+    """Prices of parameters in one `Run`.
+
+    Attributes:
+        stored_dtype: the dtype of stored parameters: that of the master copy if there is one, which is cast to the
+            compute dtype and gathered in it.
+    """
 
     def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run
         self._redistribution_pricer = redistribution_pricer
         self._overlap = Overlap.of(run.cluster.device)
         self.stored_dtype: str = run.job.master_dtype or run.job.dtype
-        """The dtype that parameters rest in: the master copy's, where there is one (it is cast, and gathered)."""
 
-    def resting(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> Price | None:
-        """Return the price of keeping and updating ``count`` equal parameters; None where no reduction leads there.
+    # --- between uses --------------------------------------------------------------------------------------------
+
+    def storage(self, value: Value, option: StorageOption, count: int, gradients: Lifetime) -> Price | None:
+        """Return the price of storing and updating ``count`` equal parameters, in bytes and seconds of a step.
+
+        None where no redistribution leads from the accumulated layout of their gradients to the stored one.
 
         Args:
-            gradients: candidate's quantity -> how many of them have their gradients by then.
+            gradients: lifetime of their gradients.
         """
-        price = self.kept(value, choice.stored, count)
+        price = self.state(value, option.stored, count)
         if self._run.job.training and value.requires_grad:
-            price = add_prices([price, Price(charge=self._arriving(value, choice, count, gradients))])
-        if choice.fsdp_axes is None:
-            price = add_prices([price, self._cast(value, choice.stored, count)])
-        if choice.accumulated is None:
+            price = add_prices([price, Price(charge=self._gradients_of_backward(value, option, count, gradients))])
+        if option.fsdp_axes is None:
+            price = add_prices([price, self._compute_copies(value, option.stored, count)])
+        if option.accumulated is None:
             return price
-        reduced = self._reduction(value, choice.accumulated, choice.stored, count, False, once=True)
-        if reduced is None:
+        reduction = self._reduction(value, option.accumulated, option.stored, count, False, once=True)
+        if reduction is None:
             return None
         if self._run.micro_batches == 1:
-            return add_prices([price, reduced])
-        return add_prices([price, reduced, self._accumulating(value, choice, choice.accumulated, count, gradients)])
+            return add_prices([price, reduction])
+        accumulating = self._accumulating(value, option, option.accumulated, count, gradients)
+        return add_prices([price, reduction, accumulating])
 
-    def _arriving(self, value: Value, choice: StorageOption, count: int, gradients: Lifetime) -> dict[Quantity, float]:
-        """Return the bytes of the gradients that a backward leaves, by candidate.
-
-        Those of cast parameters wait in the compute dtype: casts come first in a forward, and so last in its backward.
-        Then the casts, which `_cast` charges throughout, give way to gradients in the stored dtype.
-        """
-        once = self._run.micro_batches == 1
-        if choice.fsdp_axes is not None or not self._is_cast(value):
-            nbytes = self.gradient_nbytes(value, choice.stored) if once else 0.0
-            return gradients.charge(nbytes)
-        nbytes = value.nbytes / split_factor(choice.stored, self._run.mesh.shape)
-        at_end = UPDATE.quantity("gradients")
-        after = self.gradient_nbytes(value, choice.stored) if once else 0.0
-        return gradients.without(at_end).charge(nbytes) | {at_end: count * (after - nbytes)}
-
-    def _is_cast(self, value: Value) -> bool:
-        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
-
-    def _cast(self, value: Value, stored: Layout, count: int) -> Price:
-        """Price the copies in the compute dtype that all modules see during a forward, and that autograd keeps."""
-        if not self._is_cast(value):
-            return FREE
-        nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
-        return Price(charge={persistent("parameters"): count * nbytes})
-
-    def kept(self, value: Value, stored: Layout, count: int) -> Price:
-        """Return the price of ``count`` equal parameters at rest in ``stored``, and of the optimizer's pass."""
+    def state(self, value: Value, stored: Layout, count: int) -> Price:
+        """Return the price of ``count`` stored parameters and their optimizer state, and of the optimizer's update."""
         numel = value.nbytes // value.dtype.itemsize // split_factor(stored, self._run.mesh.shape) * count
         job = self._run.job
-        trainable = job.training and value.requires_grad
-        state = parameter_state_bytes(
+        trained = job.training and value.requires_grad
+        nbytes = parameter_state_bytes(
             numel,
             optimizer=job.optimizer,
             dtype=self.stored_dtype,
             master_dtype=self.stored_dtype,
             gradient_dtype=self.stored_dtype,
-            training=trainable,
+            training=trained,
         )
-        state["gradients"] = 0  # they come one by one, or accumulate unreduced, and are charged where that is known
-        charge = {persistent(role): float(nbytes) for role, nbytes in state.items()}
-        if trainable:
-            # One fused kernel updates all parameters: its launch is not theirs, and equal blocks cost what each does.
+        nbytes["gradients"] = 0  # priced where it is known when they exist, and in which layout
+        charge = {persistent(role): float(amount) for role, amount in nbytes.items()}
+        if trained:
+            # One fused kernel updates all parameters, so that no parameter pays for its launch.
             charge[EXPOSED] = numel * optimizer_time_per_parameter_s(
                 device=self._run.cluster.device,
                 optimizer=job.optimizer,
@@ -148,101 +116,70 @@ class ParameterPricer:
             )
         return Price(charge=charge)
 
-    # --- by itself -----------------------------------------------------------------------------------------------
-
-    def use(self, use: ParameterClassUse, choice: StorageOption, port: PortLayouts) -> Price | None:
-        """Return the price of one use, and of its gradients; None where nothing leads there.
-
-        Args:
-            port: layouts of the parameter and of its gradient in the op.
-        """
-        halves = [self.gathering(use, choice.stored, port.layout), self.reducing(use, choice, port.gradient)]
-        found = [price for price in halves if price is not None]
-        return add_prices(found) if len(found) == len(halves) else None
-
-    def gathering(self, use: ParameterClassUse, stored: Layout, layout: Layout | None) -> Price | None:
-        """Return the price of taking parameters from rest to the ``layout`` of their use, each by itself."""
-        assert layout is not None
-        value, calls = use.value, use.count * self._run.passes
-        forward = self._gather(value, stored, layout, "forward", calls, FORWARD.blocking)
-        if forward is None:
-            return None
-        prices = [forward]
-        if layout != stored and self._run.job.phase != "training":
-            prices.append(self._presented(value, stored, layout, calls, use.working))
-        if self._run.job.training and (use.recomputed or use.saved):
-            phase: Phase = "recompute" if use.recomputed else "backward"
-            again = self._gather(value, stored, layout, phase, calls, BACKWARD.blocking)
-            assert again is not None
-            prices.append(again)
-            if layout != stored:
-                copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
-                prices.append(Price(charge=use.working.charge(copy)))
-        return add_prices(prices)
-
-    def reducing(self, use: ParameterClassUse, choice: StorageOption, gradient: Layout | None) -> Price | None:
-        """Return the price of reducing a use's gradients to where they accumulate, or rest."""
-        if gradient is None or not self._run.job.training:
-            return FREE
-        value, target, once = use.value, choice.accumulated or choice.stored, choice.accumulated is None
-        reduced = self._reduction(value, gradient, target, use.count, use.first, once=once)
-        if reduced is None:
-            return None
-        waiting = value.nbytes / split_factor(gradient, self._run.mesh.shape)
-        prices = [reduced, Price(charge=use.pending.charge(waiting))]
-        if self._run.micro_batches > 1 and once:
-            prices.append(self._accumulating(value, choice, gradient, use.count, use.gradients))
-        return add_prices(prices)
-
-    def _presented(self, value: Value, stored: Layout, layout: Layout, calls: float, working: Lifetime) -> Price:
-        """Price the copy of a parameter that inference uses: a slice is read and written in every step."""
-        copy = value.nbytes / split_factor(layout, self._run.mesh.shape)
-        charge = working.charge(copy)
-        path = self._redistribution_pricer.path(value.shape, value.dtype.itemsize, stored, layout)
-        if path is not None and any(step.kind == "slice" for step in path.steps):
-            device = self._run.cluster.device
-            charge[FORWARD.compute] = calls * (2 * copy / stream_bytes_per_s(device) + device.kernel_launch_s)
-        return Price(charge=charge)
-
-    def _gather(
-        self, value: Value, stored: Layout, layout: Layout, phase: Phase, calls: float, quantities: LinkQuantities
-    ) -> Price | None:
-        return self._redistribution_pricer.one_way(
-            value.shape, value.dtype.itemsize, stored, layout, phase=phase, calls=calls, quantities=quantities
-        )
-
-    def _accumulating(
-        self, value: Value, choice: StorageOption, layout: Layout, count: int, gradients: Lifetime
-    ) -> Price:
-        """Price the gradients that add up over micro-batches in ``layout``: in the wire's dtype where that is ahead.
-
-        What ``fully_shard`` has reduced over its axes it leaves in the stored dtype, as is all that has arrived.
-        """
-        arrived = self.gradient_nbytes(value, choice.stored)
-        nbytes = self.gradient_nbytes(value, layout)
-        if choice.fsdp_axes is None and layout != choice.stored:
-            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
-        charge = {persistent("gradients"): count * nbytes}
-        if arrived > nbytes:  # added up in fewer bytes than they end in: of casts, after all else
-            more = arrived - nbytes
-            at_end = {UPDATE.quantity("gradients"): count * more}
-            charge |= at_end if self._is_cast(value) else gradients.charge(more)
-        return Price(charge=charge)
-
     def gradient_nbytes(self, value: Value, layout: Layout) -> float:
-        """Return the bytes of a gradient in ``layout``, in the dtype that the parameter rests in."""
+        """Return the bytes of one device's shard of a gradient in ``layout``, in the stored dtype."""
         numel = value.nbytes / value.dtype.itemsize / split_factor(layout, self._run.mesh.shape)
         return numel * BYTES_PER_ELEMENT[self.stored_dtype]
 
+    def _gradients_of_backward(
+        self, value: Value, option: StorageOption, count: int, gradients: Lifetime
+    ) -> dict[Quantity, float]:
+        """Return the bytes of the gradients that a backward leaves, by peak candidate.
+
+        Gradients of cast parameters stay in the compute dtype until the backward of the casts, which comes last because
+        the casts come first in the forward. Gradients in the stored dtype then take the place of the compute copies,
+        which `_compute_copies` charges throughout.
+        """
+        one_micro_batch = self._run.micro_batches == 1
+        if option.fsdp_axes is not None or not self._is_cast(value):
+            nbytes = self.gradient_nbytes(value, option.stored) if one_micro_batch else 0.0
+            return gradients.charge(nbytes)
+        nbytes = value.nbytes / split_factor(option.stored, self._run.mesh.shape)
+        at_update = UPDATE.quantity("gradients")
+        nbytes_at_update = self.gradient_nbytes(value, option.stored) if one_micro_batch else 0.0
+        return gradients.without(at_update).charge(nbytes) | {at_update: count * (nbytes_at_update - nbytes)}
+
+    def _is_cast(self, value: Value) -> bool:
+        return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
+
+    def _compute_copies(self, value: Value, stored: Layout, count: int) -> Price:
+        """Return the price of copies in the compute dtype: they exist for all modules at once, saved by autograd."""
+        if not self._is_cast(value):
+            return FREE
+        nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
+        return Price(charge={persistent("parameters"): count * nbytes})
+
+    def _accumulating(
+        self, value: Value, option: StorageOption, layout: Layout, count: int, gradients: Lifetime
+    ) -> Price:
+        """Return the price, in bytes, of gradients that accumulate over micro-batches in ``layout``.
+
+        They accumulate in the dtype of the reduction where one is still to come. ``fully_shard`` leaves gradients in
+        the stored dtype.
+        """
+        final_nbytes = self.gradient_nbytes(value, option.stored)
+        nbytes = self.gradient_nbytes(value, layout)
+        if option.fsdp_axes is None and layout != option.stored:
+            nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
+        charge = {persistent("gradients"): count * nbytes}
+        if final_nbytes > nbytes:  # the final gradients are larger: those of cast parameters exist at the update alone
+            more = final_nbytes - nbytes
+            at_update = {UPDATE.quantity("gradients"): count * more}
+            charge |= at_update if self._is_cast(value) else gradients.charge(more)
+        return Price(charge=charge)
+
     def _reduction(
-        self, value: Value, gradient: Layout, target: Layout, count: int, first: bool, *, once: bool
+        self, value: Value, source: Layout, target: Layout, count: int, last_in_backward: bool, *, once: bool
     ) -> Price | None:
-        """Price bringing a gradient from one layout to another: once a step, or with every micro-batch."""
-        itemsize = BYTES_PER_ELEMENT[self._run.job.reduce_dtype]
+        """Return the price of reducing gradients from ``source`` to ``target``; None where there is no path.
+
+        Args:
+            once: whether they are reduced once a step; otherwise in every micro-batch.
+        """
         price = self._redistribution_pricer.one_way(
             value.shape,
-            itemsize,
-            gradient,
+            BYTES_PER_ELEMENT[self._run.job.reduce_dtype],
+            source,
             target,
             phase="grad_reduce" if once else "backward",
             calls=count if once else count * self._run.passes,
@@ -251,25 +188,76 @@ class ParameterPricer:
         if price is None or not self._run.cluster.device.overlaps:
             return price
         seconds = sum(price.charge.values())
-        more = {BACKWARD.slowdown: self._overlap.slowdown_s(seconds)} | ({EXPOSED: seconds} if first else {})
-        return add_prices([price, Price(charge=more)])
+        slowdown = {BACKWARD.slowdown: self._overlap.slowdown_s(seconds)}
+        exposed = {EXPOSED: seconds} if last_in_backward else {}
+        return add_prices([price, Price(charge=slowdown | exposed)])
 
+    # --- one use -------------------------------------------------------------------------------------------------
 
-def fsdp_use_layouts(choice: StorageOption) -> tuple[Layout, Layout] | None:
-    """Return the layouts of parameter and gradient in the one use that `fully_shard` takes it to, and from.
+    def use(self, use: ParameterClassUse, option: StorageOption, port: PortLayouts) -> Price | None:
+        """Return the price of one use and of the reduction of its gradients, in seconds and bytes of a step.
 
-    None where there is none: it splits one dim on the axes that it gathers over, and keeps the layout on all others.
-    """
-    axes, accumulated, stored = choice.fsdp_axes, choice.accumulated, choice.stored
-    if axes is None or accumulated is None:
-        return None
-    split = stored[axes[0]]
-    if not isinstance(split, Shard) or any(stored[axis] != split or accumulated[axis] != split for axis in axes):
-        return None
-    if any(sharded_dim(placement) == split.dim for placement in stored[axes[-1] + 1 :]):
-        return None  # an axis further in splits the dim again: no single gather leads there
+        None where no redistribution leads to the layouts of ``port``.
 
-    def at_use(layout: Layout, place: Placement) -> Layout:
-        return tuple(place if axis in axes else other for axis, other in enumerate(layout))
+        Args:
+            port: layouts of the parameter and of its gradient in the op.
+        """
+        prices = [self.gather(use, option.stored, port.layout), self.reduce(use, option, port.gradient)]
+        possible = [price for price in prices if price is not None]
+        return add_prices(possible) if len(possible) == len(prices) else None
 
-    return at_use(stored, Replicate()), at_use(accumulated, Partial())
+    def gather(self, use: ParameterClassUse, stored: Layout, layout: Layout | None) -> Price | None:
+        """Return the price of redistributing parameters from their stored layout to ``layout``, each by itself."""
+        assert layout is not None
+        value, calls = use.value, use.count * self._run.passes
+        forward = self._one_way(value, stored, layout, "forward", calls, FORWARD.blocking)
+        if forward is None:
+            return None
+        prices = [forward]
+        if layout != stored and self._run.job.phase != "training":
+            prices.append(self._inference_copy(value, stored, layout, calls, use.working))
+        if self._run.job.training and (use.recomputed or use.saved):
+            phase: Phase = "recompute" if use.recomputed else "backward"
+            regathered = self._one_way(value, stored, layout, phase, calls, BACKWARD.blocking)
+            assert regathered is not None
+            prices.append(regathered)
+            if layout != stored:
+                copy_nbytes = value.nbytes / split_factor(layout, self._run.mesh.shape)
+                prices.append(Price(charge=use.working.charge(copy_nbytes)))
+        return add_prices(prices)
+
+    def reduce(self, use: ParameterClassUse, option: StorageOption, gradient: Layout | None) -> Price | None:
+        """Return the price of reducing a use's gradients to the layout in which they accumulate or are stored.
+
+        Args:
+            gradient: the layout in which the op leaves them.
+        """
+        if gradient is None or not self._run.job.training:
+            return FREE
+        value, target, once = use.value, option.accumulated or option.stored, option.accumulated is None
+        reduction = self._reduction(value, gradient, target, use.count, use.last_in_backward, once=once)
+        if reduction is None:
+            return None
+        pending_nbytes = value.nbytes / split_factor(gradient, self._run.mesh.shape)
+        prices = [reduction, Price(charge=use.pending.charge(pending_nbytes))]
+        if self._run.micro_batches > 1 and once:
+            prices.append(self._accumulating(value, option, gradient, use.count, use.gradients))
+        return add_prices(prices)
+
+    def _inference_copy(self, value: Value, stored: Layout, layout: Layout, calls: float, working: Lifetime) -> Price:
+        """Return the price of the compute copy in inference: its bytes, and the seconds of a slice if that makes it."""
+        nbytes = value.nbytes / split_factor(layout, self._run.mesh.shape)
+        charge = working.charge(nbytes)
+        path = self._redistribution_pricer.path(value.shape, value.dtype.itemsize, stored, layout)
+        if path is not None and any(step.kind == "slice" for step in path.steps):
+            device = self._run.cluster.device
+            slice_s = 2 * nbytes / stream_bytes_per_s(device) + device.kernel_launch_s
+            charge[FORWARD.compute] = calls * slice_s
+        return Price(charge=charge)
+
+    def _one_way(
+        self, value: Value, source: Layout, target: Layout, phase: Phase, calls: float, quantities: LinkQuantities
+    ) -> Price | None:
+        return self._redistribution_pricer.one_way(
+            value.shape, value.dtype.itemsize, source, target, phase=phase, calls=calls, quantities=quantities
+        )

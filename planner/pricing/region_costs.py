@@ -207,7 +207,7 @@ class RegionPricer:
     ) -> Price:
         """Return the price of ``count`` messages per micro-batch from each rank to its peer in another stage."""
         group, nbytes = place.group(self._run.mesh), round(self._memory.local_nbytes(value, layout))
-        calls, overlapped_calls = self._run.passes, self._run.passes_ahead
+        calls, overlapped_calls = self._run.passes, self._run.overlapped_message_passes
         time_s = dispatched_collective_time_s("send_recv", nbytes, group, place.cluster)
         charge = self._overlap.blocking(phase, link_of(group), count * (calls - overlapped_calls) * time_s)
         overlapped = self._overlap.overlapped_messages(phase, group, count * overlapped_calls * time_s)

@@ -1,4 +1,4 @@
-"""What is priced: a job on a mesh, cut into micro-batches; or one stage of a pipeline."""
+"""`Run`: what prices are for: a job on one mesh, with given micro-batches and checkpointing; or one pipeline stage."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from planner.plan.job import Job
 from planner.regions.block_grouping import UNIFORM_BLOCKS, Grouping
 
 PIPELINE_AXIS = "pp"
-"""The mesh axis of pipeline stages: the outermost one."""
+"""Name of the mesh axis of pipeline stages, which is the outermost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
-    """Which stage of a pipeline a run is.
+    """The place of one stage in a pipeline.
 
     Attributes:
-        index: of the stage, from 0.
-        stages: how many there are.
-        cluster: that all stages are on.
-        chunks: of the model that each stage has; more than one are interleaved.
-        bounds_chunks: whether it is looked at, in one chunk, for what it says of all stages, interleaved ones too.
-        end_alone: whether one of its chunks is what runs before all blocks, or after, alone.
+        index: the stage, counted from 0.
+        stages: number of stages.
+        cluster: the cluster that all stages are on.
+        chunks: chunks of the model that each stage has; several chunks are interleaved.
+        bounds_chunks: whether the stage, priced with one chunk, is to give a lower bound for interleaved stages too.
+        end_alone: whether one of its chunks consists only of what runs before the first or after the last block.
     """
 
     index: int
@@ -35,21 +35,21 @@ class StagePlace:
     end_alone: bool = False
 
     def group(self, mesh: MeshSpec) -> AxisGroup:
-        """Return how the ranks that hand tensors on to each other lie on the nodes; ``mesh`` is of one stage."""
+        """Return the group of ranks that send to each other across stages; ``mesh`` is that of one stage."""
         whole = MeshSpec(axes=((PIPELINE_AXIS, self.stages), *mesh.axes))
         return axis_group(whole, PIPELINE_AXIS, self.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is priced: the job, on a mesh of a cluster, cut into micro-batches, with a mode of checkpointing.
+    """What prices are for.
 
     Attributes:
-        cluster: of a stage, its share of the whole.
-        ac: the mode, as in a job.
-        grouping: what that comes to, and which equal blocks are alike.
-        place: which stage of a pipeline this is; None: the whole model.
-        batch_axes: mesh axes, by index, that split the batch alone: parameters are computed whole on them.
+        cluster: the cluster; of a pipeline stage, the part that it runs on.
+        ac: activation checkpointing, as a job states it.
+        grouping: the blocks that ``ac`` checkpoints, and which equal blocks share their decisions.
+        place: the place of a pipeline stage; None: the run is the whole model.
+        batch_axes: indices of mesh axes that split only the batch: parameters are replicated over them in compute.
     """
 
     job: Job
@@ -68,20 +68,20 @@ class Run:
 
     @property
     def passes(self) -> float:
-        """How many micro-batches a step takes as long as: 1F1B's idle time, between equal stages, counts as some.
+        """The number of micro-batches that take as long as a step.
 
-        Where stages are interleaved not a whole number.
+        In a pipeline with the 1F1B schedule the idle time (the bubble) counts as further micro-batches. Their number is
+        whole unless stages are interleaved.
         """
         place = self.place
         return self.micro_batches if place is None else self.micro_batches + idle_passes(place.stages, place.chunks)
 
     @property
-    def passes_ahead(self) -> float:
-        """In how many of the passes messages between stages run beside computing.
+    def overlapped_message_passes(self) -> float:
+        """The number of `passes` whose messages between stages overlap with compute.
 
-        Where chunks interleave a rank has another to run while a message is on its way (Megatron's
-        ``overlap_p2p_comm``): it waits for messages while it is idle, before its first chunk or after its last. 1F1B
-        without chunks waits for each.
+        With interleaved chunks a rank runs another chunk while a message is on its way (``overlap_p2p_comm`` in
+        Megatron), and waits for messages only in its idle time. With one chunk (1F1B) it waits for every message.
         """
         place = self.place
         if place is None:
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def in_flight(self) -> float:
-        """Of how many micro-batches activations are kept at once: 1F1B's, see ``pipeline_schedules``."""
+        """The number of micro-batches whose activations are saved at once, by 1F1B (see ``pipeline_schedules``)."""
         place = self.place
         if place is None:
             return 1

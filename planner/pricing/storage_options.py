@@ -1,93 +1,130 @@
-"""How a parameter can rest between its uses, and how its gradient is reduced for that."""
+"""Storage options: the stored layouts that a parameter can have, and the ways in which its gradient is reduced."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, divides, replicated, sharded_dim, split_factor
 from planner.graph.op_graph import Value
-from planner.pricing.parameter_costs import StorageOption
 from planner.pricing.run_spec import Run
 
 
-def stored_layouts(value: Value, mesh_shape: Sequence[int], used: Iterable[Layout] = ()) -> list[Layout]:
-    """Return every layout that a parameter can rest in: replicated or evenly split, per axis.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOption:
+    """A stored layout of a parameter, and how it is all-gathered and its gradient reduced.
+
+    Attributes:
+        stored: the layout between steps.
+        accumulated: the layout to which every backward reduces the gradient. None: the gradient accumulates over
+            micro-batches in the layout in which its only use leaves it, and is reduced once a step.
+        fsdp_axes: indices of the mesh axes over which the parameter's FSDP group is all-gathered; None: the parameter
+            is in no FSDP group and is gathered by itself.
+    """
+
+    stored: Layout
+    accumulated: Layout | None
+    fsdp_axes: tuple[int, ...] | None = None
+
+
+def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout] | None:
+    """Return the layouts of parameter and gradient in the one use that ``fully_shard`` allows under ``option``.
+
+    None where it allows none: ``fully_shard`` shards one dim over the axes that it gathers over, and leaves the
+    placements on all other axes as they are.
+    """
+    axes, accumulated, stored = option.fsdp_axes, option.accumulated, option.stored
+    if axes is None or accumulated is None:
+        return None
+    split = stored[axes[0]]
+    if not isinstance(split, Shard) or any(stored[axis] != split or accumulated[axis] != split for axis in axes):
+        return None
+    if any(sharded_dim(placement) == split.dim for placement in stored[axes[-1] + 1 :]):
+        return None  # an inner axis shards the same dim: a single all-gather cannot undo the outer split
+
+    def in_use(layout: Layout, placement: Placement) -> Layout:
+        return tuple(placement if axis in axes else other for axis, other in enumerate(layout))
+
+    return in_use(stored, Replicate()), in_use(accumulated, Partial())
+
+
+def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Iterable[Layout] = ()) -> list[Layout]:
+    """Return every layout in which a parameter can be stored: replicated or evenly sharded on each axis.
 
     Args:
-        used: layouts in which it is computed with. Strided shards among them it can rest in as well: nothing leads
-            from another layout to them.
+        compute_layouts: layouts in which ops use it. Their strided shards are stored layouts as well, because no
+            redistribution leads to a strided shard.
     """
-    strided = list(dict.fromkeys(place for layout in used for place in layout if isinstance(place, _StridedShard)))
-    found: list[Layout] = [()]
+    strided = dict.fromkeys(place for layout in compute_layouts for place in layout if isinstance(place, _StridedShard))
+    layouts: list[Layout] = [()]
     for size in mesh_shape:
-        options: list[Placement] = [Replicate()]
+        placements: list[Placement] = [Replicate()]
         if size > 1:
-            options += [*(Shard(dim) for dim in range(len(value.shape))), *strided]
-        found = [(*layout, option) for layout in found for option in options]
-    whole = replicated(len(mesh_shape))
-    return [layout for layout in found if divides(value.shape, layout, mesh_shape) and not _mixes(layout)] or [whole]
+            placements += [*(Shard(dim) for dim in range(len(value.shape))), *strided]
+        layouts = [(*layout, placement) for layout in layouts for placement in placements]
+    possible = [
+        layout for layout in layouts if divides(value.shape, layout, mesh_shape) and not _mixes_strided_shards(layout)
+    ]
+    return possible or [replicated(len(mesh_shape))]
 
 
-def _mixes(layout: Layout) -> bool:
-    """Tell whether a dim that a strided shard splits is split on another axis as well."""
-    strided = {place.dim for place in layout if isinstance(place, _StridedShard)}
-    return any(sum(sharded_dim(place) == dim for place in layout) > 1 for dim in strided)
+def _mixes_strided_shards(layout: Layout) -> bool:
+    """Tell whether a dim with a strided shard is sharded on another axis as well."""
+    strided_dims = {place.dim for place in layout if isinstance(place, _StridedShard)}
+    return any(sum(sharded_dim(place) == dim for place in layout) > 1 for dim in strided_dims)
 
 
 def storage_options(
-    value: Value, layouts: Sequence[Layout], run: Run, natural: Sequence[Layout], uses: int
+    value: Value, layouts: Sequence[Layout], run: Run, gradient_layouts: Sequence[Layout], uses: int
 ) -> tuple[StorageOption, ...]:
-    """Return every way in which a parameter can rest in one of ``layouts`` and its gradient get there.
+    """Return every storage option of a parameter whose stored layout is one of ``layouts``.
 
     Args:
-        value: the parameter.
-        layouts: at rest.
-        run: what is planned for.
-        natural: the layouts in which its uses leave its gradient.
-        uses: how many classes of regions use it.
+        gradient_layouts: the layouts in which its uses leave its gradient.
+        uses: the number of region classes that use it.
     """
     trained = run.job.training and value.requires_grad
     if uses < 2 or not trained:
-        once = [StorageOption(stored=layout, accumulated=None) for layout in layouts]
-        return (*once, *(_reduced_every_time(layouts, run) if trained else ()))
+        once_a_step = [StorageOption(stored=layout, accumulated=None) for layout in layouts]
+        return (*once_a_step, *(_reduced_in_every_backward(layouts, run) if trained else ()))
     return tuple(
         StorageOption(stored=layout, accumulated=accumulated)
         for layout in layouts
-        for accumulated in dict.fromkeys([*sorted(set(natural), key=str), layout])
+        for accumulated in dict.fromkeys([*sorted(set(gradient_layouts), key=str), layout])
     )
 
 
-def _reduced_every_time(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:
-    """Return the choices that reduce a gradient in every micro-batch: with the block, or by itself."""
+def _reduced_in_every_backward(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:
+    """Return the options that reduce the gradient in every micro-batch: in an FSDP group, or by itself."""
     mesh_shape = run.mesh.shape
-    with_block = [
+    in_fsdp_groups = [
         StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=axes)
         for layout in layouts
         for axes in fsdp_axis_groups(mesh_shape)
         if isinstance(layout[axes[0]], Shard) and all(layout[axis] == layout[axes[0]] for axis in axes)
-        for accumulated in _left_by_block(layout, axes, mesh_shape)
+        for accumulated in _layouts_after_reduce_scatter(layout, axes, mesh_shape)
     ]
     if run.micro_batches == 1:
-        return with_block
-    split = [layout for layout in layouts if split_factor(layout, mesh_shape) > 1]
-    return [*(StorageOption(stored=layout, accumulated=layout) for layout in split), *with_block]
+        return in_fsdp_groups
+    sharded = [layout for layout in layouts if split_factor(layout, mesh_shape) > 1]
+    return [*(StorageOption(stored=layout, accumulated=layout) for layout in sharded), *in_fsdp_groups]
 
 
 def fsdp_axis_groups(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the axes over which a block can be gathered: each by itself, and two that follow each other as one."""
+    """Return the axes over which an FSDP group can be gathered: each axis, and each adjacent pair as one."""
     axes = range(len(mesh_shape))
     pairs = [(outer, inner) for outer, inner in itertools.pairwise(axes) if mesh_shape[outer] > 1 < mesh_shape[inner]]
     return [*((axis,) for axis in axes), *pairs]
 
 
-def _left_by_block(stored: Layout, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[Layout]:
-    """Return the layouts in which a gradient can be once it is split over ``axes``: a sum is left on others."""
-    options = [
-        [placement] if a in axes or placement != Replicate() or mesh_shape[a] == 1 else [placement, Partial()]
-        for a, placement in enumerate(stored)
+def _layouts_after_reduce_scatter(stored: Layout, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[Layout]:
+    """Return the layouts that a gradient can have after its reduce-scatter over ``axes``: partial on others or not."""
+    placements = [
+        [placement] if axis in axes or placement != Replicate() or mesh_shape[axis] == 1 else [placement, Partial()]
+        for axis, placement in enumerate(stored)
     ]
-    return [tuple(layout) for layout in itertools.product(*options)]
+    return [tuple(layout) for layout in itertools.product(*placements)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.formulation.formulate import Formulation
 from planner.ilp.relaxation import Relaxer
-from planner.pricing.parameter_costs import StorageOption
+from planner.pricing.storage_options import StorageOption
 from planner.strategies.enumerate import Strategy
 
 

@@ -16,7 +16,7 @@ from planner.liveness.structure import Structure, hook_key
 from planner.plan.ports import PortSpec, input_key, output_key
 from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import Port
-from planner.pricing.parameter_costs import StorageOption
+from planner.pricing.storage_options import StorageOption
 from planner.regions.regions import Link, Slot, block_of
 from planner.strategies.enumerate import Strategy
 

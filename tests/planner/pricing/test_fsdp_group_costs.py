@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from cost_model.layouts.layout import Layout, MeshSpec
 from planner.plan.sharding_plan import ShardingPlan
-from planner.pricing.parameter_costs import StorageOption, fsdp_use_layouts
+from planner.pricing.storage_options import StorageOption, fsdp_use_layouts
 from planner.session import PlanningSession
 
 R, P = Replicate(), Partial()
