@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from executor.ops.attention_kernels import use_kernel
 from executor.ops.dispatch import OwnOps
 from executor.ops.experts import replace_experts
-from executor.ops.fused import replace_chains
-from executor.ops.joined_linears import JoinedLinears
+from executor.ops.fused import replace_with_fused_ops
+from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
 from executor.resolve.place_parameters import place_parameters
 from executor.resolve.resolved_plan import ResolvedPlan, resolve_plan
@@ -84,7 +84,7 @@ def _shard(
 
     redistributor = Redistributor.from_plan(resolved.device_mesh, plan)
     shared = SharedRedistributions(redistributor)
-    linear = JoinedLinears() if job.fused_ops else None
+    linear = SharedInputLinears() if job.fused_ops else None
     outside_fsdp = resolved.parameters_outside_fsdp()
     cast_parameters = ComputeDtypeParameters(outside_fsdp, resolved.compute_dtype)
     contexts = RunContexts(
@@ -97,7 +97,7 @@ def _shard(
 
     replace_experts(module, redistributor)
     if job.fused_ops:
-        replace_chains(module, redistributor, opaque=replacements)
+        replace_with_fused_ops(module, redistributor, opaque=replacements)
     concatenate_mla_keys(module)
     attach_token_order(module, resolved.boundaries, redistributor.zigzag)
     attach_ports(module, resolved.boundaries, shared)

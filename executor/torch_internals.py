@@ -1,9 +1,8 @@
-"""Everything that torch keeps to itself and the executor needs: the one file to look at when torch moves.
+"""Internals of torch that the executor uses, all in one file, to be checked with each new version of torch.
 
-Checked with torch 2.13. All of it is internal there: ``DTensor._local_tensor`` and ``_spec``, the functional
-collectives, the dispatcher's flag for implicit replication, the stack of default hooks on saved tensors, callbacks of
-the autograd engine, what ``fully_shard`` keeps between passes, the choice of an attention kernel, and the names of the
-operators that communicate.
+Checked with torch 2.13: ``DTensor._local_tensor`` and ``_spec``, the functional collectives, the dispatcher's flag for
+implicit replication, the stack of default hooks on saved tensors, callbacks of the autograd engine, the state of
+``fully_shard`` between passes, the choice of an attention kernel, and the names of the operators that communicate.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Te
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's piece of ``tensor``, outside autograd (``to_local`` would record it)."""
+    """Return the local tensor of ``tensor``, outside autograd (``to_local`` would be recorded)."""
     return tensor._local_tensor
 
 
 def make_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int], stride: Sequence[int]
 ) -> DTensor:
-    """Return the tensor of global ``shape`` and ``stride`` whose piece on this rank is ``local``, without any check."""
+    """Return the DTensor of global ``shape`` and ``stride`` whose local tensor is ``local``, without any check."""
     return DTensor.from_local(local, mesh, layout, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
 
 
 def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:
-    """Return the tensor of which ``spec`` says all but this rank's piece, strided placements too."""
+    """Return the DTensor of ``local`` and ``spec``, which may have strided placements."""
     return DTensor(local, spec, requires_grad=False)
 
 
@@ -54,24 +53,24 @@ def spec_of(tensor: DTensor) -> TensorSpec:
 
 
 def all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the pieces of all ranks of ``group``, concatenated along ``dim``."""
+    """Return the tensors of all ranks of ``group``, concatenated along ``dim``."""
     return waited(start_all_gather(local, dim, group))
 
 
 def start_all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what `all_gather` does; it may be still on its way."""
+    """Return the result of ``all_gather``, which may still be running: see ``waited``."""
     result: torch.Tensor = funcol.all_gather_single(local.contiguous(), dim, group)
     return result
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's piece, along ``dim``, of the tensors of all ranks reduced; it may be still on its way."""
+    """Return this rank's shard along ``dim`` of the reduction over ranks; it may still be running."""
     result: torch.Tensor = funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group)
     return result
 
 
 def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensors of all ranks reduced, perhaps still on its way; ``local`` stays as it is."""
+    """Return the reduction over ranks, which may still be running; ``local`` is not changed."""
     result: torch.Tensor = funcol.all_reduce(local.contiguous(), reduce_op, group)
     return result
 
@@ -79,26 +78,29 @@ def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) ->
 def all_to_all(
     local: torch.Tensor,
     group: dist.ProcessGroup,
-    arriving: list[int] | None = None,
+    received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> torch.Tensor:
-    """Return piece r of every rank on rank r: ``local`` is cut, and the result joined, along dim 0.
+    """Return the concatenation along dim 0 of the pieces that all ranks send to this one.
 
     Args:
-        arriving, sent: lengths of the pieces that come from each rank, and that go to each; None: all are equal.
+        local: concatenation along dim 0 of the pieces for each rank.
+        group: of the ranks.
+        received: lengths of the pieces from each rank; None: all are equal.
+        sent: lengths of the pieces for each rank; None: all are equal.
     """
-    return waited(funcol.all_to_all_single(local.contiguous(), arriving, sent, group))
+    return waited(funcol.all_to_all_single(local.contiguous(), received, sent, group))
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` once it has arrived: on a GPU, for what is launched from now on."""
+    """Return ``tensor`` when its collective is complete; on a GPU, complete for kernels that are launched later."""
     return tensor.wait() if isinstance(tensor, funcol.AsyncCollectiveTensor) else tensor
 
 
 def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> SDPBackend:
-    """Return the kernel that `scaled_dot_product_attention` would run in training: no mask, no dropout, perhaps GQA.
+    """Return the kernel that ``scaled_dot_product_attention`` would run in training, without mask or dropout.
 
-    Some kernels take widths forward that they do not take backward, and are left out where a gradient is wanted.
+    In training, since torch leaves out kernels that support the width in the forward only.
     """
     with torch.enable_grad():
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
@@ -106,14 +108,15 @@ def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: 
 
 
 _cudnn_before: list[bool] = []
-"""Whether cuDNN's attention was allowed before FlashAttention-3 was asked for; empty where it was not."""
+"""Whether cuDNN's attention was enabled before FlashAttention-3 was activated; empty while it is not active."""
 
 
 def use_flash_attention_3() -> None:
-    """Have `scaled_dot_product_attention` run FlashAttention-3 from now on, in this process, where it can.
+    """Make ``scaled_dot_product_attention`` run FlashAttention-3 in this process, where it can.
 
     Raises:
-        ImportError, RuntimeError: the package ``flash_attn_interface`` is not there, or not what torch expects.
+        ImportError: the package ``flash_attn_interface`` is not installed.
+        RuntimeError: it is not what torch expects.
     """
     if not _cudnn_before:
         activate_flash_attention_impl("FA3")
@@ -121,7 +124,7 @@ def use_flash_attention_3() -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)  # torch prefers cuDNN's kernel on Hopper
 
 
-def use_own_attention() -> None:
+def restore_attention() -> None:
     """Undo ``use_flash_attention_3``."""
     if _cudnn_before:
         restore_flash_attention_impl()
@@ -129,59 +132,59 @@ def use_own_attention() -> None:
 
 
 def allows_implicit_replication() -> bool:
-    """Tell whether DTensor takes plain tensors as replicated, in this thread."""
+    """Tell whether DTensor treats plain tensors as replicated, in this thread."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def allow_implicit_replication(allowed: bool) -> None:
-    """Let DTensor take plain tensors as replicated, or not, in this thread; torch's own context cannot be nested."""
+    """Set whether DTensor treats plain tensors as replicated, in this thread; torch's own context cannot be nested."""
     DTensor._op_dispatcher._allow_implicit_replication = allowed
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once when the backward pass that is running has ended."""
+    """Call ``callback`` once, when the running backward pass ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def current_backward_pass() -> int:
-    """Return a number of its own for each backward pass; -1 outside of any."""
+    """Return the number of the running backward pass; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
 def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return ``function.apply(*args)``, which torch leaves without types."""
+    """Return ``function.apply(*args)``, which torch leaves untyped."""
     apply: Callable[..., Any] = function.apply
     return apply(*args)
 
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` compiled; calls run as those of one op, of which no mode around them sees the inside."""
+    """Return ``function`` compiled; modes that are entered do not see the ops inside."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    found: Callable[..., Any] = torch.compile(function)
+    kernel: Callable[..., Any] = torch.compile(function)
 
     def call(*args: Any) -> Any:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-            return found(*args)
+            return kernel(*args)
 
     return call
 
 
 def current_saved_tensor_hooks() -> SavedTensorHooks | None:
-    """Return the innermost (pack, unpack) hooks on saved tensors: torch runs these alone, not those around them."""
+    """Return the innermost (pack, unpack) hooks on saved tensors, the only ones that torch runs."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if top is None else (top[0], top[1])
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors sharing memory have in common, as long as one of them lives."""
+    """Return a number that tensors with the same storage have in common, as long as one of them lives."""
     return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
 
 
 def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
-    """Return a parameter of ``tensor``, on that very ``mesh``: torch may take an equal one that it has in a cache."""
+    """Return a parameter of ``tensor`` on ``mesh`` itself; torch may use an equal mesh from a cache instead."""
     parameter = nn.Parameter(tensor)
     assert isinstance(parameter, DTensor)
     parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
@@ -189,38 +192,38 @@ def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
 
 
 def flattened_groups(mesh: DeviceMesh) -> dict[tuple[str, ...], str]:
-    """Return axes in a row that torch has made one of -> the name of their process group."""
-    found, names = {}, mesh.mesh_dim_names or ()
-    made = mesh._get_root_mesh()._flatten_mapping
+    """Return adjacent axes that torch has flattened into one -> the name of their process group."""
+    groups, names = {}, mesh.mesh_dim_names or ()
+    flattened = mesh._get_root_mesh()._flatten_mapping
     for first in range(len(names)):
         for end in range(first + 2, len(names) + 1):
-            flat = made.get("_".join(names[first:end]))
+            flat = flattened.get("_".join(names[first:end]))
             if flat is not None:
-                found[names[first:end]] = str(flat.get_group().group_name)
-    return found
+                groups[names[first:end]] = str(flat.get_group().group_name)
+    return groups
 
 
 def adopt_parameters(module: FSDPModule) -> None:
-    """Have ``module`` gather what is registered now in place of the parameters that ``fully_shard`` made."""
+    """Make ``module`` gather the registered parameters in place of those that ``fully_shard`` made."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for held in group.fsdp_params:
-            info = held._module_info
-            held.sharded_param = getattr(info.module, info.param_name)
-            # Where it splits on several axes, torch has a mesh of its own, with one in their place.
-            held._sharding_spec = cast(DTensor, held.sharded_param)._spec
-            held.reset_sharded_param()
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            fsdp_param.sharded_param = getattr(info.module, info.param_name)
+            # Where a group has several axes, torch has a mesh with one axis in their place.
+            fsdp_param._sharding_spec = cast(DTensor, fsdp_param.sharded_param)._spec
+            fsdp_param.reset_sharded_param()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveContexts:
-    """Contexts in which a module's collectives run."""
+    """Contexts in which the collectives of an FSDP module run."""
 
     all_gather: Callable[[], AbstractContextManager[None]] = nullcontext
     reduce_scatter: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
-    """Have ``module`` run with parameters on meta, which torch refuses, and put all its buffers there as well."""
+    """Make ``module`` run with parameters and buffers of collectives on meta, which torch does not support."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     meta = torch.device("meta")
@@ -244,26 +247,26 @@ def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
     module.set_custom_all_gather(AllGather())
     module.set_custom_reduce_scatter(ReduceScatter())
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        # Of the group the device chooses streams and events, which meta has not; of a parameter only buffers' places.
+        # A group's device is left: it decides streams and events, which meta has not. A parameter's decides buffers.
         group._validate_no_meta_params = lambda: None  # type: ignore[method-assign]
-        for held in group.fsdp_params:
-            held.device = meta
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.device = meta
 
 
 def parameter_versions(module: FSDPModule) -> tuple[int, ...]:
-    """Return how often each parameter that ``module`` gathers has been changed in place, or its piece itself."""
+    """Return the number of in-place changes of each parameter of ``module``, those of its local tensor included."""
     groups = module._get_fsdp_state()._fsdp_param_groups
-    resting: list[Any] = [held.sharded_param for group in groups for held in group.fsdp_params]
-    return tuple(parameter._version + local_of(parameter)._version for parameter in resting)
+    sharded: list[Any] = [fsdp_param.sharded_param for group in groups for fsdp_param in group.fsdp_params]
+    return tuple(parameter._version + local_of(parameter)._version for parameter in sharded)
 
 
 def forget_gradients(module: FSDPModule) -> None:
-    """Let go of the gradients that have added up in ``module`` and are not reduced."""
+    """Drop the unreduced gradients that have accumulated in ``module``."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for held in group.fsdp_params:
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                held._unsharded_param.grad = None
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
 
 
 def backward_was_interrupted(root: FSDPModule) -> bool:
@@ -280,22 +283,22 @@ def was_interrupted(root: FSDPModule) -> bool:
 
 
 def recorded_forwards(root: FSDPModule) -> int:
-    """Return how many forwards of gathering modules wait for their backward, as far as ``fully_shard`` knows."""
+    """Return the number of forwards of FSDP modules that ``fully_shard`` has recorded for their backward."""
     # There is no record before the first forward.
     return len(getattr(root._get_fsdp_state()._comm_ctx, "post_forward_order", ()))
 
 
-def forget_forwards(root: FSDPModule, kept: int) -> None:
-    """Make ``fully_shard`` forget all but the first ``kept`` forwards that it recorded for prefetching."""
+def forget_forwards(root: FSDPModule, count: int) -> None:
+    """Make ``fully_shard`` forget all but the first ``count`` forwards that it has recorded."""
     order = root._get_fsdp_state()._comm_ctx.post_forward_order
-    for group in reversed(order[kept:]):
+    for group in reversed(order[count:]):
         group._post_forward_indices.pop()
-    del order[kept:]
+    del order[count:]
 
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Within it a process group of ``world_size`` ranks exists in which this process is rank 0 and nobody answers."""
+    """Within it this process is rank 0 of ``world_size`` ranks of a fake process group, which communicates nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
@@ -325,7 +328,7 @@ COLLECTIVES: dict[str, tuple[CollectiveKind, Buffer]] = {
     "_c10d_functional_autograd::reduce_scatter_tensor": ("reduce_scatter", "input"),
     "_c10d_functional_autograd::all_to_all_single": ("all_to_all", "input"),
     "_dtensor::shard_dim_alltoall": ("all_to_all", "input"),
-    # These write into their first argument, and read the second.
+    # These write to their first argument, and read the second.
     "c10d::_allgather_base_": ("all_gather", "output"),
     "c10d::allgather_": ("all_gather", "output"),
     "c10d::allgather_into_tensor_coalesced_": ("all_gather", "output"),
@@ -338,10 +341,10 @@ COLLECTIVES: dict[str, tuple[CollectiveKind, Buffer]] = {
     "c10d::alltoall_": ("all_to_all", "output"),
     "c10d::broadcast_": ("broadcast", "output"),
 }
-"""Operators that communicate -> kind, and which of their buffers is the full one (nccl-tests' convention)."""
+"""Operator that communicates -> (kind, its full buffer, as nccl-tests counts bytes)."""
 
 NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "barrier", "check_for_nan")
-"""Operators of the same namespaces that move no data."""
+"""Beginnings of the names of operators in the same namespaces that move no data."""
 
 
 def is_communication(func: torch._ops.OpOverload) -> bool:
@@ -358,10 +361,10 @@ def is_communication(func: torch._ops.OpOverload) -> bool:
 
 
 def collective_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[CollectiveKind, int, str]:
-    """Return kind, bytes of the full buffer on one rank, and the name of the process group, of a call of ``func``.
+    """Return the kind, bytes of the full buffer on one rank, and name of the process group of a call of ``func``.
 
     Raises:
-        NotImplementedError: an operator that communicates in a way not known here.
+        NotImplementedError: an operator that is not in ``COLLECTIVES``.
     """
     name = func.name().partition(".")[0]
     if name not in COLLECTIVES:

@@ -1,4 +1,4 @@
-"""Two-dim convolution with the batch, or the output channels, split on any axes."""
+"""Two-dimensional convolution with the batch, or the output channels, sharded on any axes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ def conv2d(
 ) -> Any:
     """Return the convolution of ``input`` [batch, channels, height, width]; arguments as in torch.
 
-    On each axis either nothing is split, or the batch, or the output channels (of one group). NotImplemented elsewhere.
+    Each axis shards nothing, the batch, or the output channels (of one group). NotImplemented for all other layouts.
     """
     images, kernel = redistributor.as_dtensor(input), redistributor.as_dtensor(weight)
-    offset = None if bias is None else redistributor.as_dtensor(bias)
+    bias = None if bias is None else redistributor.as_dtensor(bias)
     if images.dim() != 4 or padding == "same":
         return NotImplemented
-    output = _output_layout(images, kernel, offset, groups)
+    output = _output_layout(images, kernel, bias, groups)
     if output is None:
         return NotImplemented
-    # torch takes a number for a pair, and "valid" for no padding.
-    pad = 0 if padding == "valid" else padding
-    sizes = tuple((value, value) if isinstance(value, int) else tuple(value) for value in (stride, pad, dilation))
-    return run_function(_Convolution, images, kernel, offset, redistributor, output, (*sizes, groups))
+    # torch accepts one number for a pair, and "valid" for no padding.
+    padding = 0 if padding == "valid" else padding
+    pairs = tuple((value, value) if isinstance(value, int) else tuple(value) for value in (stride, padding, dilation))
+    return run_function(_Convolution, images, kernel, bias, redistributor, output, (*pairs, groups))
 
 
-def _output_layout(images: DTensor, kernel: DTensor, offset: DTensor | None, groups: int) -> Layout | None:
+def _output_layout(images: DTensor, kernel: DTensor, bias: DTensor | None, groups: int) -> Layout | None:
+    """Return the layout of the output; None where the layouts of the inputs are not covered."""
     output: list[Placement] = []
     for axis, (x, w) in enumerate(zip(images.placements, kernel.placements, strict=True)):
-        b = w if offset is None else offset.placements[axis]
+        b = w if bias is None else bias.placements[axis]
         if (x, w, b) == (R, R, R):
             output.append(R)
         elif (x, w, b) == (Shard(0), R, R):
@@ -59,53 +60,55 @@ def _output_layout(images: DTensor, kernel: DTensor, offset: DTensor | None, gro
 
 
 class _Convolution(torch.autograd.Function):
+    """Runs the kernel on local tensors; gradients are partial where the forward sums over a sharded dim."""
+
     @staticmethod
     def forward(
         ctx: Any,
         images: DTensor,
         kernel: DTensor,
-        offset: DTensor | None,
+        bias: DTensor | None,
         redistributor: Redistributor,
         output: Layout,
-        sizes: tuple[Any, ...],
+        options: tuple[Any, ...],
     ) -> DTensor:
         ctx.set_materialize_grads(False)
         x, w = local_of(images), local_of(kernel)
-        found = F.conv2d(x, w, None if offset is None else local_of(offset), *sizes)
+        result = F.conv2d(x, w, None if bias is None else local_of(bias), *options)
         ctx.save_for_backward(x, w)
-        ctx.redistributor, ctx.output, ctx.sizes = redistributor, output, sizes
+        ctx.redistributor, ctx.output, ctx.options = redistributor, output, options
         ctx.shapes = tuple(images.shape), tuple(kernel.shape)
-        shape = (images.shape[0], kernel.shape[0], *found.shape[2:])
-        return make_dtensor(found.contiguous(), redistributor.device_mesh, output, shape, contiguous_stride(shape))
+        shape = (images.shape[0], kernel.shape[0], *result.shape[2:])
+        return make_dtensor(result.contiguous(), redistributor.device_mesh, output, shape, contiguous_stride(shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 6
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.as_dtensor(gradient)
-        # The convolution is linear: on an axis where nothing is split, what is partial may stay so.
-        wanted: Layout = tuple(
-            came if out == R and came.is_partial() else out
-            for came, out in zip(arrived.placements, ctx.output, strict=True)
+        grad_out = redistributor.as_dtensor(gradient)
+        # The convolution is linear in its gradient: on an axis that shards nothing, a partial one can stay partial.
+        layout: Layout = tuple(
+            place if out == R and place.is_partial() else out
+            for place, out in zip(grad_out.placements, ctx.output, strict=True)
         )
-        local = local_of(redistributor.to_layout(arrived, wanted))
+        local = local_of(redistributor.to_layout(grad_out, layout))
         x, w = ctx.saved_tensors
-        stride, padding, dilation, groups = ctx.sizes
+        stride, padding, dilation, groups = ctx.options
         needed = list(ctx.needs_input_grad[:3])
-        found = torch.ops.aten.convolution_backward.default(
+        locals_ = torch.ops.aten.convolution_backward.default(
             local, x, w, [w.shape[0]], stride, padding, dilation, False, [0, 0], groups, needed
         )
-        image_layout: Layout = tuple(Partial() if place == Shard(1) else place for place in wanted)
+        image_layout: Layout = tuple(Partial() if place == Shard(1) else place for place in layout)
         weight_layout: Layout = tuple(
-            Partial() if place == Shard(0) else Shard(0) if place == Shard(1) else place for place in wanted
+            Partial() if place == Shard(0) else Shard(0) if place == Shard(1) else place for place in layout
         )
         layouts = (image_layout, weight_layout, weight_layout)
         shapes = (*ctx.shapes, ctx.shapes[1][:1])
         gradients = [
-            make_dtensor(piece.contiguous(), redistributor.device_mesh, layout, shape, contiguous_stride(shape))
-            if need
+            make_dtensor(local.contiguous(), redistributor.device_mesh, layout, shape, contiguous_stride(shape))
+            if is_needed
             else None
-            for piece, layout, shape, need in zip(found, layouts, shapes, needed, strict=True)
+            for local, layout, shape, is_needed in zip(locals_, layouts, shapes, needed, strict=True)
         ]
         return (*gradients, None, None, None)

@@ -1,12 +1,12 @@
-"""Cross entropy over logits [rows, classes] that are split by rows, by classes, or both, on any axes.
+"""Cross entropy of logits [rows, classes] that are sharded by rows, by classes, or both, on any axes.
 
-DTensor averages the means of ranks that ignore different numbers of labels, which is wrong, and gathers split classes.
-Here, with m the row's maximum and t its target logit,
+DTensor averages the means of ranks that ignore different numbers of labels, which is wrong, and gathers sharded
+classes. Here, with m the row's maximum and t its target logit,
 
-    loss = sum over counted rows of (log(sum over classes of exp(x - m)) + m - t), over their number for a mean
+    loss = sum over counted rows of (log(sum over classes of exp(x - m)) + m - t), for a mean divided by their number
 
-and each sum over a split dim is an all-reduce: the maxima, then both sums of a row together, then losses and counts.
-The backward pass, (softmax - onehot) / count, needs no communication.
+where each reduction over a sharded dim is an all-reduce: of the maxima, then of both sums of a row together, then of
+losses and counts. The backward pass, (softmax - onehot) / count, needs no communication.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def cross_entropy(
 ) -> Any:
     """Return the loss, replicated, of ``input`` [rows, classes] and indices ``target`` [rows]; arguments as in torch.
 
-    NotImplemented for what our rule does not cover, where everything is replicated.
+    NotImplemented for options that are not covered, where all tensors are replicated.
 
     Raises:
-        PlanLayoutError: what our rule does not cover, with logits that are not replicated.
+        PlanLayoutError: options that are not covered, with logits that are not replicated.
     """
     logits = redistributor.as_dtensor(input)
     layout = tuple(logits.placements)
@@ -66,7 +66,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Shapes below are this rank's: ``x`` [n, c] logits, all others [n]."""
+    """Local shapes: logits ``x`` [n, c], all others [n]."""
 
     @staticmethod
     def forward(
@@ -80,9 +80,9 @@ class _CrossEntropy(torch.autograd.Function):
         log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor)
         losses = (log_sum - target).masked_fill(~counted, 0)
         totals = torch.stack([losses.sum(), counted.sum().to(x.dtype)])
-        for axis in _axes_of(layout, 0):
+        for axis in _sharding_axes(layout, 0):
             totals = redistributor.all_reduce(totals, "sum", axis)
-        # A mean over no label is 0 / 0, as in torch.
+        # The mean over no label is 0 / 0, as in torch.
         count = totals[1] if mean else torch.ones_like(totals[1])
         ctx.save_for_backward(local_of(logits), labels, log_sum, count)
         ctx.redistributor, ctx.first, ctx.ignored = redistributor, first, ignored
@@ -95,14 +95,14 @@ class _CrossEntropy(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, None
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
+        grad_loss = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
         logits, labels, log_sum, count = ctx.saved_tensors
         x = _in_full_precision(logits)
         result = (x - log_sum.unsqueeze(1)).exp()
-        here, index = _held(labels - ctx.first, x.shape[1])
-        result.scatter_add_(1, index.unsqueeze(1), -here.to(x.dtype).unsqueeze(1))
+        is_here, index = _local_index(labels - ctx.first, x.shape[1])
+        result.scatter_add_(1, index.unsqueeze(1), -is_here.to(x.dtype).unsqueeze(1))
         result = result.masked_fill((labels == ctx.ignored).unsqueeze(1), 0)
-        result = (result * (local_of(arrived).to(x.dtype) / count)).to(logits.dtype)
+        result = (result * (local_of(grad_loss).to(x.dtype) / count)).to(logits.dtype)
         stride = contiguous_stride(ctx.shape)
         return make_dtensor(result, redistributor.device_mesh, ctx.layout, ctx.shape, stride), None, None, None, None
 
@@ -110,25 +110,34 @@ class _CrossEntropy(torch.autograd.Function):
 def _row_terms(
     x: torch.Tensor, index: torch.Tensor, classes: int, layout: Layout, redistributor: Redistributor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log(sum(exp(x))) and the target logit of each row, over all classes; ``index`` counts from our first."""
+    """Return log(sum(exp(x))) over all classes, and the target logit, of each row.
+
+    Args:
+        x: this rank's logits.
+        index: of the target class, counted from this rank's first class.
+        classes: of this rank.
+        layout: of the logits.
+        redistributor: of the mesh.
+    """
     maxima = x.amax(1)
-    for axis in _axes_of(layout, 1):
+    for axis in _sharding_axes(layout, 1):
         maxima = redistributor.all_reduce(maxima, "max", axis)
-    here, held = _held(index, classes)
-    target = x.gather(1, held.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    is_here, local_index = _local_index(index, classes)
+    target = x.gather(1, local_index.unsqueeze(1)).squeeze(1).masked_fill(~is_here, 0)
     sums = torch.stack([(x - maxima.unsqueeze(1)).exp().sum(1), target])
-    for axis in _axes_of(layout, 1):
+    for axis in _sharding_axes(layout, 1):
         sums = redistributor.all_reduce(sums, "sum", axis)
     return sums[0].log() + maxima, sums[1]
 
 
-def _held(index: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which rows have their target among this rank's classes, and an index that is valid for all rows."""
-    here = (index >= 0) & (index < classes)
-    return here, index.masked_fill(~here, 0)
+def _local_index(index: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return whether each row's target is among this rank's classes, and ``index`` with 0 where it is not."""
+    is_here = (index >= 0) & (index < classes)
+    return is_here, index.masked_fill(~is_here, 0)
 
 
-def _axes_of(layout: Layout, dim: int) -> list[int]:
+def _sharding_axes(layout: Layout, dim: int) -> list[int]:
+    """Return the axes that shard ``dim``."""
     return [axis for axis, placement in enumerate(layout) if placement == Shard(dim)]
 
 

@@ -1,7 +1,7 @@
-"""Ops of ours: embedding, attention and others, by the rules of ``planner.strategies.own_rules``.
+"""Dispatch of calls on DTensors to the executor's own ops: embedding, attention and others.
 
-A ``TorchFunctionMode`` sees the calls before DTensor does. What a rule of ours covers runs on local pieces with
-explicit layouts, forward and backward; anything else falls through to DTensor.
+A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` covers runs on
+local tensors with explicit layouts, forward and backward. DTensor runs all others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from executor.ops.where import where
 from executor.redistribute import Redistributor
 
 OwnOp = Callable[..., Any]
-"""Takes the redistributor and the call's arguments; returns NotImplemented where our rule does not cover the call."""
+"""Takes the redistributor and the call's arguments; returns NotImplemented where the op does not cover the call."""
 
-_OWN: dict[Callable[..., Any], OwnOp] = {
+_OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
@@ -36,13 +36,13 @@ _OWN: dict[Callable[..., Any], OwnOp] = {
 
 
 class OwnOps(TorchFunctionMode):
-    """While entered, runs our ops wherever one of their arguments is a DTensor."""
+    """Runs the own ops, while it is entered, in calls with a DTensor among the arguments."""
 
     def __init__(self, redistributor: Redistributor, linear: OwnOp | None = None) -> None:
-        """Take what runs linear layers; None leaves them to DTensor."""
+        """Take the op that runs linear layers; None leaves them to DTensor."""
         super().__init__()
         self._redistributor = redistributor
-        self._own = _OWN if linear is None else {**_OWN, F.linear: linear}
+        self._own_ops = _OWN_OPS if linear is None else {**_OWN_OPS, F.linear: linear}
 
     def __torch_function__(
         self,
@@ -52,16 +52,16 @@ class OwnOps(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        own = self._own.get(func)
-        if own is not None and any(isinstance(value, DTensor) for value in _tensors(args, kwargs)):
-            result = own(self._redistributor, *args, **kwargs)
+        own_op = self._own_ops.get(func)
+        if own_op is not None and any(isinstance(value, DTensor) for value in _arguments(args, kwargs)):
+            result = own_op(self._redistributor, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return func(*args, **kwargs)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the arguments, and what is in lists of them."""
+def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the arguments, those in lists and tuples one by one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, tuple)):
             yield from value

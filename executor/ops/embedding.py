@@ -1,4 +1,4 @@
-"""Embedding lookup in a table that is split by rows (vocabulary) or columns, for indices that are split anyhow."""
+"""Embedding lookup in a table that is sharded by rows (the vocabulary) or by columns, for indices in any layout."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def embedding(
 ) -> Any:
     """Return the rows of ``weight`` [rows, columns] at ``input`` [...], as [..., columns]; arguments as in torch.
 
-    On each axis, rows split gives a partial result, columns split one split on its last dim, indices split the same
-    split. NotImplemented where rows and indices are split on one axis, or for ``max_norm``, ``sparse`` and
-    ``scale_grad_by_freq``.
+    On an axis that shards rows the result is partial; one that shards columns shards its last dim; one that shards
+    indices shards it as the indices. NotImplemented where an axis shards the table and the indices, and with
+    ``max_norm``, ``sparse`` or ``scale_grad_by_freq``.
     """
     if max_norm is not None or sparse or scale_grad_by_freq:
         return NotImplemented
@@ -39,20 +39,23 @@ def embedding(
     return run_function(_Embedding, table, ids, redistributor, output, padding)
 
 
-def _output_layout(ids: Layout, table: Layout, width: int) -> Layout | None:
+def _output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
+    """Return the layout of the result, whose last dim is ``last_dim``; None where the layouts are not covered."""
     output: list[Placement] = []
-    for at, of in zip(ids, table, strict=True):
-        if at == Replicate() and of in (Replicate(), Shard(0), Shard(1)):
-            output.append(Partial() if of == Shard(0) else Shard(width) if of == Shard(1) else Replicate())
-        elif isinstance(at, Shard) and of == Replicate():
-            output.append(at)
+    for id_place, table_place in zip(ids, table, strict=True):
+        if id_place == Replicate() and table_place == Shard(0):
+            output.append(Partial())
+        elif id_place == Replicate() and table_place in (Replicate(), Shard(1)):
+            output.append(Shard(last_dim) if table_place == Shard(1) else Replicate())
+        elif isinstance(id_place, Shard) and table_place == Replicate():
+            output.append(id_place)
         else:
             return None
     return tuple(output)
 
 
 def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim: int) -> tuple[int, int]:
-    """Return (first index, number of indices) of the piece of dim ``dim``, of ``length``, that this rank holds."""
+    """Return (first index, number of indices) of this rank's shard of dim ``dim``, which has ``length`` indices."""
     first = 0
     for axis, placement in enumerate(layout):
         if placement == Shard(dim):
@@ -62,6 +65,8 @@ def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim:
 
 
 class _Embedding(torch.autograd.Function):
+    """Looks up the indices that lie in this rank's rows; the others give zeros."""
+
     @staticmethod
     def forward(
         ctx: Any, table: DTensor, ids: DTensor, redistributor: Redistributor, output: Layout, padding: int
@@ -73,23 +78,25 @@ class _Embedding(torch.autograd.Function):
         elsewhere = None if rows == table.shape[0] else (local_ids < 0) | (local_ids >= rows)
         if elsewhere is not None:
             local_ids = local_ids.masked_fill(elsewhere, 0)
-        found = torch.ops.aten.embedding.default(local_of(table), local_ids)
+        result = torch.ops.aten.embedding.default(local_of(table), local_ids)
         if elsewhere is not None:
-            found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+            result = result.masked_fill(elsewhere.unsqueeze(-1), 0)
         ctx.save_for_backward(local_of(ids))
         ctx.redistributor, ctx.output, ctx.first, ctx.rows, ctx.padding = redistributor, output, first, rows, padding
         ctx.table_layout, ctx.ids_layout, ctx.shape = layout, tuple(ids.placements), tuple(table.shape)
         shape = (*ids.shape, table.shape[1])
-        return make_dtensor(found, redistributor.device_mesh, output, shape, contiguous_stride(shape))
+        return make_dtensor(result, redistributor.device_mesh, output, shape, contiguous_stride(shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None, None]:
         if gradient is None:
             return None, None, None, None, None
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.as_dtensor(gradient)
-        wanted, result = _gradient_layouts(tuple(arrived.placements), ctx.table_layout, ctx.ids_layout, ctx.output)
-        local = local_of(redistributor.to_layout(arrived, wanted))
+        grad_out = redistributor.as_dtensor(gradient)
+        out_layout, grad_layout = _gradient_layouts(
+            tuple(grad_out.placements), ctx.table_layout, ctx.ids_layout, ctx.output
+        )
+        local = local_of(redistributor.to_layout(grad_out, out_layout))
         (ids,) = ctx.saved_tensors
         local_ids = ids - ctx.first
         skipped = (local_ids < 0) | (local_ids >= ctx.rows)
@@ -97,25 +104,33 @@ class _Embedding(torch.autograd.Function):
             skipped = skipped | (ids == ctx.padding)
         local = local.masked_fill(skipped.unsqueeze(-1), 0)
         local_ids = local_ids.masked_fill(skipped, 0)
-        found = torch.ops.aten.embedding_dense_backward.default(local, local_ids, ctx.rows, -1, False)
+        grad_table = torch.ops.aten.embedding_dense_backward.default(local, local_ids, ctx.rows, -1, False)
         stride = contiguous_stride(ctx.shape)
-        return make_dtensor(found, redistributor.device_mesh, result, ctx.shape, stride), None, None, None, None
+        gradient = make_dtensor(grad_table, redistributor.device_mesh, grad_layout, ctx.shape, stride)
+        return gradient, None, None, None, None
 
 
-def _gradient_layouts(arrived: Layout, table: Layout, ids: Layout, output: Layout) -> tuple[Layout, Layout]:
-    """Return the layout that the output's gradient is needed in, and the one that the table's comes out in."""
-    wanted: list[Placement] = []
+def _gradient_layouts(gradient: Layout, table: Layout, ids: Layout, output: Layout) -> tuple[Layout, Layout]:
+    """Return the layout that the backward needs the output's gradient in, and that of the table's gradient.
+
+    Args:
+        gradient: layout in which the output's gradient comes.
+        table: layout of the table.
+        ids: layout of the indices.
+        output: layout of the output.
+    """
+    needed: list[Placement] = []
     result: list[Placement] = []
-    for came, of, at, out in zip(arrived, table, ids, output, strict=True):
-        if isinstance(at, Shard):
-            wanted.append(at)
+    for grad_place, table_place, id_place, out_place in zip(gradient, table, ids, output, strict=True):
+        if isinstance(id_place, Shard):
+            needed.append(id_place)
             result.append(Partial())
-        elif of == Replicate():
-            # The lookup is linear: what is partial may stay so.
-            keeps = came.is_partial()
-            wanted.append(came if keeps else Replicate())
-            result.append(came if keeps else Replicate())
+        elif table_place == Replicate():
+            # The lookup is linear: a partial gradient can stay partial.
+            place = grad_place if grad_place.is_partial() else Replicate()
+            needed.append(place)
+            result.append(place)
         else:
-            wanted.append(Replicate() if out.is_partial() else out)
-            result.append(of)
-    return tuple(wanted), tuple(result)
+            needed.append(Replicate() if out_place.is_partial() else out_place)
+            result.append(table_place)
+    return tuple(needed), tuple(result)

@@ -1,16 +1,16 @@
-"""The experts of a mixture-of-experts block: their tokens, the experts, or each expert's inner dim split on any axes.
+"""Experts of a mixture-of-experts block, with tokens, experts, or the inner dim of every expert sharded on any axes.
 
-On each axis one of
+Each axis does one of
 
-    tokens split, matrices whole     each rank runs its tokens through all experts; gradients of matrices are partial
-    experts split, tokens whole      each rank runs the tokens that chose its experts; the result is partial
-    inner dim split, tokens whole    each rank runs all through its part of every expert; the result is partial
-    experts and tokens split         each token goes to the ranks of its experts, and their results come back
+    shards tokens                each rank runs its tokens through all experts; gradients of weights are partial
+    shards experts               each rank runs the tokens that chose its experts; the result is partial
+    shards the inner dim         each rank runs all tokens through its shard of every expert; the result is partial
+    shards experts and tokens    tokens are sent to the ranks of their experts, and the results are sent back
 
-so that nothing is communicated inside but in the last, which is for one axis alone: all-to-alls of as many rows as
-there are for each rank (`token_exchange`). The gates and ups of an expert lie in one tensor one after the other,
-and where the inner dim is split a rank has the same piece of both: `SS(1,2)`, a strided shard. ``shard_module`` puts
-this in the place of the forward of every module that `experts` knows, under whatever implementation its config
+Only the last communicates inside the op, by all-to-alls of as many rows as there are for each rank
+(``token_exchange``); one axis at most does it. The gate and up weights of an expert lie in one tensor, one after the
+other. Where the inner dim is sharded, a rank has the same shard of both: ``SS(1,2)``, a strided shard. ``shard_module``
+replaces the forward of every module that ``planner.model_rewrites.experts`` knows, whichever implementation its config
 names.
 """
 
@@ -29,34 +29,35 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, format_layout
 from executor.ops.embedding import split_offset
-from executor.ops.grouped_gemm import ExpertProducts
-from executor.ops.token_exchange import Exchange, Rows, exchanged_rows
+from executor.ops.grouped_gemm import GroupedGemm
+from executor.ops.token_exchange import RoutedRows, TokenExchange, exchange_rows
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import local_of, make_dtensor, run_function
 from planner.errors import PlanLayoutError
 from planner.model_rewrites.experts import GATE_UP_MATRICES, experts_in
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
-_PACKED = _StridedShard(1, split_factor=GATE_UP_MATRICES)
+_GATE_UP_INNER = _StridedShard(1, split_factor=GATE_UP_MATRICES)
+"""Shard of the inner dim of gate_up."""
 
 _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placement, Placement, Placement]] = {
     (R, R, R): (R, R, R, R),
     (S0, R, R): (S0, S0, P, P),
     (R, S0, S0): (P, P, S0, S0),
-    (R, _PACKED, Shard(2)): (P, P, _PACKED, Shard(2)),
+    (R, _GATE_UP_INNER, Shard(2)): (P, P, _GATE_UP_INNER, Shard(2)),
     (S0, S0, S0): (S0, S0, S0, S0),
 }
-"""Tokens, gate_up and down -> the result, and the gradients of tokens and their weights, of gate_up and of down."""
+"""(tokens, gate_up, down) -> (result, gradients of tokens and their routing weights, of gate_up, of down)."""
 
 
 def replace_experts(module: nn.Module, redistributor: Redistributor) -> None:
-    """Make the experts in ``module`` run as planned wherever their parameters are DTensors."""
+    """Replace the forward of the experts in ``module`` whose parameters are DTensors."""
     for part, activation in experts_in(module):
         if all(isinstance(parameter, DTensor) for parameter in part.parameters()):
-            part.forward = _Forward(part, activation, redistributor)
+            part.forward = _ExpertsForward(part, activation, redistributor)
 
 
-class _Forward:
+class _ExpertsForward:
     """The forward of a module of experts."""
 
     def __init__(self, module: nn.Module, activation: str, redistributor: Redistributor) -> None:
@@ -68,8 +69,8 @@ class _Forward:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        matrices = self._module._parameters  # an attribute may be a module, for all that is known of it
-        gate_up, down = matrices["gate_up_proj"], matrices["down_proj"]
+        parameters = self._module._parameters  # typed as tensors, unlike attributes
+        gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
         assert gate_up is not None
         assert down is not None
         return experts(self._redistributor, hidden_states, top_k_index, top_k_weights, gate_up, down, self._activation)
@@ -79,26 +80,26 @@ def experts(
     redistributor: Redistributor,
     hidden: torch.Tensor,
     index: torch.Tensor,
-    weights: torch.Tensor,
+    routing_weights: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: str,
 ) -> DTensor:
-    """Return the experts' results [tokens, width], weighted and added; arguments as of `experts_op`.
+    """Return the weighted sums of the experts' results, [tokens, width]; arguments as of ``experts_op``.
 
     Raises:
-        PlanLayoutError: layouts in which this is not possible without communication.
+        PlanLayoutError: layouts that the op does not cover.
     """
-    given = [redistributor.as_dtensor(tensor) for tensor in (hidden, index, weights, gate_up, down)]
-    output = _output_layout([tuple(tensor.placements) for tensor in given])
-    axis = _exchange_axis(redistributor, given)
-    found: DTensor = run_function(_Experts, *given, redistributor, output, axis, activation)
-    return found
+    inputs = [redistributor.as_dtensor(tensor) for tensor in (hidden, index, routing_weights, gate_up, down)]
+    output = _output_layout([tuple(tensor.placements) for tensor in inputs])
+    axis = _exchange_axis(redistributor, inputs)
+    result: DTensor = run_function(_Experts, *inputs, redistributor, output, axis, activation)
+    return result
 
 
-def _exchange_axis(redistributor: Redistributor, given: Sequence[DTensor]) -> int | None:
-    """Return the axis on which tokens and experts are both split; None where there is none."""
-    tokens, experts = given[0].placements, given[4].placements
+def _exchange_axis(redistributor: Redistributor, inputs: Sequence[DTensor]) -> int | None:
+    """Return the axis that shards tokens and experts; None where there is none."""
+    tokens, experts = inputs[0].placements, inputs[4].placements
     axes = [
         axis
         for axis, places in enumerate(zip(tokens, experts, strict=True))
@@ -107,38 +108,39 @@ def _exchange_axis(redistributor: Redistributor, given: Sequence[DTensor]) -> in
     if len(axes) > 1:
         raise PlanLayoutError(
             f"experts got tokens in ({', '.join(format_layout(tuple(tokens)))}) and down_proj in "
-            f"({', '.join(format_layout(tuple(experts)))}): both are split on {len(axes)} axes.",
+            f"({', '.join(format_layout(tuple(experts)))}): {len(axes)} axes shard both.",
             field="input_plan",
-            what_to_do="Split tokens and experts both on one axis at most; make one larger axis of two.",
+            what_to_do="Shard tokens and experts both on one axis at most; make one larger axis of two.",
         )
     return axes[0] if axes else None
 
 
 def _output_layout(layouts: list[Layout]) -> Layout:
-    found: list[Placement] = []
+    """Return the layout of the result, given those of the five inputs."""
+    output: list[Placement] = []
     for tokens, index, weights, gate_up, down in zip(*layouts, strict=True):
         if not tokens == index == weights or (tokens, gate_up, down) not in _GRADIENTS:
             texts = ["(" + ", ".join(format_layout(layout)) + ")" for layout in layouts]
             raise PlanLayoutError(
-                f"experts got tokens, their choice and its weights in {texts[0]}, {texts[1]}, {texts[2]}, gate_up_proj "
-                f"in {texts[3]} and down_proj in {texts[4]}.",
+                f"experts got tokens, their experts and their weights in {texts[0]}, {texts[1]}, {texts[2]}, "
+                f"gate_up_proj in {texts[3]} and down_proj in {texts[4]}.",
                 field="input_plan",
-                what_to_do="On each axis split the tokens, S(0) of both matrices, or both, or SS(1,2) of gate_up_proj "
-                "and S(2) of down_proj, with tokens, choice and weights alike.",
+                what_to_do="On each axis shard the tokens, S(0) of both parameters, or both, or SS(1,2) of "
+                "gate_up_proj and S(2) of down_proj; give tokens, experts and weights one layout.",
             )
-        found.append(tokens if isinstance(tokens, Shard) else P if isinstance(down, Shard) else R)
-    return tuple(found)
+        output.append(tokens if isinstance(tokens, Shard) else P if isinstance(down, Shard) else R)
+    return tuple(output)
 
 
 class _Experts(torch.autograd.Function):
-    """Shapes below are this rank's: ``x`` [tokens, width], ``up`` [experts, 2 * inner, width], rows first."""
+    """Local shapes: ``x`` [tokens, width], ``up_weights`` [experts, 2 * inner, width], and rows [rows, ...]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: DTensor,
         index: DTensor,
-        weights: DTensor,
+        routing_weights: DTensor,
         gate_up: DTensor,
         down: DTensor,
         redistributor: Redistributor,
@@ -147,117 +149,125 @@ class _Experts(torch.autograd.Function):
         activation: str,
     ) -> DTensor:
         ctx.set_materialize_grads(False)
-        x, up_matrices, down_matrices = local_of(hidden), local_of(gate_up), local_of(down)
+        x, up_weights, down_weights = local_of(hidden), local_of(gate_up), local_of(down)
         layout, all_experts = tuple(gate_up.placements), gate_up.shape[0]
-        exchange: Exchange | None = None
+        exchange: TokenExchange | None = None
         if axis is None:
             first, count = split_offset(redistributor, all_experts, layout, 0)
-            rows = Rows.of(local_of(index), first, count, all_experts)
-            products = ExpertProducts.of(rows.counts, None, rows.choice.shape[0], down_matrices)
+            rows = RoutedRows.from_choices(local_of(index), first, count, all_experts)
+            gemm = GroupedGemm.choose(rows.counts, None, rows.choice.shape[0], down_weights)
         else:
-            rows, exchange, arriving = exchanged_rows(redistributor, local_of(index), all_experts, layout, axis)
-            products = ExpertProducts.of(arriving.counts, arriving.on_host, arriving.rows, down_matrices)
-        row_weights, tokens = _of_rows(local_of(weights), rows), x[rows.token]
+            rows, exchange, received = exchange_rows(redistributor, local_of(index), all_experts, layout, axis)
+            gemm = GroupedGemm.choose(received.counts, received.counts_on_host, received.rows, down_weights)
+        row_weights, tokens = _weights_of_rows(local_of(routing_weights), rows), x[rows.token]
         if exchange is not None:
             tokens, row_weights = exchange.to_experts(tokens), exchange.to_experts(row_weights)
-        inner = products.of_rows(tokens, up_matrices)
-        # Where tokens came from other ranks they are kept as they came.
-        kept = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)
+        inner = gemm.forward(tokens, up_weights)
+        # Received rows are saved, so that the backward does not exchange them again.
+        saved = (x, None, None, None) if exchange is None else (tokens, row_weights, exchange.sizes, exchange.order)
         del tokens
         gate, up = inner.chunk(2, -1)
-        weighted = _activated(gate, activation).mul_(up).mul_(row_weights.to(x.dtype))
-        found = torch.zeros_like(x)
-        results = products.of_rows(weighted, down_matrices)
+        weighted = _activate(gate, activation).mul_(up).mul_(row_weights.to(x.dtype))
+        result = torch.zeros_like(x)
+        row_results = gemm.forward(weighted, down_weights)
         if exchange is not None:
             del weighted
-            results = exchange.to_tokens(results)
-        found.index_add_(0, rows.token, results)
-        ctx.save_for_backward(local_of(weights), up_matrices, down_matrices, inner, rows.choice, products.counts, *kept)
+            row_results = exchange.to_tokens(row_results)
+        result.index_add_(0, rows.token, row_results)
+        ctx.save_for_backward(
+            local_of(routing_weights), up_weights, down_weights, inner, rows.choice, gemm.counts, *saved
+        )
         ctx.group = None if exchange is None else exchange.group
         ctx.redistributor, ctx.output, ctx.activation = redistributor, output, activation
         ctx.layouts = tuple(hidden.placements), layout, tuple(down.placements)
-        ctx.shapes = [tuple(tensor.shape) for tensor in (hidden, weights, gate_up, down)]
-        ctx.tokens, ctx.one_by_one = x.shape[0], products.one_by_one
-        return make_dtensor(found, redistributor.device_mesh, output, hidden.shape, contiguous_stride(hidden.shape))
+        ctx.shapes = [tuple(tensor.shape) for tensor in (hidden, routing_weights, gate_up, down)]
+        ctx.tokens, ctx.per_expert = x.shape[0], gemm.per_expert
+        return make_dtensor(result, redistributor.device_mesh, output, hidden.shape, contiguous_stride(hidden.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 9
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.as_dtensor(gradient)
-        wanted, layouts = _gradient_layouts(tuple(arrived.placements), ctx.layouts, ctx.output)
-        local = local_of(redistributor.to_layout(arrived, wanted))
-        found = _gradients(ctx, local)
-        made = [
+        grad_out = redistributor.as_dtensor(gradient)
+        out_layout, layouts = _gradient_layouts(tuple(grad_out.placements), ctx.layouts, ctx.output)
+        locals_ = _local_gradients(ctx, local_of(redistributor.to_layout(grad_out, out_layout)))
+        grad_hidden, grad_weights, grad_gate_up, grad_down = [
             None
-            if piece is None
-            else make_dtensor(piece, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
-            for piece, layout, shape in zip(found, layouts, ctx.shapes, strict=True)
+            if local is None
+            else make_dtensor(local, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
+            for local, layout, shape in zip(locals_, layouts, ctx.shapes, strict=True)
         ]
-        return made[0], None, made[1], made[2], made[3], None, None, None, None
+        return grad_hidden, None, grad_weights, grad_gate_up, grad_down, None, None, None, None
 
 
-def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of this rank's hidden, weights, gate_up and down, given that of its result."""
-    weights, up_matrices, down_matrices, inner, choice, counts, tokens, came_weights, sizes, order = ctx.saved_tensors
-    rows, products = Rows(choice, counts, weights.shape[1]), ExpertProducts(counts, ctx.one_by_one)
-    exchange = None if ctx.group is None else Exchange(ctx.group, sizes, order)
+def _local_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Return the local gradients of hidden, routing weights, gate_up and down, given that of the result."""
+    weights, up_weights, down_weights, inner, choice, counts, tokens, received_weights, sizes, order = ctx.saved_tensors
+    rows, gemm = RoutedRows(choice, counts, weights.shape[1]), GroupedGemm(counts, ctx.per_expert)
+    exchange = None if ctx.group is None else TokenExchange(ctx.group, sizes, order)
     needs_x, _, needs_weights, needs_up, needs_down = ctx.needs_input_grad[:5]
     gate, up = inner.chunk(2, -1)
-    row_weights = (_of_rows(weights, rows) if exchange is None else came_weights).to(inner.dtype)
-    arrived = gradient[rows.token]
-    arrived = arrived if exchange is None else exchange.to_experts(arrived)
-    of_weighted = products.of_rows(arrived, down_matrices.transpose(1, 2))
-    product = _activated(gate, ctx.activation).mul_(up)
-    of_weights = None
+    row_weights = (_weights_of_rows(weights, rows) if exchange is None else received_weights).to(inner.dtype)
+    grad_rows = gradient[rows.token]
+    grad_rows = grad_rows if exchange is None else exchange.to_experts(grad_rows)
+    grad_weighted = gemm.forward(grad_rows, down_weights.transpose(1, 2))
+    gated = _activate(gate, ctx.activation).mul_(up)
+    grad_weights = None
     if needs_weights:
-        of_rows = (of_weighted * product).sum(-1).to(weights.dtype)
-        of_rows = of_rows if exchange is None else exchange.to_tokens(of_rows)
-        of_weights = weights.new_zeros(weights.numel()).index_copy_(0, rows.choice, of_rows).view(weights.shape)
-    of_down = products.of_matrices(arrived, product.mul_(row_weights), down_matrices) if needs_down else None
-    del arrived, product
-    of_inner = _through_activation(of_weighted.mul_(row_weights), gate, up, ctx.activation)
-    del of_weighted
-    of_up = None
+        by_row = (grad_weighted * gated).sum(-1).to(weights.dtype)
+        by_row = by_row if exchange is None else exchange.to_tokens(by_row)
+        grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, rows.choice, by_row).view(weights.shape)
+    grad_down = gemm.weight_gradient(grad_rows, gated.mul_(row_weights), down_weights) if needs_down else None
+    del grad_rows, gated
+    grad_inner = _activation_gradient(grad_weighted.mul_(row_weights), gate, up, ctx.activation)
+    del grad_weighted
+    grad_up = None
     if needs_up:
-        of_up = products.of_matrices(of_inner, tokens[rows.token] if exchange is None else tokens, up_matrices)
-    of_x = None
+        grad_up = gemm.weight_gradient(grad_inner, tokens[rows.token] if exchange is None else tokens, up_weights)
+    grad_x = None
     if needs_x:
-        passed = products.of_rows(of_inner, up_matrices.transpose(1, 2))
+        grad_tokens = gemm.forward(grad_inner, up_weights.transpose(1, 2))
         if exchange is not None:
-            del of_inner
-            passed = exchange.to_tokens(passed)
-        of_x = passed.new_zeros(ctx.tokens, passed.shape[1]).index_add_(0, rows.token, passed)
-    return of_x, of_weights, of_up, of_down
+            del grad_inner
+            grad_tokens = exchange.to_tokens(grad_tokens)
+        grad_x = grad_tokens.new_zeros(ctx.tokens, grad_tokens.shape[1]).index_add_(0, rows.token, grad_tokens)
+    return grad_x, grad_weights, grad_up, grad_down
 
 
 def _gradient_layouts(
-    arrived: Layout, given: tuple[Layout, Layout, Layout], output: Layout
+    gradient: Layout, inputs: tuple[Layout, Layout, Layout], output: Layout
 ) -> tuple[Layout, tuple[Layout, ...]]:
-    """Return the layout that the result's gradient is needed in, and those of the inputs' gradients."""
-    wanted: list[Placement] = []
-    found: list[tuple[Placement, ...]] = []
-    for came, tokens, gate_up, down, out in zip(arrived, *given, output, strict=True):
+    """Return the layout that the backward needs the result's gradient in, and those of the four inputs' gradients.
+
+    Args:
+        gradient: layout in which the result's gradient comes.
+        inputs: layouts of tokens, gate_up and down.
+        output: layout of the result.
+    """
+    needed: list[Placement] = []
+    by_axis: list[tuple[Placement, ...]] = []
+    for grad_place, tokens, gate_up, down, out in zip(gradient, *inputs, output, strict=True):
         _, *gradients = _GRADIENTS[tokens, gate_up, down]
-        # Where nothing is split the op is linear in its gradient: what is partial may stay so.
-        keeps = out == R and came.is_partial()
-        wanted.append(came if keeps else R if out.is_partial() else out)
-        found.append((came,) * 3 if keeps else tuple(gradients))
-    tokens_layout, up_layout, down_layout = zip(*found, strict=True)
-    return tuple(wanted), (tokens_layout, tokens_layout, up_layout, down_layout)
+        # Where the axis shards nothing, the op is linear in its gradient: a partial one can stay partial.
+        stays_partial = out == R and grad_place.is_partial()
+        needed.append(grad_place if stays_partial else R if out.is_partial() else out)
+        by_axis.append((grad_place,) * 3 if stays_partial else tuple(gradients))
+    tokens_layout, up_layout, down_layout = zip(*by_axis, strict=True)
+    return tuple(needed), (tokens_layout, tokens_layout, up_layout, down_layout)
 
 
-def _of_rows(weights: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return weights.reshape(-1)[rows.choice].unsqueeze(1)
+def _weights_of_rows(routing_weights: torch.Tensor, rows: RoutedRows) -> torch.Tensor:
+    """Return the routing weight of each row, [rows, 1]."""
+    return routing_weights.reshape(-1)[rows.choice].unsqueeze(1)
 
 
-def _activated(gate: torch.Tensor, activation: str) -> torch.Tensor:
+def _activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
     return F.silu(gate) if activation == "silu" else F.gelu(gate)
 
 
-def _through_activation(gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradient of gates and ups, one after the other, given that of ``activation(gate) * up``."""
+def _activation_gradient(gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the gradients of gate and up, concatenated, given that of ``activation(gate) * up``, which it changes."""
     aten = torch.ops.aten
     backward = aten.silu_backward.default if activation == "silu" else aten.gelu_backward.default
-    return torch.cat([backward(gradient * up, gate), gradient.mul_(_activated(gate, activation))], -1)
+    return torch.cat([backward(gradient * up, gate), gradient.mul_(_activate(gate, activation))], -1)

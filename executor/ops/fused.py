@@ -1,8 +1,9 @@
-"""Norm, gated activation, rotation and loss as one op each on local pieces: `fused_kernels` as they run.
+"""Fused ops on local tensors: RMS norm, gated activation, rotary embedding and cross entropy, one kernel each.
 
-Nothing is communicated but by the loss, which reduces as `executor.ops.cross_entropy` does. On a GPU each formula is
-compiled (``torch.compile``, at its first call) to one kernel that reads its inputs and writes its results; elsewhere it
-runs step by step. The backward has formulas of its own, so that only inputs are kept, and a number for each row.
+Only the loss communicates; it reduces as ``executor.ops.cross_entropy`` does. The formulas are those of
+``planner.model_rewrites.fused_kernels``. On a GPU each is compiled (``torch.compile``, at its first call) to one kernel
+that reads its inputs and writes its results; elsewhere it runs op by op. The backward has formulas of its own, so that
+only inputs, and one number per row, are saved.
 """
 
 from __future__ import annotations
@@ -26,83 +27,103 @@ from planner.model_rewrites.fuse_ops import FusedOps, fuse_ops
 R, P = Replicate(), Partial()
 
 
-def replace_chains(module: nn.Module, redistributor: Redistributor, *, opaque: Collection[nn.Module] = ()) -> None:
-    """Make whatever can be fused in ``module`` run as one op; ``opaque`` are the modules that Sharders made."""
+def replace_with_fused_ops(
+    module: nn.Module, redistributor: Redistributor, *, opaque: Collection[nn.Module] = ()
+) -> None:
+    """Make ``module`` run each chain of ops that can be fused as one op.
 
-    def of(name: str, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    Args:
+        module: changed in place.
+        redistributor: of the mesh.
+        opaque: submodules that are left alone, those that Sharders made.
+    """
+
+    def fused(name: str, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any) -> torch.Tensor:
             if any(isinstance(value, DTensor) for value in args):
                 return op(redistributor, *args)
-            # A rank's own tensor, as behind a module that returns one: no other rank is known to have it.
+            # Plain tensors, as after a module that returns local ones: they have no layout.
             return fused_kernels.run_forward(name, args)[0]
 
         return call
 
     ops = FusedOps(
-        rms_norm=of(fused_kernels.RMS_NORM, rms_norm),
-        gated=of(fused_kernels.GATED, gated),
-        gated_pairs=of(fused_kernels.GATED_PAIRS, gated_pairs),
-        rotary=of(fused_kernels.ROTARY, rotary),
-        cross_entropy=of(fused_kernels.CROSS_ENTROPY, fused_cross_entropy),
+        rms_norm=fused(fused_kernels.RMS_NORM, rms_norm),
+        gated=fused(fused_kernels.GATED, gated),
+        gated_pairs=fused(fused_kernels.GATED_PAIRS, gated_pairs),
+        rotary=fused(fused_kernels.ROTARY, rotary),
+        cross_entropy=fused(fused_kernels.CROSS_ENTROPY, fused_cross_entropy),
     )
     fuse_ops(module, ops, opaque=opaque)
 
 
 def rms_norm(redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> DTensor:
-    """Return the norm of ``x``, in its layout, which splits any dim but the last; ``weight`` is replicated.
+    """Return the RMS norm of ``x`` over its last dim, in the layout of ``x``.
+
+    Args:
+        redistributor: of the mesh.
+        x: its layout shards any dim but the last.
+        weight: replicated.
+        eps: added to the mean square.
 
     Raises:
         PlanLayoutError: other layouts.
     """
-    given = [redistributor.as_dtensor(tensor) for tensor in (x, weight)]
-    _check_layout("a norm", given[0], range(given[0].dim() - 1))
-    _check_layout("a norm's weight", given[1], ())
-    found: DTensor = run_function(_RmsNorm, *given, redistributor, eps)
-    return found
+    inputs = [redistributor.as_dtensor(tensor) for tensor in (x, weight)]
+    _check_layout("a norm", inputs[0], range(inputs[0].dim() - 1))
+    _check_layout("a norm's weight", inputs[1], ())
+    result: DTensor = run_function(_RmsNorm, *inputs, redistributor, eps)
+    return result
 
 
 def gated(redistributor: Redistributor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> DTensor:
-    """Return ``activation(gate) * up``, which have one layout, in it.
+    """Return ``activation(gate) * up``, in the layout of both.
 
     Raises:
-        PlanLayoutError: they have two, or sums that are not taken yet.
+        PlanLayoutError: they have different layouts, or partial ones.
     """
-    given = [redistributor.as_dtensor(tensor) for tensor in (gate, up)]
-    _check_layout("a gated activation", given[0], range(given[0].dim()))
-    if given[0].placements != given[1].placements:
-        raise _wrong("a gated activation's second factor", given[1])
-    found: DTensor = run_function(_Gated, *given, redistributor, activation)
-    return found
+    inputs = [redistributor.as_dtensor(tensor) for tensor in (gate, up)]
+    _check_layout("a gated activation", inputs[0], range(inputs[0].dim()))
+    if inputs[0].placements != inputs[1].placements:
+        raise _wrong_layout("a gated activation's second factor", inputs[1])
+    result: DTensor = run_function(_Gated, *inputs, redistributor, activation)
+    return result
 
 
 def gated_pairs(redistributor: Redistributor, pairs: torch.Tensor, activation: str) -> DTensor:
     """Return ``activation(gate) * up`` of ``pairs``, in which each gate precedes its up along the last dim.
 
     Raises:
-        PlanLayoutError: sums are not taken yet, or a pair is cut.
+        PlanLayoutError: the layout is partial, or has a gate and its up on two ranks.
     """
-    given = redistributor.as_dtensor(pairs)
-    _check_layout("a gated activation", given, range(given.dim()))
-    if local_of(given).shape[-1] % 2:
-        raise _wrong("a gated activation of pairs", given)
-    found: DTensor = run_function(_GatedPairs, given, redistributor, activation)
-    return found
+    dtensor = redistributor.as_dtensor(pairs)
+    _check_layout("a gated activation", dtensor, range(dtensor.dim()))
+    if local_of(dtensor).shape[-1] % 2:
+        raise _wrong_layout("a gated activation of pairs", dtensor)
+    result: DTensor = run_function(_GatedPairs, dtensor, redistributor, activation)
+    return result
 
 
 def rotary(redistributor: Redistributor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> DTensor:
-    """Return ``x`` [batch, heads, seq, width] turned, in its layout; ``cos`` and ``sin`` are sliced where it is split.
+    """Return ``x`` [batch, heads, seq, width] with rotary position embedding, in its layout.
+
+    Args:
+        redistributor: of the mesh.
+        x: its layout shards any dim but the width.
+        cos: [samples or 1, seq, width], sliced where ``x`` is sharded.
+        sin: likewise.
 
     Raises:
-        PlanLayoutError: the width is split, or sums are not taken yet.
+        PlanLayoutError: other layouts.
     """
-    given = redistributor.as_dtensor(x)
-    _check_layout("a rotation", given, range(3))
-    angles = tuple(_angle_placement(placement, cos.shape[0]) for placement in given.placements)
-    turned = [
-        local_of(redistributor.to_layout(redistributor.as_dtensor(tensor.detach()), angles)) for tensor in (cos, sin)
+    dtensor = redistributor.as_dtensor(x)
+    _check_layout("a rotary embedding", dtensor, range(3))
+    layout = tuple(_angle_placement(placement, cos.shape[0]) for placement in dtensor.placements)
+    angles = [
+        local_of(redistributor.to_layout(redistributor.as_dtensor(tensor.detach()), layout)) for tensor in (cos, sin)
     ]
-    found: DTensor = run_function(_Rotary, given, *turned, redistributor)
-    return found
+    result: DTensor = run_function(_Rotary, dtensor, *angles, redistributor)
+    return result
 
 
 def fused_cross_entropy(
@@ -111,60 +132,61 @@ def fused_cross_entropy(
     """Return the loss, in float32 and replicated, of ``logits`` [rows, classes] and class indices ``labels`` [rows].
 
     Raises:
-        PlanLayoutError: the logits hold sums that are not taken yet.
+        PlanLayoutError: the logits are partial.
     """
-    given = redistributor.as_dtensor(logits)
-    _check_layout("a loss", given, range(2))
-    rows = tuple(placement if placement == Shard(0) else R for placement in given.placements)
-    held = redistributor.labels(labels, rows)
-    found: DTensor = run_function(_CrossEntropy, given, held, redistributor, ignore_index, mean)
-    return found
+    dtensor = redistributor.as_dtensor(logits)
+    _check_layout("a loss", dtensor, range(2))
+    rows = tuple(placement if placement == Shard(0) else R for placement in dtensor.placements)
+    local_labels = redistributor.labels(labels, rows)
+    result: DTensor = run_function(_CrossEntropy, dtensor, local_labels, redistributor, ignore_index, mean)
+    return result
 
 
 def _check_layout(what: str, tensor: DTensor, dims: Sequence[int]) -> None:
-    """Refuse a layout that does more than split ``dims``."""
+    """Raise ``PlanLayoutError`` where the layout of ``tensor`` does anything but shard ``dims``."""
     if any(placement != R and placement not in [Shard(dim) for dim in dims] for placement in tensor.placements):
-        raise _wrong(what, tensor)
+        raise _wrong_layout(what, tensor)
 
 
-def _wrong(what: str, tensor: DTensor) -> PlanLayoutError:
+def _wrong_layout(what: str, tensor: DTensor) -> PlanLayoutError:
     layout = ", ".join(format_layout(tuple(tensor.placements)))
     return PlanLayoutError(
         f"{what} got a tensor of shape {tuple(tensor.shape)} in the layout ({layout}).",
         field="input_plan",
-        what_to_do="Replicate it, or split dims along which the op does not sum, alike in all that it computes with.",
+        what_to_do="Replicate it, or shard dims that the op does not reduce, in the same layout for all its inputs.",
     )
 
 
 def _angle_placement(placement: Placement, samples: int) -> Placement:
-    """Return how cosines and sines [samples or 1, seq, width] go with a tensor so placed."""
+    """Return the placement of cos and sin [samples or 1, seq, width] for an ``x`` with ``placement``."""
     if placement == Shard(0):
         return Shard(0) if samples > 1 else R
     return Shard(1) if placement == Shard(2) else R
 
 
 def _run(formula: Callable[..., Any], *args: Any) -> Any:
-    """Return a formula's result: compiled on a GPU."""
+    """Return the result of a formula, which is compiled on a GPU."""
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
     return compiled(formula)(*args) if on_gpu else formula(*args)
 
 
-def _arrived(redistributor: Redistributor, gradient: torch.Tensor, output: Layout) -> DTensor:
-    """Return a result's gradient as the ops take it: split as the result is, or sums that each rank has a part of."""
-    came = redistributor.as_dtensor(gradient)
-    wanted = tuple(
-        there if place == R and there.is_partial() else place
-        for there, place in zip(came.placements, output, strict=True)
+def _grad_out(redistributor: Redistributor, gradient: torch.Tensor, output: Layout) -> DTensor:
+    """Return a result's gradient in the layout ``output``, but partial where it comes partial instead of replicated."""
+    dtensor = redistributor.as_dtensor(gradient)
+    layout = tuple(
+        place if out == R and place.is_partial() else out for place, out in zip(dtensor.placements, output, strict=True)
     )
-    return redistributor.to_layout(came, wanted)
+    return redistributor.to_layout(dtensor, layout)
 
 
 def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    """Return the tensor whose piece is ``local``, with the layout, shape and order of dims of ``tensor``."""
+    """Return the DTensor of ``local`` with the layout, shape and strides of ``tensor``."""
     return make_dtensor(local, tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
 
 
 class _RmsNorm(torch.autograd.Function):
+    """Saves ``x``, the weight and a scale per row."""
+
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, redistributor: Redistributor, eps: float) -> DTensor:
         ctx.set_materialize_grads(False)
@@ -178,17 +200,19 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 4
-        arrived = _arrived(ctx.redistributor, gradient, ctx.layout)
-        of_x, of_weight = _run(fused_kernels.rms_norm_backward, local_of(arrived), *ctx.saved_tensors)
-        summed = tuple(R if placement == R else P for placement in arrived.placements)
+        grad_out = _grad_out(ctx.redistributor, gradient, ctx.layout)
+        grad_x, grad_weight = _run(fused_kernels.rms_norm_backward, local_of(grad_out), *ctx.saved_tensors)
+        weight_layout = tuple(R if placement == R else P for placement in grad_out.placements)
         mesh, width = ctx.redistributor.device_mesh, ctx.shape[-1:]
-        x_gradient = make_dtensor(
-            of_x.contiguous(), mesh, tuple(arrived.placements), ctx.shape, contiguous_stride(ctx.shape)
+        grad_input = make_dtensor(
+            grad_x.contiguous(), mesh, tuple(grad_out.placements), ctx.shape, contiguous_stride(ctx.shape)
         )
-        return x_gradient, make_dtensor(of_weight, mesh, summed, width, (1,)), None, None
+        return grad_input, make_dtensor(grad_weight, mesh, weight_layout, width, (1,)), None, None
 
 
 class _Gated(torch.autograd.Function):
+    """Saves ``gate`` and ``up``."""
+
     @staticmethod
     def forward(ctx: Any, gate: DTensor, up: DTensor, redistributor: Redistributor, activation: str) -> DTensor:
         ctx.set_materialize_grads(False)
@@ -200,13 +224,15 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 4
-        arrived = _arrived(ctx.redistributor, gradient, ctx.layout)
-        found = _run(fused_kernels.gated_backward, local_of(arrived), *ctx.saved_tensors, ctx.activation)
-        of_gate, of_up = (_like(local, arrived) for local in found)
-        return of_gate, of_up, None, None
+        grad_out = _grad_out(ctx.redistributor, gradient, ctx.layout)
+        locals_ = _run(fused_kernels.gated_backward, local_of(grad_out), *ctx.saved_tensors, ctx.activation)
+        grad_gate, grad_up = (_like(local, grad_out) for local in locals_)
+        return grad_gate, grad_up, None, None
 
 
 class _GatedPairs(torch.autograd.Function):
+    """Saves ``pairs``."""
+
     @staticmethod
     def forward(ctx: Any, pairs: DTensor, redistributor: Redistributor, activation: str) -> DTensor:
         ctx.set_materialize_grads(False)
@@ -220,14 +246,16 @@ class _GatedPairs(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 3
-        arrived = _arrived(ctx.redistributor, gradient, ctx.layout)
-        found = _run(fused_kernels.gated_pairs_backward, local_of(arrived), *ctx.saved_tensors, ctx.activation)
+        grad_out = _grad_out(ctx.redistributor, gradient, ctx.layout)
+        local = _run(fused_kernels.gated_pairs_backward, local_of(grad_out), *ctx.saved_tensors, ctx.activation)
         stride = contiguous_stride(ctx.shape)
         mesh = ctx.redistributor.device_mesh
-        return make_dtensor(found.contiguous(), mesh, tuple(arrived.placements), ctx.shape, stride), None, None
+        return make_dtensor(local.contiguous(), mesh, tuple(grad_out.placements), ctx.shape, stride), None, None
 
 
 class _Rotary(torch.autograd.Function):
+    """Saves the local ``cos`` and ``sin``."""
+
     @staticmethod
     def forward(ctx: Any, x: DTensor, cos: torch.Tensor, sin: torch.Tensor, redistributor: Redistributor) -> DTensor:
         ctx.set_materialize_grads(False)
@@ -239,17 +267,13 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, ...]:
         if gradient is None:
             return (None,) * 4
-        arrived = _arrived(ctx.redistributor, gradient, ctx.layout)
-        return (
-            _like(_run(fused_kernels.rotary_backward, local_of(arrived), *ctx.saved_tensors), arrived),
-            None,
-            None,
-            None,
-        )
+        grad_out = _grad_out(ctx.redistributor, gradient, ctx.layout)
+        local = _run(fused_kernels.rotary_backward, local_of(grad_out), *ctx.saved_tensors)
+        return _like(local, grad_out), None, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Shapes below are this rank's: logits [n, c], all others [n]."""
+    """Local shapes: logits [n, c], all others [n]."""
 
     @staticmethod
     def forward(
@@ -258,12 +282,12 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         layout, x = tuple(logits.placements), local_of(logits)
         first, _ = split_offset(redistributor, logits.shape[1], layout, 1)
-        by_class = [axis for axis, placement in enumerate(layout) if placement == Shard(1)]
+        class_axes = [axis for axis, placement in enumerate(layout) if placement == Shard(1)]
         maxima = _run(fused_kernels.row_maxima, x)
-        for axis in by_class:
+        for axis in class_axes:
             maxima = redistributor.all_reduce(maxima, "max", axis)
         sums = _run(fused_kernels.row_sums, x, labels - first, maxima)
-        for axis in by_class:
+        for axis in class_axes:
             sums = redistributor.all_reduce(sums, "sum", axis)
         log_sums, counted = sums[0].log() + maxima, labels != ignored
         losses = (log_sums - sums[1]).masked_fill(~counted, 0)
@@ -271,7 +295,7 @@ class _CrossEntropy(torch.autograd.Function):
         for axis, placement in enumerate(layout):
             if placement == Shard(0):
                 totals = redistributor.all_reduce(totals, "sum", axis)
-        # A mean over no label is 0 / 0, as in torch.
+        # The mean over no label is 0 / 0, as in torch.
         count = totals[1] if mean else torch.ones_like(totals[1])
         ctx.save_for_backward(x, labels, log_sums, count)
         ctx.redistributor, ctx.first, ctx.ignored = redistributor, first, ignored
@@ -283,10 +307,10 @@ class _CrossEntropy(torch.autograd.Function):
         if gradient is None:
             return (None,) * 5
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
+        grad_loss = redistributor.to_layout(redistributor.as_dtensor(gradient), redistributor.replicated)
         logits, labels, log_sums, count = ctx.saved_tensors
-        scales = (local_of(arrived).to(torch.float32) / count) * (labels != ctx.ignored)
-        found = _run(fused_kernels.logits_gradient, logits, labels - ctx.first, log_sums, scales)
+        scales = (local_of(grad_loss).to(torch.float32) / count) * (labels != ctx.ignored)
+        local = _run(fused_kernels.logits_gradient, logits, labels - ctx.first, log_sums, scales)
         stride = contiguous_stride(ctx.shape)
-        made = make_dtensor(found, redistributor.device_mesh, ctx.layout, ctx.shape, stride)
-        return made, None, None, None, None
+        grad_logits = make_dtensor(local, redistributor.device_mesh, ctx.layout, ctx.shape, stride)
+        return grad_logits, None, None, None, None

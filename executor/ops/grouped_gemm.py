@@ -1,8 +1,8 @@
-"""Products of experts' rows with their matrices: torch's one kernel for all, or a product for each.
+"""GEMMs of experts' rows with their weights: torch's grouped kernel, or one GEMM for each expert.
 
-The one kernel takes bfloat16 on a GPU, and is slow on some (`runs_one_by_one`). For a product of its
-own, how many rows an expert has must be known to the host, which waits for the GPU then, once a forward; where tokens
-come from other ranks it has waited for that already.
+The grouped kernel supports bfloat16 on a GPU, and is slow on some GPUs (``runs_one_by_one``). One GEMM per expert needs
+the number of rows of each expert on the host, which waits for the GPU once a forward; where tokens come from other
+ranks the host knows the numbers already.
 """
 
 from __future__ import annotations
@@ -15,80 +15,87 @@ import torch.nn.functional as F
 from cost_model.kernels.gemm import runs_one_by_one
 
 
-@torch.library.custom_op("shardplan::products_one_by_one", mutates_args=())
-def products_one_by_one(rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return each row times the transpose of its expert's matrix, as one op, which checkpointing can keep.
+@torch.library.custom_op("shardplan::gemm_per_expert", mutates_args=())
+def gemm_per_expert(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return each row times the transpose of its expert's weight, as one op, so that checkpointing can save the result.
 
     Args:
-        rows: [rows, k], those of one expert after those of another.
-        matrices: [experts, n, k].
+        rows: [rows, k], sorted by expert.
+        weights: [experts, n, k].
         counts: [experts], rows of each; on the CPU.
     """
-    found, sizes = rows.new_empty(rows.shape[0], matrices.shape[1]), counts.tolist()
-    for piece, matrix, result in zip(rows.split(sizes), matrices, found.split(sizes), strict=True):
-        torch.mm(piece, matrix.t(), out=result)
-    return found
+    result, sizes = rows.new_empty(rows.shape[0], weights.shape[1]), counts.tolist()
+    for own_rows, weight, out in zip(rows.split(sizes), weights, result.split(sizes), strict=True):
+        torch.mm(own_rows, weight.t(), out=out)
+    return result
 
 
-PRODUCTS_OP = torch.ops.shardplan.products_one_by_one.default
-"""As it is dispatched."""
+GEMM_PER_EXPERT_OP = torch.ops.shardplan.gemm_per_expert.default
+"""``gemm_per_expert`` as it is dispatched."""
 
 
-class ExpertProducts(NamedTuple):
-    """How many rows each expert has, and how their products run.
+class GroupedGemm(NamedTuple):
+    """The GEMMs of one call of the experts.
 
     Attributes:
-        counts: [experts]; on the CPU where products run one by one.
+        counts: [experts], rows of each; on the CPU where ``per_expert``.
+        per_expert: whether each expert has a GEMM of its own.
     """
 
     counts: torch.Tensor
-    one_by_one: bool
+    per_expert: bool
 
     @classmethod
-    def of(cls, counts: torch.Tensor, on_host: torch.Tensor | None, rows: int, down: torch.Tensor) -> Self:
-        """Choose what is faster for so many ``rows`` and matrices like ``down`` [experts, width, inner].
+    def choose(
+        cls, counts: torch.Tensor, counts_on_host: torch.Tensor | None, rows: int, weights: torch.Tensor
+    ) -> Self:
+        """Return the faster of both ways.
 
         Args:
             counts: [experts], rows of each.
-            on_host: the same on the CPU, where it is there already.
+            counts_on_host: the same on the CPU, where it is known there already.
+            rows: of all experts.
+            weights: [experts, n, k], of one of the GEMMs.
         """
-        if not _one_by_one(rows, down):
-            return cls(counts, one_by_one=False)
-        return cls(counts if counts.is_meta else counts.cpu() if on_host is None else on_host, one_by_one=True)
+        if not _is_faster_per_expert(rows, weights):
+            return cls(counts, per_expert=False)
+        if counts_on_host is None:
+            counts_on_host = counts if counts.is_meta else counts.cpu()
+        return cls(counts_on_host, per_expert=True)
 
-    def of_rows(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        """Return each row times the transpose of its expert's matrix: [rows, k], [experts, n, k] -> [rows, n]."""
+    def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return each row times the transpose of its expert's weight: [rows, k], [experts, n, k] -> [rows, n]."""
         if rows.is_meta:
-            return rows.new_empty(rows.shape[0], matrices.shape[1])
-        if self.one_by_one:
-            found: torch.Tensor = products_one_by_one(rows, matrices, self.counts)
-            return found
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=self._ends())
+            return rows.new_empty(rows.shape[0], weights.shape[1])
+        if self.per_expert:
+            result: torch.Tensor = gemm_per_expert(rows, weights, self.counts)
+            return result
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=self._ends())
 
-    def of_matrices(self, left: torch.Tensor, right: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return each expert's sum over its rows of outer products: [rows, n], [rows, k] -> [experts, n, k]."""
-        if left.is_meta:
-            return torch.empty_like(like)
-        if not self.one_by_one:
-            return F.grouped_mm(left.t(), right, offs=self._ends())
-        found, sizes = torch.empty_like(like), self.counts.tolist()
-        for a, b, result in zip(left.split(sizes), right.split(sizes), found, strict=True):
-            torch.mm(a.t(), b, out=result)
-        return found
+    def weight_gradient(self, gradient: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of ``weights``: [rows, n], [rows, k] -> [experts, n, k]."""
+        if gradient.is_meta:
+            return torch.empty_like(weights)
+        if not self.per_expert:
+            return F.grouped_mm(gradient.t(), rows, offs=self._ends())
+        result, sizes = torch.empty_like(weights), self.counts.tolist()
+        for own_gradient, own_rows, out in zip(gradient.split(sizes), rows.split(sizes), result, strict=True):
+            torch.mm(own_gradient.t(), own_rows, out=out)
+        return result
 
     def _ends(self) -> torch.Tensor:
         return self.counts.cumsum(0, dtype=torch.int32)
 
 
-def _one_by_one(rows: int, down: torch.Tensor) -> bool:
-    if not down.is_cuda or down.dtype != torch.bfloat16:
+def _is_faster_per_expert(rows: int, weights: torch.Tensor) -> bool:
+    if not weights.is_cuda or weights.dtype != torch.bfloat16:
         return True
-    major, minor = torch.cuda.get_device_capability(down.device)
-    experts, width, inner = down.shape
+    major, minor = torch.cuda.get_device_capability(weights.device)
+    experts, n, k = weights.shape
     return runs_one_by_one(
         tokens=rows,
-        n=min(width, inner),
+        n=min(n, k),
         groups=experts,
         architecture=f"sm{major}{minor}",
-        processors=torch.cuda.get_device_properties(down.device).multi_processor_count,
+        processors=torch.cuda.get_device_properties(weights.device).multi_processor_count,
     )

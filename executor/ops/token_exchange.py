@@ -1,7 +1,6 @@
-"""Rows of experts: which tokens go to which expert on this rank, and to ranks that hold other experts and back.
+"""Routing of tokens to experts: rows sorted by expert, and their all-to-all where other ranks hold the experts.
 
-A *row* is a token at one of its experts; rows are sorted by expert. On meta, where nobody knows which expert a token
-chose, experts are equally busy.
+A *row* is a token at one of its experts. On meta, where the choice of experts is unknown, experts are equally busy.
 """
 
 from __future__ import annotations
@@ -18,8 +17,14 @@ from executor.ops.embedding import split_offset
 from executor.redistribute import Redistributor
 
 
-class Rows(NamedTuple):
-    """A rank's rows: the place of each among all that the tokens chose, and how many each expert has."""
+class RoutedRows(NamedTuple):
+    """The rows of this rank's tokens, sorted by expert.
+
+    Attributes:
+        choice: [rows], index of each row into the flattened [tokens, chosen] choices.
+        counts: [experts], rows of each expert.
+        chosen: experts of a token.
+    """
 
     choice: torch.Tensor
     counts: torch.Tensor
@@ -27,33 +32,41 @@ class Rows(NamedTuple):
 
     @property
     def token(self) -> torch.Tensor:
+        """[rows], the token of each row."""
         return self.choice // self.chosen
 
     @classmethod
-    def of(cls, index: torch.Tensor, first: int, experts: int, all_experts: int) -> Rows:
-        """Return the rows of ``index`` [tokens, chosen] at ``experts`` experts from ``first`` on."""
-        chosen = index.reshape(-1) - first
-        if chosen.is_meta:
-            rows = -(-chosen.numel() * experts // all_experts)
-            choice, counts = chosen.new_empty(rows), chosen.new_empty(experts)
+    def from_choices(cls, index: torch.Tensor, first: int, experts: int, all_experts: int) -> RoutedRows:
+        """Return the rows at some experts.
+
+        Args:
+            index: the experts of each token, [tokens, chosen].
+            first: of the experts.
+            experts: number of them.
+            all_experts: number of all experts.
+        """
+        choices = index.reshape(-1) - first
+        if choices.is_meta:
+            rows = -(-choices.numel() * experts // all_experts)
+            choice, counts = choices.new_empty(rows), choices.new_empty(experts)
         else:
-            elsewhere = (chosen < 0) | (chosen >= experts)
-            chosen = chosen.masked_fill(elsewhere, experts)
-            counts = torch.bincount(chosen, minlength=experts + 1)[:experts]
-            order = chosen.argsort(stable=True)
-            # Where this rank has all experts their number is known, and no GPU is waited for.
+            elsewhere = (choices < 0) | (choices >= experts)
+            choices = choices.masked_fill(elsewhere, experts)
+            counts = torch.bincount(choices, minlength=experts + 1)[:experts]
+            order = choices.argsort(stable=True)
+            # With all experts on this rank the number of rows is known, and the host does not wait for the GPU.
             choice = order if experts == all_experts else order[: int(counts.sum())]
         return cls(choice=choice, counts=counts, chosen=index.shape[1])
 
 
-class Exchange(NamedTuple):
-    """The ranks of an axis that hold tokens and experts, and what passes between them.
+class TokenExchange(NamedTuple):
+    """The all-to-alls of rows between the ranks of their tokens and the ranks of their experts.
 
     Attributes:
-        group: of the axis.
-        sizes: [2, ranks], on the CPU: rows that go to each rank, and that come from each; of length 0 on meta, where
-            all are equal.
-        order: which of the rows that came is next when they are sorted by expert.
+        group: process group of the axis that shards tokens and experts.
+        sizes: [2, ranks], on the CPU: rows sent to each rank, and rows received from each. Empty on meta, where all are
+            equal.
+        order: [rows], the received rows in the order of experts.
     """
 
     group: Any
@@ -61,83 +74,88 @@ class Exchange(NamedTuple):
     order: torch.Tensor
 
     def to_experts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows that came from all ranks, by expert, where each sends its own ``rows`` [rows, ...]."""
-        sent, arriving = self._splits()
-        return torch_internals.all_to_all(rows, self.group, arriving, sent)[self.order]
+        """Send ``rows`` [rows, ...] to the ranks of their experts; return the received rows, sorted by expert."""
+        sent, received = self._sizes()
+        return torch_internals.all_to_all(rows, self.group, received, sent)[self.order]
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """Undo ``to_experts``."""
-        sent, arriving = self._splits()
-        placed = torch.empty_like(rows)
-        placed[self.order] = rows
-        return torch_internals.all_to_all(placed, self.group, sent, arriving)
+        """Send ``rows``, as ``to_experts`` returns them, back to the ranks of their tokens; return this rank's rows."""
+        sent, received = self._sizes()
+        by_rank = torch.empty_like(rows)
+        by_rank[self.order] = rows
+        return torch_internals.all_to_all(by_rank, self.group, sent, received)
 
-    def _splits(self) -> tuple[list[int] | None, list[int] | None]:
+    def _sizes(self) -> tuple[list[int] | None, list[int] | None]:
         if not self.sizes.numel():
             return None, None
-        sent, arriving = self.sizes.tolist()
-        return sent, arriving
+        sent, received = self.sizes.tolist()
+        return sent, received
 
 
-class Arriving(NamedTuple):
-    """Rows that come to a rank.
+class ReceivedRows(NamedTuple):
+    """The rows that this rank receives.
 
     Attributes:
-        rows: how many.
-        counts: of each of its experts, [experts].
-        on_host: the same on the CPU.
+        rows: number of rows.
+        counts: [experts], rows of each of this rank's experts.
+        counts_on_host: the same on the CPU.
     """
 
     rows: int
     counts: torch.Tensor
-    on_host: torch.Tensor
+    counts_on_host: torch.Tensor
 
 
-def exchanged_rows(
+def exchange_rows(
     redistributor: Redistributor, index: torch.Tensor, all_experts: int, layout: Layout, axis: int
-) -> tuple[Rows, Exchange, Arriving]:
-    """Return this rank's rows by rank and expert, the exchange, and what comes to its own experts.
+) -> tuple[RoutedRows, TokenExchange, ReceivedRows]:
+    """Return this rank's rows sorted by rank and expert, their exchange, and the rows that this rank receives.
 
     Args:
-        index: this rank's tokens' experts, [tokens, chosen].
-        layout: of the experts' matrices, split by expert on ``axis`` and perhaps on others.
-        axis: of the mesh, on which tokens and experts are both split.
+        redistributor: of the mesh.
+        index: the experts of each of this rank's tokens, [tokens, chosen].
+        all_experts: number of all experts.
+        layout: of the experts' weights; it shards experts on ``axis`` and perhaps on others.
+        axis: of the mesh, which shards tokens and experts.
     """
     group, ranks = redistributor.device_mesh.get_group(axis), redistributor.axis_size(axis)
     firsts, experts = _experts_by_rank(redistributor, all_experts, layout, axis)
     if index.is_meta:
-        rows = Rows(index.new_empty(_even_rows(index, experts, all_experts, ranks)), index.new_empty(0), index.shape[1])
+        choice = index.new_empty(_balanced_rows(index, experts, all_experts, ranks))
+        rows = RoutedRows(choice, index.new_empty(0), index.shape[1])
+        sent = index.new_empty(ranks * experts)
     else:
         slots = torch.full((all_experts,), ranks * experts, device=index.device)
         for rank, first in enumerate(firsts):
             slots[first : first + experts] = torch.arange(rank * experts, (rank + 1) * experts, device=index.device)
-        rows = Rows.of(slots[index], 0, ranks * experts, all_experts)
-    sent = index.new_empty(ranks * experts) if index.is_meta else rows.counts
-    arriving = torch_internals.all_to_all(sent, group).view(ranks, experts)
+        rows = RoutedRows.from_choices(slots[index], 0, ranks * experts, all_experts)
+        sent = rows.counts
+    received = torch_internals.all_to_all(sent, group).view(ranks, experts)
     if index.is_meta:
-        counts = arriving.sum(0)
-        exchange = Exchange(group, torch.empty(0), torch.empty_like(rows.choice))
-        return rows, exchange, Arriving(rows.choice.shape[0], counts, counts)
-    # All that the host has to know, in one message.
-    known = torch.cat([sent.view(ranks, experts).sum(1), arriving.sum(1), arriving.sum(0)]).cpu()
-    sizes, on_host = known[: 2 * ranks].view(2, ranks), known[2 * ranks :]
-    of_expert = torch.arange(experts, device=index.device).repeat(ranks).repeat_interleave(arriving.flatten())
-    exchange = Exchange(group, sizes, of_expert.argsort(stable=True))
-    return rows, exchange, Arriving(int(sizes[1].sum()), arriving.sum(0), on_host)
+        counts = received.sum(0)
+        exchange = TokenExchange(group, torch.empty(0), torch.empty_like(rows.choice))
+        return rows, exchange, ReceivedRows(rows.choice.shape[0], counts, counts)
+    # One copy to the host for all numbers that it needs.
+    on_host = torch.cat([sent.view(ranks, experts).sum(1), received.sum(1), received.sum(0)]).cpu()
+    sizes, counts_on_host = on_host[: 2 * ranks].view(2, ranks), on_host[2 * ranks :]
+    expert_of_row = torch.arange(experts, device=index.device).repeat(ranks).repeat_interleave(received.flatten())
+    exchange = TokenExchange(group, sizes, expert_of_row.argsort(stable=True))
+    return rows, exchange, ReceivedRows(int(sizes[1].sum()), received.sum(0), counts_on_host)
 
 
 def _experts_by_rank(
     redistributor: Redistributor, all_experts: int, layout: Layout, axis: int
 ) -> tuple[Sequence[int], int]:
-    """Return the first expert of each rank along ``axis``, and how many each has."""
+    """Return the first expert of each rank along ``axis``, and the number of experts of each."""
     first, experts = split_offset(redistributor, all_experts, layout, 0)
-    inner = [a for a, place in enumerate(layout) if a > axis and place == Shard(0)]
+    inner_axes = [other for other, place in enumerate(layout) if other > axis and place == Shard(0)]
     span = experts
-    for other in inner:
+    for other in inner_axes:
         span *= redistributor.axis_size(other)
     start = first - redistributor.coordinate(axis) * span
     return [start + rank * span for rank in range(redistributor.axis_size(axis))], experts
 
 
-def _even_rows(index: torch.Tensor, experts: int, all_experts: int, ranks: int) -> int:
+def _balanced_rows(index: torch.Tensor, experts: int, all_experts: int, ranks: int) -> int:
+    """Return this rank's rows where experts are equally busy."""
     return ranks * -(-index.numel() * experts // all_experts)

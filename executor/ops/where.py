@@ -1,7 +1,6 @@
-"""``torch.where(condition, tensor, number)`` with a condition that every rank has whole: masks that are learned.
+"""``torch.where(condition, tensor, number)`` with a replicated condition, as T5 masks its learned position bias.
 
-T5 masks its position bias so. The op is linear in the gradient, so that one that is still partial passes as it is;
-DTensor would reduce it inside the backward pass.
+The op is linear in the gradient, so a partial gradient stays partial. DTensor would reduce it inside the backward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from executor.torch_internals import local_of, make_dtensor, run_function
 def where(redistributor: Redistributor, condition: torch.Tensor, input: Any = None, other: Any = None) -> Any:
     """Return ``input`` where ``condition`` holds and the number ``other`` elsewhere, in the layout of ``input``.
 
-    NotImplemented unless the condition is plain, ``input`` a DTensor that is partial on no axis, ``other`` a number,
-    and the result no larger than ``input``.
+    NotImplemented unless ``condition`` is plain, ``input`` is a DTensor that is partial on no axis, ``other`` is a
+    number, and the result has the shape of ``input``.
     """
     if isinstance(condition, DTensor) or not isinstance(input, DTensor) or not isinstance(other, (int, float)):
         return NotImplemented
@@ -32,15 +31,17 @@ def where(redistributor: Redistributor, condition: torch.Tensor, input: Any = No
 
 
 def _local_condition(redistributor: Redistributor, condition: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Return what this rank's piece of ``tensor`` needs of ``condition``; a dim of length one is the same for all."""
-    wanted: Layout = tuple(
+    """Return the part of ``condition`` for the local tensor of ``tensor``; a dim of length one is not sharded."""
+    layout: Layout = tuple(
         Replicate() if (dim := sharded_dim(placement)) is None or condition.shape[dim] == 1 else placement
         for placement in tensor.placements
     )
-    return local_of(redistributor.to_layout(redistributor.as_dtensor(condition), wanted))
+    return local_of(redistributor.to_layout(redistributor.as_dtensor(condition), layout))
 
 
 class _Where(torch.autograd.Function):
+    """Masks the local tensor, and the local gradient by the same condition."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: DTensor, condition: torch.Tensor, other: float, redistributor: Redistributor
@@ -48,24 +49,24 @@ class _Where(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(condition)
         ctx.redistributor, ctx.layout = redistributor, tuple(tensor.placements)
-        found = torch.where(condition, local_of(tensor), other)
-        return _wrapped(found, redistributor, ctx.layout, tuple(tensor.shape))
+        result = torch.where(condition, local_of(tensor), other)
+        return _as_dtensor(result, redistributor, ctx.layout, tuple(tensor.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[DTensor | None, None, None, None]:
         if gradient is None:
             return None, None, None, None
         redistributor: Redistributor = ctx.redistributor
-        arrived = redistributor.as_dtensor(gradient)
-        wanted: Layout = tuple(
-            came if at == Replicate() and came.is_partial() else at
-            for came, at in zip(arrived.placements, ctx.layout, strict=True)
+        grad_out = redistributor.as_dtensor(gradient)
+        layout: Layout = tuple(
+            place if out == Replicate() and place.is_partial() else out
+            for place, out in zip(grad_out.placements, ctx.layout, strict=True)
         )
         (condition,) = ctx.saved_tensors
-        local = local_of(redistributor.to_layout(arrived, wanted))
-        found = torch.where(condition, local, torch.zeros((), dtype=local.dtype, device=local.device))
-        return _wrapped(found, redistributor, wanted, tuple(arrived.shape)), None, None, None
+        local = local_of(redistributor.to_layout(grad_out, layout))
+        result = torch.where(condition, local, torch.zeros((), dtype=local.dtype, device=local.device))
+        return _as_dtensor(result, redistributor, layout, tuple(grad_out.shape)), None, None, None
 
 
-def _wrapped(local: torch.Tensor, redistributor: Redistributor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
+def _as_dtensor(local: torch.Tensor, redistributor: Redistributor, layout: Layout, shape: tuple[int, ...]) -> DTensor:
     return make_dtensor(local.contiguous(), redistributor.device_mesh, layout, shape, contiguous_stride(shape))

@@ -1,10 +1,11 @@
-"""Causal attention of one rank whose sequences are in an even order: its own keys first, then those of the others.
+"""Causal attention of one rank on sequences in zigzag order: a kernel over its own keys, and two over other ranks'.
 
-Rank r of n holds halves r and 2n - 1 - r, one after the other, so that attention among them is one causal kernel. It
-runs while other ranks' keys and values are gathered. Of those, all that half 2n - 1 - r sees are put one after the
-other, and first what half r sees as well: a kernel for each of the two, with no mask. The backward runs one over its
-own keys for some of the heads while the others' keys are gathered, and one for the rest of the heads while the
-gradients of the others' keys are on their way to them.
+Rank r of n holds chunks r and 2n - 1 - r, one after the other, so attention among them is one causal kernel. It runs
+while other ranks' keys and values are gathered. Of these, the chunks that chunk 2n - 1 - r sees are concatenated, those
+that chunk r sees as well first. Each of the two chunks then needs one kernel without a mask.
+
+In the backward, the kernel over its own keys runs for some heads while the others' keys are gathered, and for the other
+heads while the gradients of the others' keys are reduced and scattered.
 """
 
 from __future__ import annotations
@@ -14,78 +15,88 @@ from typing import NamedTuple
 import torch
 
 from executor.ops.attention_kernels import attend, attend_backward
-from executor.ops.kv_all_gather import ByRank, Gathering, Scattering
-from executor.ops.zigzag_halves import Halves
+from executor.ops.kv_all_gather import ByRank, KVAllGather, KVReduceScatter
+from executor.ops.zigzag_chunks import ZigzagChunks
 from planner.plan.token_order import backward_head_parts
 
+_ChunkOfRank = tuple[int, bool]
+"""(rank, whether it is the second of that rank's two chunks)."""
 
-class _Others(NamedTuple):
-    """What this rank sees of the others' halves.
+
+class _OtherChunks(NamedTuple):
+    """The other ranks' chunks, as this rank's rows see them.
 
     Attributes:
-        seen, unseen: halves, as (rank, whether it is that rank's second); those seen in the order that they are put in.
-        parts: (rows of this rank, rows of those halves): each a call of the kernel, the last rows first.
-        left: the rows of this rank that see nothing of the others.
+        seen: chunks that some row sees, in the order in which they are concatenated.
+        unseen: chunks that no row sees, this rank's own included.
+        parts: (rows of this rank, rows of the concatenated chunks) of each kernel, later rows first.
+        rows_without: the rows of this rank that see no other rank's chunk.
     """
 
-    seen: list[tuple[int, bool]]
-    unseen: list[tuple[int, bool]]
+    seen: list[_ChunkOfRank]
+    unseen: list[_ChunkOfRank]
     parts: list[tuple[slice, slice]]
-    left: slice
+    rows_without: slice
 
     @classmethod
-    def of(cls, halves: Halves) -> _Others:
-        rank, (first, second) = halves.rank, halves.even
-        before, after = list(range(rank)), list(range(rank + 1, halves.ranks))
+    def from_chunks(cls, chunks: ZigzagChunks) -> _OtherChunks:
+        rank, (first, second) = chunks.rank, chunks.zigzag
+        before, after = list(range(rank)), list(range(rank + 1, chunks.ranks))
         seen = [(other, False) for other in before + after] + [(other, True) for other in after]
-        if not halves.length(second):  # a single row, in the first half
+        if not chunks.length(second):
+            # The only row of this rank is in its first chunk, which sees the first chunks before it.
             seen = seen[:rank]
-        unseen = [(other, of) for other in range(halves.ranks) for of in (False, True) if (other, of) not in seen]
-        both = sum(halves.length(halves.even_of(other)[0]) for other in before)
-        every = sum(halves.length(halves.even_of(other)[is_second]) for other, is_second in seen)
-        middle = halves.length(first)
-        # All keys come first: what this leaves of their gradients is what the other part adds to.
-        parts = [(slice(middle, halves.rows), slice(0, every)), (slice(0, middle), slice(0, both))]
-        if both == every:
-            parts = [(slice(0, halves.rows), slice(0, every))]
+        unseen = [
+            (other, is_second)
+            for other in range(chunks.ranks)
+            for is_second in (False, True)
+            if (other, is_second) not in seen
+        ]
+        seen_by_both = sum(chunks.length(chunks.zigzag_of(other)[0]) for other in before)
+        seen_by_second = sum(chunks.length(chunks.zigzag_of(other)[is_second]) for other, is_second in seen)
+        middle = chunks.length(first)
+        # The part over all keys comes first: the other part adds to its gradients of keys.
+        parts = [(slice(middle, chunks.rows), slice(0, seen_by_second)), (slice(0, middle), slice(0, seen_by_both))]
+        if seen_by_both == seen_by_second:
+            parts = [(slice(0, chunks.rows), slice(0, seen_by_second))]
         parts = [(rows, keys) for rows, keys in parts if rows.stop > rows.start and keys.stop]
-        return cls(seen, unseen, parts, slice(0, min((rows.start for rows, _ in parts), default=halves.rows)))
+        return cls(seen, unseen, parts, slice(0, min((rows.start for rows, _ in parts), default=chunks.rows)))
 
-    def joined(self, halves: Halves, by_rank: ByRank) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of the halves that are seen, one after the other."""
-        keys, values = (torch.cat(_pick(halves, each, self.seen), 2) for each in by_rank)
+    def concatenated(self, chunks: ZigzagChunks, by_rank: ByRank) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values of the seen chunks."""
+        keys, values = (torch.cat(_select(chunks, each, self.seen), 2) for each in by_rank)
         return keys, values
 
 
-def _pick(halves: Halves, by_rank: list[torch.Tensor], wanted: list[tuple[int, bool]]) -> list[torch.Tensor]:
-    """Return the ``wanted`` halves of pieces [batch, heads, rows, width] by rank."""
-    found = []
-    for rank, is_second in wanted:
-        middle = halves.length(halves.even_of(rank)[0])
-        piece = by_rank[rank]
-        found.append(piece[:, :, middle:] if is_second else piece[:, :, :middle])
-    return found
+def _select(chunks: ZigzagChunks, by_rank: list[torch.Tensor], selected: list[_ChunkOfRank]) -> list[torch.Tensor]:
+    """Return the ``selected`` chunks of tensors [batch, heads, rows, width] by rank."""
+    pieces = []
+    for rank, is_second in selected:
+        middle = chunks.length(chunks.zigzag_of(rank)[0])
+        rows = by_rank[rank]
+        pieces.append(rows[:, :, middle:] if is_second else rows[:, :, :middle])
+    return pieces
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, halves: Halves, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: ZigzagChunks, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result [batch, heads, rows, width] and the logarithms of sums [batch, heads, rows], float32."""
-    gathering, others = Gathering(k, v, halves.group), _Others.of(halves)
-    own, own_sums = attend(q, k, v, None, True, scale)
-    keys, values = others.joined(halves, gathering.wait())
-    # What the kernel made stays as it is: selective checkpointing keeps it.
-    result, sums = torch.empty_like(own), torch.empty_like(own_sums)
+    """Return the result [batch, heads, rows, width] and its ``lse`` [batch, heads, rows], float32."""
+    all_gather, others = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
+    own, own_lse = attend(q, k, v, None, True, scale)
+    keys, values = others.concatenated(chunks, all_gather.wait())
+    # Not in place: selective checkpointing saves what the kernel returned.
+    result, lse = torch.empty_like(own), torch.empty_like(own_lse)
     for rows, seen in others.parts:
-        one, one_sums = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], None, False, scale)
-        first, first_sums = own[:, :, rows], own_sums[:, :, rows]
-        share = torch.sigmoid(one_sums - first_sums).unsqueeze(-1).to(one.dtype)
-        torch.lerp(first, one, share, out=result[:, :, rows])
-        torch.logaddexp(first_sums, one_sums, out=sums[:, :, rows])
-        del one, one_sums, share
-    result[:, :, others.left] = own[:, :, others.left]
-    sums[:, :, others.left] = own_sums[:, :, others.left]
-    return result, sums
+        part, part_lse = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], None, False, scale)
+        first, first_lse = own[:, :, rows], own_lse[:, :, rows]
+        weight = torch.sigmoid(part_lse - first_lse).unsqueeze(-1).to(part.dtype)
+        torch.lerp(first, part, weight, out=result[:, :, rows])
+        torch.logaddexp(first_lse, part_lse, out=lse[:, :, rows])
+        del part, part_lse, weight
+    result[:, :, others.rows_without] = own[:, :, others.rows_without]
+    lse[:, :, others.rows_without] = own_lse[:, :, others.rows_without]
+    return result, lse
 
 
 def backward(
@@ -94,71 +105,76 @@ def backward(
     k: torch.Tensor,
     v: torch.Tensor,
     result: torch.Tensor,
-    sums: torch.Tensor,
-    halves: Halves,
+    lse: torch.Tensor,
+    chunks: ZigzagChunks,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of this rank's queries, keys and values, given that of the result."""
-    gathering, others = Gathering(k, v, halves.group), _Others.of(halves)
-    parts = [
+    all_gather, others = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
+    head_parts = [
         (slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop))
         for heads, kv_heads in backward_head_parts(q.shape[1], k.shape[1])
     ]
 
-    def over_own(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, ...]:
-        arrived, queries, found, found_sums = (tensor[:, heads] for tensor in (gradient, q, result, sums))
-        return attend_backward(arrived, queries, k[:, kv_heads], v[:, kv_heads], None, found, found_sums, True, scale)
+    def over_own_keys(heads: slice, kv_heads: slice) -> tuple[torch.Tensor, ...]:
+        grad_out, queries, out, out_lse = (tensor[:, heads] for tensor in (gradient, q, result, lse))
+        return attend_backward(grad_out, queries, k[:, kv_heads], v[:, kv_heads], None, out, out_lse, True, scale)
 
-    own = [over_own(*parts[0])]
-    scattering, of_rows = _over_others((gradient, q, result, sums), gathering, others, halves, scale)
-    scattering.start(halves.group)
-    own += [over_own(*part) for part in parts[1:]]
-    totals = scattering.wait()
-    of_q = torch.empty_like(q)
-    for (heads, kv_heads), (of_heads, *of_keys) in zip(parts, own, strict=True):
-        for rows, addend in of_rows:
-            torch.add(of_heads[:, :, rows], addend[:, heads], out=of_q[:, heads, rows])
-        of_q[:, heads, others.left] = of_heads[:, :, others.left]
-        for total, addend in zip(totals, of_keys, strict=True):
+    own = [over_own_keys(*head_parts[0])]
+    reduce_scatter, grad_rows = _over_other_keys((gradient, q, result, lse), all_gather, others, chunks, scale)
+    reduce_scatter.start(chunks.group)
+    own += [over_own_keys(*part) for part in head_parts[1:]]
+    grad_kv = reduce_scatter.wait()
+    grad_q = torch.empty_like(q)
+    for (heads, kv_heads), (own_grad_q, *own_grad_kv) in zip(head_parts, own, strict=True):
+        for rows, addend in grad_rows:
+            torch.add(own_grad_q[:, :, rows], addend[:, heads], out=grad_q[:, heads, rows])
+        grad_q[:, heads, others.rows_without] = own_grad_q[:, :, others.rows_without]
+        for total, addend in zip(grad_kv, own_grad_kv, strict=True):
             total[:, kv_heads] += addend
-    return of_q, *totals
+    return grad_q, *grad_kv
 
 
-def _over_others(
+def _over_other_keys(
     by_row: tuple[torch.Tensor, ...],
-    gathering: Gathering,
-    others: _Others,
-    halves: Halves,
+    all_gather: KVAllGather,
+    others: _OtherChunks,
+    chunks: ZigzagChunks,
     scale: float,
-) -> tuple[Scattering, list[tuple[slice, torch.Tensor]]]:
-    """Return the gradients that other ranks' keys have here, to be sent, and what they leave to rows of queries.
+) -> tuple[KVReduceScatter, list[tuple[slice, torch.Tensor]]]:
+    """Return the gradients of other ranks' keys and values, to be reduced, and (rows, gradient of their queries).
 
     Args:
-        by_row: of this rank: the result's gradient, queries, the result, its sums.
+        by_row: of this rank: the result's gradient, queries, the result, its lse.
+        all_gather: of keys and values.
+        others: the chunks that this rank's rows see.
+        chunks: of the sequence.
+        scale: of the scores.
     """
-    scattering = Scattering(gathering.shapes, halves.ranks)
-    keys, values = others.joined(halves, gathering.wait())
-    of_rows: list[tuple[slice, torch.Tensor]] = []
-    of_seen: list[torch.Tensor] = []
-    of_keys: list[torch.Tensor] = []
+    reduce_scatter = KVReduceScatter(all_gather.shapes, chunks.ranks)
+    keys, values = others.concatenated(chunks, all_gather.wait())
+    grad_rows: list[tuple[slice, torch.Tensor]] = []
+    grad_seen: list[torch.Tensor] = []
+    grad_kv: list[torch.Tensor] = []
     for rows, seen in others.parts:
-        arrived, queries, found, found_sums = (tensor[:, :, rows] for tensor in by_row)
-        addend, *of_keys = attend_backward(
-            arrived, queries, keys[:, :, seen], values[:, :, seen], None, found, found_sums, False, scale
+        grad_out, queries, out, out_lse = (tensor[:, :, rows] for tensor in by_row)
+        grad_queries, *grad_kv = attend_backward(
+            grad_out, queries, keys[:, :, seen], values[:, :, seen], None, out, out_lse, False, scale
         )
-        of_rows.append((rows, addend))
-        if not of_seen:
-            of_seen = of_keys
+        grad_rows.append((rows, grad_queries))
+        if not grad_seen:
+            grad_seen = grad_kv
             continue
-        for total, more in zip(of_seen, of_keys, strict=True):
-            total[:, :, seen] += more
-            del more
-    del keys, values, of_keys
-    for index, by_rank in enumerate(scattering.addends(by_row[1])):
-        for piece in _pick(halves, by_rank, others.seen if not of_seen else []) + _pick(halves, by_rank, others.unseen):
+        for total, addend in zip(grad_seen, grad_kv, strict=True):
+            total[:, :, seen] += addend
+            del addend
+    del keys, values, grad_kv
+    seen_chunks, zero_chunks = (others.seen, others.unseen) if grad_seen else ([], [*others.seen, *others.unseen])
+    for index, by_rank in enumerate(reduce_scatter.allocate(by_row[1])):
+        for piece in _select(chunks, by_rank, zero_chunks):
             piece.zero_()
-        pieces = _pick(halves, by_rank, others.seen if of_seen else [])
-        totals = of_seen[index].split([piece.shape[2] for piece in pieces], 2) if of_seen else ()
+        pieces = _select(chunks, by_rank, seen_chunks)
+        totals = grad_seen[index].split([piece.shape[2] for piece in pieces], 2) if grad_seen else ()
         for piece, total in zip(pieces, totals, strict=True):
             piece.copy_(total)
-    return scattering, of_rows
+    return reduce_scatter, grad_rows

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from executor.ops.grouped_gemm import PRODUCTS_OP
+from executor.ops.grouped_gemm import GEMM_PER_EXPERT_OP
 from executor.resolve.fqns import modules_at
 from executor.runtime.parameter_views import CastParameters, ComputeDtypeParameters
 from executor.runtime.run_context import RunContexts
@@ -34,7 +34,7 @@ SAVED_OPS = frozenset(
         _aten.bmm.default,
         _aten.baddbmm.default,
         _aten._grouped_mm.default,
-        PRODUCTS_OP,
+        GEMM_PER_EXPERT_OP,
         _aten.convolution.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

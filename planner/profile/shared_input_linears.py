@@ -1,7 +1,7 @@
 """Shared-input linears: linear layers that read the same tensor and accumulate its gradient inside their GEMMs.
 
 In the backward the last of these layers writes the gradient of their common input. Each earlier one adds to it in its
-own GEMM (``beta=1``), so that autograd runs no addition. `executor.ops.joined_linears` carries this out.
+own GEMM (``beta=1``), so that autograd runs no addition. `executor.ops.shared_input_linears` carries this out.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cost_model.layouts.layout import format_layout
-from executor.ops.fused import fused_cross_entropy, gated, gated_pairs, replace_chains, rms_norm, rotary
+from executor.ops.fused import fused_cross_entropy, gated, gated_pairs, replace_with_fused_ops, rms_norm, rotary
 from executor.redistribute import Redistributor
 from executor.torch_internals import make_dtensor
 from planner import PlanningSession
@@ -171,7 +171,7 @@ def check_plain(redistributor: Redistributor) -> list[str]:
     module = LlamaMLP(transformers.LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2))
     x = torch.randn(4, 8)
     own = module(x)
-    replace_chains(module, redistributor)
+    replace_with_fused_ops(module, redistributor)
     found = module(x)
     return [] if type(found) is torch.Tensor and torch.equal(found, own) else [f"a plain tensor gave {found}"]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cost_model import find_device
-from executor.ops.grouped_gemm import ExpertProducts
+from executor.ops.grouped_gemm import GroupedGemm
 from executor.runtime.checkpointing import SAVED_OPS
 from planner.graph.op_graph import Value
 from planner.pricing import op_times
@@ -36,10 +36,10 @@ def test_both_ways_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = torch.tensor([3, 0, 5])
     rows, matrices = torch.randn(8, 4, dtype=torch.float64), torch.randn(3, 6, 4, dtype=torch.float64)
     of_results = torch.randn(8, 6, dtype=torch.float64)
-    together, apart = ExpertProducts(counts, one_by_one=False), ExpertProducts(counts, one_by_one=True)
-    torch.testing.assert_close(apart.of_rows(rows, matrices), together.of_rows(rows, matrices))
-    found = apart.of_matrices(of_results, rows, matrices)
-    torch.testing.assert_close(found, together.of_matrices(of_results, rows, matrices))
+    together, apart = GroupedGemm(counts, per_expert=False), GroupedGemm(counts, per_expert=True)
+    torch.testing.assert_close(apart.forward(rows, matrices), together.forward(rows, matrices))
+    found = apart.weight_gradient(of_results, rows, matrices)
+    torch.testing.assert_close(found, together.weight_gradient(of_results, rows, matrices))
     assert found.shape == matrices.shape
     assert not found[1].any(), "an expert that nobody chose"
 
@@ -53,7 +53,7 @@ def test_what_is_priced_is_what_runs(device_name: str, rows: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (int(number[:-1]), int(number[-1])))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: processors)
     down: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda", shape=(EXPERTS, WIDTH, INNER))
-    runs = ExpertProducts.of(torch.tensor([1]), None, rows, down).one_by_one
+    runs = GroupedGemm.choose(torch.tensor([1]), None, rows, down).per_expert
     kernels = set()
     timed = op_times.grouped_gemm_time_s
 
@@ -81,7 +81,7 @@ class Counted(TorchDispatchMode):
         self.products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += func in (torch.ops.shardplan.products_one_by_one.default, torch.ops.aten.mm.default)
+        self.products += func in (torch.ops.shardplan.gemm_per_expert.default, torch.ops.aten.mm.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -90,8 +90,8 @@ class Forward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        products = ExpertProducts.of(torch.tensor([3, 5]), None, 8, matrices)
-        found = products.of_rows(rows, matrices)
+        products = GroupedGemm.choose(torch.tensor([3, 5]), None, 8, matrices)
+        found = products.forward(rows, matrices)
         ctx.save_for_backward(rows, matrices, found)
         return found
 

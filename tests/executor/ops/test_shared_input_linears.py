@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cost_model.layouts.layout import Layout, format_layout
-from executor.ops.joined_linears import JoinedLinears
+from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
 from executor.torch_internals import fake_process_group
 from planner.plan.sharding_plan import ShardingPlan
@@ -92,7 +92,7 @@ def check_one(
     whole = [leaf(tensor) for tensor in (x[0], *weights)]
     expected = loss_of(F.linear, whole[0], whole[1:], factors)
     expected.backward()
-    joined = JoinedLinears()
+    joined = SharedInputLinears()
 
     def linear(*args: Any) -> torch.Tensor:
         found = joined(redistributor, *args)
@@ -121,7 +121,7 @@ class Given(NamedTuple):
     """Layers on a fake mesh, joined and one by one."""
 
     redistributor: Redistributor
-    linears: JoinedLinears
+    linears: SharedInputLinears
     x: DTensor
     weights: list[DTensor]
 
@@ -148,7 +148,7 @@ def given() -> Iterator[Given]:
         redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
         x = distribute_tensor(torch.randn(8, 4, 16), mesh, (S0, R), src_data_rank=None).requires_grad_()
         weights = [distribute_tensor(w, mesh, (R, S0), src_data_rank=None).requires_grad_() for w in weights_of(False)]
-        yield Given(redistributor, JoinedLinears(), x, weights)
+        yield Given(redistributor, SharedInputLinears(), x, weights)
 
 
 def loss_by(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -243,18 +243,18 @@ def test_a_checkpointed_block_joins_what_it_runs_again(given: Given, reentrant: 
     for mine, own in zip(given.weights, weights, strict=True):
         torch.testing.assert_close(whole(mine.grad), whole(own.grad))
     gc.collect()
-    assert len(given.linears._reads) == 0
+    assert len(given.linears._inputs) == 0
 
 
 def test_a_tensor_is_forgotten_when_it_is_gone(given: Given) -> None:
     read = given.x * 1.0
     loss = given.joined(read, given.weights[0]).sum()
-    assert len(given.linears._reads) == 1
+    assert len(given.linears._inputs) == 1
     del read
     loss.backward()
     del loss
     gc.collect()
-    assert len(given.linears._reads) == 0
+    assert len(given.linears._inputs) == 0
 
 
 def test_of_a_frozen_weight_the_input_is_not_kept(given: Given) -> None:
