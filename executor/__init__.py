@@ -1,4 +1,4 @@
-"""How is a plan run? Plan and module become a DTensor module, and the collectives that it runs are counted.
+"""Runs a plan: turns a module into a DTensor module, and counts the collectives that it runs.
 
 The names below are imported on first use, since they need torch. `verify` is in `executor.verify`.
 """

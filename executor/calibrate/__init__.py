@@ -1,1 +1,1 @@
-"""How fast is this cluster? Kernels, collectives and the host, measured."""
+"""Measurements of a cluster: kernels, collectives and the host."""

@@ -1,4 +1,4 @@
-"""Measure collectives: every kind on groups as the axes of a mesh make them, all groups of a shape at once."""
+"""Seconds of every kind of collective, on process groups of the shapes that mesh axes have."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import torch.distributed._functional_collectives as funcol
 
 from cost_model.hardware.collective_kinds import COLLECTIVE_KINDS, CollectiveKind
 from cost_model.hardware.sweep import Sweep, make_sweep
-from executor.calibrate.timing import of_ranks, time_s
+from executor.calibrate.timing import slowest_rank_s, time_s
 
 
 def measure_collectives(
     device: torch.device, sizes: Sequence[int], ranks_per_node: int, repeats: int
 ) -> tuple[tuple[Sweep, ...], tuple[str, ...]]:
-    """Return (sweeps, what could not be measured and why); every rank calls it.
+    """Return a sweep for each kind and shape of group, and notes on those that could not be measured.
+
+    Every rank calls it. All groups of a shape run a collective at the same time.
 
     Args:
+        device: of this rank.
         sizes: bytes, as ``collective_time_s`` counts them.
+        ranks_per_node: of the cluster.
+        repeats: calls of each collective.
     """
     nodes = dist.get_world_size() // ranks_per_node
     sweeps: list[Sweep] = []
@@ -37,14 +42,14 @@ def measure_collectives(
 
 
 def _shapes(nodes: int, ranks_per_node: int) -> list[tuple[int, int]]:
-    """Return (nodes, ranks per node) of the groups that axes of a mesh make: inside a node, across, and all."""
+    """Return (nodes, ranks per node) of groups inside a node, across nodes, and of all ranks."""
     inside = {(1, size) for size in (2, ranks_per_node) if size > 1 and ranks_per_node % size == 0}
     across = {(nodes, 1), (nodes, ranks_per_node)} if nodes > 1 else set()
     return sorted(inside | across)
 
 
 def _members(nodes: int, ranks_per_node: int, shape: tuple[int, int]) -> list[list[int]]:
-    """Return the ranks of each group of ``shape``; all together cover all ranks once."""
+    """Return the ranks of each group of ``shape``; every rank is in one group."""
     if shape[0] == 1:
         size = shape[1]
         starts = [
@@ -57,29 +62,29 @@ def _members(nodes: int, ranks_per_node: int, shape: tuple[int, int]) -> list[li
 
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
-    """Return this rank's group among ``groups``, which cover all ranks; every rank makes them all."""
-    made: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in groups]
-    (place,) = (place for place, ranks in enumerate(groups) if dist.get_rank() in ranks)
-    return made[place]
+    """Return this rank's process group. Every rank creates all of ``groups``, and is in one of them."""
+    created: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in groups]
+    (own,) = (index for index, ranks in enumerate(groups) if dist.get_rank() in ranks)
+    return created[own]
 
 
 def _collective_s(
     kind: CollectiveKind, nbytes: int, group: dist.ProcessGroup, device: torch.device, repeats: int
 ) -> float:
-    """Return the slowest rank's seconds; every group runs it at the same time."""
+    """Return the slowest rank's seconds of one collective."""
     ranks = dist.get_process_group_ranks(group)
-    # all-gather counts what it returns, the others what they are given
+    # The bytes of an all-gather are those of its output, of others those of their input.
     numel = max(len(ranks), nbytes // 4 // (len(ranks) if kind == "all_gather" else 1))
     numel -= numel % len(ranks) if kind in ("reduce_scatter", "all_to_all") else 0
     tensor = torch.ones(numel, device=device)
-    run = _calls(kind, tensor, group, ranks)
-    return of_ranks(time_s(run, device, repeats))
+    run = _collective(kind, tensor, group, ranks)
+    return slowest_rank_s(time_s(run, device, repeats))
 
 
-def _calls(
+def _collective(
     kind: CollectiveKind, tensor: torch.Tensor, group: dist.ProcessGroup, ranks: list[int]
 ) -> Callable[[], object]:
-    """Return the call to time: the functional collectives that DTensor uses, where there is one."""
+    """Return the call to time: the functional collective that DTensor uses, where there is one."""
     if kind == "all_reduce":
         return lambda: funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
     if kind == "all_gather":
@@ -94,12 +99,12 @@ def _calls(
 
 
 def _ring_shift(tensor: torch.Tensor, group: dist.ProcessGroup, ranks: list[int]) -> None:
-    """Send to the next rank of the group and receive from the one before."""
-    place = ranks.index(dist.get_rank())
+    """Send ``tensor`` to the next rank of the group, and receive from the one before."""
+    index = ranks.index(dist.get_rank())
     received = torch.empty_like(tensor)
     operations = [
-        dist.P2POp(dist.isend, tensor, ranks[(place + 1) % len(ranks)], group),
-        dist.P2POp(dist.irecv, received, ranks[place - 1], group),
+        dist.P2POp(dist.isend, tensor, ranks[(index + 1) % len(ranks)], group),
+        dist.P2POp(dist.irecv, received, ranks[index - 1], group),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()

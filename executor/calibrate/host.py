@@ -1,4 +1,4 @@
-"""Measure what a CPU waits for beside its kernels: the host, for each op of a DTensor, and new memory."""
+"""Seconds of a CPU's step that kernels do not account for: host time of each DTensor op, and first touch of memory."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.calibrate.timing import of_ranks, time_s
+from executor.calibrate.timing import slowest_rank_s, time_s
 
 _BLOCKS = 4
 _ROWS, _HEADS, _WIDTH = 16, 4, 32
-"""Of the block's tensors, which are too small to count."""
+"""Sizes of the block's tensors, so small that their kernels take no time."""
 
 _TOUCHED_BYTES = 2**22
-"""What is written between two ops, as kernels do in a step: more than a core's own caches hold, so that the host finds
-its code and data as cold as there."""
+"""Bytes written between two ops, more than a core's own caches hold. Kernels of a step do so too, and leave the host's
+code and data out of the caches."""
 
 _NEW_BYTES = 2**26
-"""More than malloc keeps for the next call."""
+"""Bytes of an allocation that malloc takes from the system each time."""
 
 _ROUNDS = 5
-"""Of writes to memory that is new, and to memory that is not, in turn."""
+"""Number of times that writes to new memory and to used memory are measured, in turn."""
 
 
 def host_op_s(least_s: float) -> float:
-    """Return the seconds of one op on DTensors of a few elements, in forward and backward, between kernels.
+    """Return the host's seconds of one op on small DTensors, averaged over a forward and backward.
 
     Every rank of the default process group calls it at once.
 
     Args:
-        least_s: seconds that it measures, at least, what is between the ops included.
+        least_s: least seconds of the measurement.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    kernels = _Between()
+    kernels = _KernelStandIn()
     step = _step(lambda tensor: distribute_tensor(tensor, mesh, [Replicate()]), kernels)
-    count = _Count()
-    with count:
+    counter = _OpCounter()
+    with counter:
         step()
     kernels.touched = torch.zeros(_TOUCHED_BYTES // 4)
     step()
@@ -54,27 +54,27 @@ def host_op_s(least_s: float) -> float:
         step()
         calls += 1
         taken_s = time.perf_counter() - begin
-    return of_ranks((taken_s - kernels.time_s) / calls) / count.ops
+    return slowest_rank_s((taken_s - kernels.time_s) / calls) / counter.ops
 
 
 def first_touch_s_per_byte(least_s: float) -> float:
-    """Return the seconds that writing a byte takes longer in memory that the process has just got."""
+    """Return the additional seconds per byte of a first write to newly allocated memory."""
     cpu = torch.device("cpu")
-    held = torch.zeros(_NEW_BYTES // 4)
-    longer = []
+    used = torch.zeros(_NEW_BYTES // 4)
+    additional_s = []
     for _ in range(_ROUNDS):
-        held_s = of_ranks(time_s(lambda: held.fill_(1.0), cpu, 1, least_s / 2))
-        new_s = of_ranks(time_s(lambda: torch.empty(_NEW_BYTES // 4).fill_(1.0), cpu, 1, least_s / 2))
-        longer.append(new_s - held_s)
-    return max(median(longer), 0.0) / _NEW_BYTES
+        used_s = slowest_rank_s(time_s(lambda: used.fill_(1.0), cpu, 1, least_s / 2))
+        new_s = slowest_rank_s(time_s(lambda: torch.empty(_NEW_BYTES // 4).fill_(1.0), cpu, 1, least_s / 2))
+        additional_s.append(new_s - used_s)
+    return max(median(additional_s), 0.0) / _NEW_BYTES
 
 
-class _Between:
-    """Does between two ops what kernels would, and keeps the time of it.
+class _KernelStandIn:
+    """Writes memory between two ops in place of kernels, and adds up the time that this takes.
 
     Attributes:
-        touched: what is written; None: nothing.
-        time_s: seconds that it took so far.
+        touched: tensor that is written; None: nothing.
+        time_s: seconds of all writes so far.
     """
 
     def __init__(self) -> None:
@@ -82,28 +82,28 @@ class _Between:
         self.time_s = 0.0
 
     def run(self) -> None:
-        """Write what is to be written."""
+        """Write ``touched``, and add the time."""
         if self.touched is not None:
             begin = time.perf_counter()
             self.touched.add_(1.0)
             self.time_s += time.perf_counter() - begin
 
     def after(self, result: torch.Tensor) -> torch.Tensor:
-        """Return ``result`` of an op, behind which kernels run, in the backward as well."""
+        """Return the ``result`` of an op; ``run`` follows the op in the forward and in the backward."""
         self.run()
         result.register_hook(lambda gradient: self.run())
         return result
 
 
-def _step(placed: Callable[[torch.Tensor], torch.Tensor], kernels: _Between) -> Callable[[], None]:
-    """Return forward and backward of blocks of the kinds of ops that models are made of, on tensors so placed."""
+def _step(placed: Callable[[torch.Tensor], torch.Tensor], kernels: _KernelStandIn) -> Callable[[], None]:
+    """Return the forward and backward of blocks with the ops of a transformer, on tensors that ``placed`` returns."""
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:
         return placed(torch.randn(shape, generator=generator)).requires_grad_()
 
     start, norm, into, out = (leaf(*s) for s in ((_ROWS, _WIDTH), (_WIDTH,), (_WIDTH, _WIDTH), (_WIDTH, _WIDTH)))
-    halves = _WIDTH // _HEADS // 2
+    half = _WIDTH // _HEADS // 2
     then = kernels.after
 
     def step() -> None:
@@ -112,8 +112,8 @@ def _step(placed: Callable[[torch.Tensor], torch.Tensor], kernels: _Between) -> 
             scale = then(torch.rsqrt(then(then(then(value.pow(2)).mean(-1, keepdim=True)) + 1e-6)))
             normed = then(norm * then(value * scale))
             heads = then(F.linear(normed, into)).view(_ROWS, _HEADS, -1).transpose(0, 1)
-            turned = then(torch.cat((then(-heads[..., halves:]), heads[..., :halves]), -1))
-            mixed = then(then(heads * 0.5) + turned).transpose(0, 1).reshape(_ROWS, _WIDTH)
+            rotated = then(torch.cat((then(-heads[..., half:]), heads[..., :half]), -1))
+            mixed = then(then(heads * 0.5) + rotated).transpose(0, 1).reshape(_ROWS, _WIDTH)
             gated = then(then(F.silu(then(mixed))) * normed)
             value = then(value + then(F.linear(gated, out)))
         value.sum().backward()
@@ -123,8 +123,8 @@ def _step(placed: Callable[[torch.Tensor], torch.Tensor], kernels: _Between) -> 
     return step
 
 
-class _Count(TorchDispatchMode):
-    """Counts what is dispatched."""
+class _OpCounter(TorchDispatchMode):
+    """Counts the ops that are dispatched."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

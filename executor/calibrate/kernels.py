@@ -1,7 +1,7 @@
-"""Measure the machine that this runs on: kernels on every rank at once, collectives on every group at once.
+"""Measurements of the cluster that this runs on: kernels on all ranks at once, and collectives on all groups at once.
 
-Every rank calls ``measure``; all return the same. On GPUs under NCCL the same code runs with events in place of the
-clock; no GPU was there to try it on when it was written.
+Every rank calls ``measure``, and all get the same result. On GPUs the code times events instead of reading the clock;
+it has not been run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cost_model.hardware.measurements import AttentionPoint, GemmPoint, Measurements, StreamPoint
 from executor.calibrate.collectives import measure_collectives
 from executor.calibrate.host import first_touch_s_per_byte, host_op_s
-from executor.calibrate.timing import of_ranks, time_s
+from executor.calibrate.timing import slowest_rank_s, time_s
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_S = 0.1
-"""Seconds of one measurement of a CPU's kernel: some of the scheduler's time slices."""
+"""Least seconds of the measurement of a CPU's kernel: several of the scheduler's time slices."""
 
 _HOST_LEAST_S = 2.0
-"""Seconds of the measurement of the host, most of which are between the ops."""
+"""Least seconds of the measurement of the host, most of which pass between the ops."""
 
 _ROUNDS = 3
-"""Of all kernels: what disturbs one of them is over, or has not begun, when it comes again."""
+"""Number of times that all kernels are measured in turn, so that a disturbance affects few measurements of a kernel."""
 
 _Point = TypeVar("_Point", GemmPoint, AttentionPoint, StreamPoint)
 
 _CACHE_BYTES = 2**27
-"""More than a CPU's or a GPU's last cache holds."""
+"""Bytes; more than the last-level cache of a CPU or a GPU holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is measured: sizes that suit the device.
+class MeasuredSizes:
+    """Sizes of the kernels and collectives that are measured on a device.
 
     Attributes:
+        dtypes: of GEMMs, by name; the first one is that of attention.
         gemms: (m, n, k).
         attention: (batch, heads, seq, head_dim).
         streams: bytes of one tensor.
         collectives: bytes, as ``collective_time_s`` counts them.
-        repeats: of each, at least.
+        repeats: least number of calls of each.
     """
 
     dtypes: tuple[str, ...]
@@ -60,7 +61,7 @@ class Plan:
     repeats: int
 
 
-CPU = Plan(
+CPU = MeasuredSizes(
     dtypes=("fp32",),
     gemms=(
         (128, 256, 256),
@@ -76,7 +77,7 @@ CPU = Plan(
     collectives=(2**12, 2**15, 2**18, 2**20, 2**22, 2**24),
     repeats=5,
 )
-GPU = Plan(
+GPU = MeasuredSizes(
     dtypes=("bf16", "tf32"),
     gemms=(
         (1024, 4096, 4096),
@@ -94,19 +95,19 @@ GPU = Plan(
 )
 
 
-def measure(device: torch.device, what: Plan | None = None) -> Measurements:
-    """Return what this cluster does; every rank of the default process group calls it, with one device each.
+def measure(device: torch.device, sizes: MeasuredSizes | None = None) -> Measurements:
+    """Return the measurements of this cluster; every rank of the default process group calls it, with one device each.
 
     Args:
-        device: of this rank; its type decides ``what`` where that is None.
-        what: the sizes to measure.
+        device: of this rank.
+        sizes: None takes ``CPU`` or ``GPU``, by the type of the device.
     """
-    what = what or (CPU if device.type == "cpu" else GPU)
+    sizes = sizes or (CPU if device.type == "cpu" else GPU)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    sweeps, notes = measure_collectives(device, what.collectives, ranks_per_node, what.repeats)
+    sweeps, notes = measure_collectives(device, sizes.collectives, ranks_per_node, sizes.repeats)
     is_cpu = device.type == "cpu"
-    launch_s = of_ranks(_launch_s(device, what.repeats))
-    rounds = [_kernels(device, what) for _ in range(_ROUNDS)]
+    launch_s = slowest_rank_s(_launch_s(device, sizes.repeats))
+    rounds = [_kernels(device, sizes) for _ in range(_ROUNDS)]
     return Measurements(
         device="cpu" if is_cpu else torch.cuda.get_device_name(device),
         kind="cpu" if is_cpu else "rocm" if torch.version.hip else "cuda",
@@ -128,29 +129,30 @@ def measure(device: torch.device, what: Plan | None = None) -> Measurements:
 
 
 class _Kernels(NamedTuple):
-    """One round of all kernels."""
+    """Measurements of one round of all kernels."""
 
     gemms: tuple[GemmPoint, ...]
     attention: tuple[AttentionPoint, ...]
     streams: tuple[StreamPoint, ...]
 
 
-def _kernels(device: torch.device, what: Plan) -> _Kernels:
-    shapes = what.attention
+def _kernels(device: torch.device, sizes: MeasuredSizes) -> _Kernels:
     return _Kernels(
-        gemms=tuple(_gemm(device, dtype, shape, what.repeats) for dtype in what.dtypes for shape in what.gemms),
-        attention=tuple(point for shape in shapes for point in _attention(device, what.dtypes[0], shape, what.repeats)),
-        streams=tuple(point for nbytes in what.streams for point in _streams(device, nbytes, what.repeats)),
+        gemms=tuple(_gemm(device, dtype, shape, sizes.repeats) for dtype in sizes.dtypes for shape in sizes.gemms),
+        attention=tuple(
+            point for shape in sizes.attention for point in _attention(device, sizes.dtypes[0], shape, sizes.repeats)
+        ),
+        streams=tuple(point for nbytes in sizes.streams for point in _streams(device, nbytes, sizes.repeats)),
     )
 
 
 def _medians(rounds: Sequence[Sequence[_Point]]) -> tuple[_Point, ...]:
-    """Return each point with the median of its rounds' seconds."""
+    """Return each point with the median of its seconds in all rounds."""
     return tuple(replace(same[0], time_s=median(p.time_s for p in same)) for same in zip(*rounds, strict=True))
 
 
 def _launch_s(device: torch.device, repeats: int) -> float:
-    """Return the seconds of one op too small to count, of many in a row."""
+    """Return the seconds of one op on a tiny tensor, of many in sequence."""
     ops = 100
     tensor = torch.ones(16, device=device)
 
@@ -163,25 +165,25 @@ def _launch_s(device: torch.device, repeats: int) -> float:
 
 
 def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
-    """Time the three products of a linear of these sizes: its result, and the gradients of its input and its weight.
+    """Return the mean seconds of a linear layer's three GEMMs: its result, and the gradients of input and weight.
 
-    In a step none finds its operands in a cache: as many sets of them take turns as no cache holds.
+    In a training step the operands of a GEMM are in no cache. So calls cycle through more operands than caches hold.
     """
     m, n, k = shape
-    allowed = torch.backends.cuda.matmul.allow_tf32
+    before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-    first = [torch.randn(sizes, device=device).to(_DTYPES[dtype]) for sizes in ((m, k), (n, k), (m, n))]
+    first = [torch.randn(size, device=device).to(_DTYPES[dtype]) for size in ((m, k), (n, k), (m, n))]
     copies = max(1, _CACHE_BYTES // (4 * (m * k + n * k + m * n)))
-    sets = itertools.cycle([first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))])
+    operands = itertools.cycle([first, *([tensor.clone() for tensor in first] for _ in range(copies - 1))])
 
-    def products() -> None:
-        left, right, gradient = next(sets)
+    def gemms() -> None:
+        left, right, gradient = next(operands)
         F.linear(left, right)
         torch.mm(gradient, right)
         torch.mm(gradient.t(), left)
 
-    seconds = of_ranks(time_s(products, device, repeats, _LEAST_S)) / 3
-    torch.backends.cuda.matmul.allow_tf32 = allowed
+    seconds = slowest_rank_s(time_s(gemms, device, repeats, _LEAST_S)) / 3
+    torch.backends.cuda.matmul.allow_tf32 = before
     return GemmPoint(m=m, n=n, k=k, dtype=dtype, time_s=seconds)
 
 
@@ -193,7 +195,7 @@ def _attention(
 
     def forward() -> torch.Tensor:
         query, key, value = tensors
-        # On a CPU the executor has torch take it apart, because DTensor has no rule for the CPU's kernel.
+        # On a CPU the executor makes torch decompose it, because DTensor has no rule for the CPU's kernel.
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
@@ -201,8 +203,8 @@ def _attention(
         out = forward()
         torch.autograd.grad(out, tensors, torch.ones_like(out))
 
-    forward_s = of_ranks(time_s(forward, device, repeats, _LEAST_S))
-    both_s = of_ranks(time_s(both, device, repeats, _LEAST_S))
+    forward_s = slowest_rank_s(time_s(forward, device, repeats, _LEAST_S))
+    both_s = slowest_rank_s(time_s(both, device, repeats, _LEAST_S))
     first = AttentionPoint(
         batch=batch, heads=heads, seq=seq, head_dim=head_dim, backward=False, dtype=dtype, time_s=forward_s
     )
@@ -210,16 +212,17 @@ def _attention(
 
 
 def _streams(device: torch.device, nbytes: int, repeats: int) -> tuple[StreamPoint, StreamPoint]:
-    """Add two tensors (two read, one made and written), and put one through a SiLU: the two kinds that a step is full
-    of. On a CPU the exponential costs as much as the bytes; a GPU does not notice it.
+    """Return the seconds of an addition (two tensors read, one written) and of a SiLU (one read, one written).
 
-    Of an op's operands one has just been made, as a rule, and the other was kept: so one of two is in no cache.
+    These are the two kinds of elementwise ops in a training step. On a CPU the exponential takes as long as moving the
+    bytes; on a GPU it takes no additional time. One operand of two is in no cache, as in a step, where one operand was
+    just computed and the other one was saved.
     """
-    right = torch.ones(nbytes // 4, device=device)
-    kept = itertools.cycle([right.clone() for _ in range(max(1, _CACHE_BYTES // nbytes))])
-    added_s = of_ranks(time_s(lambda: torch.add(next(kept), right), device, repeats, _LEAST_S))
-    activated_s = of_ranks(time_s(lambda: F.silu(next(kept)), device, repeats, _LEAST_S))
-    return StreamPoint(nbytes=3 * nbytes, time_s=added_s), StreamPoint(nbytes=2 * nbytes, time_s=activated_s)
+    cached = torch.ones(nbytes // 4, device=device)
+    uncached = itertools.cycle([cached.clone() for _ in range(max(1, _CACHE_BYTES // nbytes))])
+    add_s = slowest_rank_s(time_s(lambda: torch.add(next(uncached), cached), device, repeats, _LEAST_S))
+    silu_s = slowest_rank_s(time_s(lambda: F.silu(next(uncached)), device, repeats, _LEAST_S))
+    return StreamPoint(nbytes=3 * nbytes, time_s=add_s), StreamPoint(nbytes=2 * nbytes, time_s=silu_s)
 
 
 def _memory_bytes(device: torch.device, ranks_per_node: int) -> int:

@@ -1,4 +1,4 @@
-"""Seconds of a call on every rank at once."""
+"""Seconds of a call that all ranks make at once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 
 def time_s(run: Callable[[], object], device: torch.device, repeats: int, least_s: float = 0.0) -> float:
-    """Return the seconds of ``run`` after two calls to warm up; all ranks begin together.
+    """Return the seconds of one call of ``run``, after two calls to warm up; all ranks begin together.
 
-    Of a GPU's events the median counts. Processes of a CPU may share cores, and then a short call is either
-    undisturbed or stopped for long: only the mean over many says what a step will see.
+    On a GPU this is the median. On a CPU it is the mean: processes may share cores, so that a short call is either
+    undisturbed or interrupted for long, and only the mean of many calls is what a training step sees.
 
     Args:
-        repeats: calls at least.
-        least_s: seconds that they take together at least, on a CPU; 0 where all ranks must call equally often.
+        run: the call.
+        device: that it runs on.
+        repeats: least number of calls.
+        least_s: least total seconds of the calls, on a CPU; 0 where all ranks must make equally many calls.
     """
     for _ in range(2):
         run()
@@ -43,8 +45,8 @@ def _event_s(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) * 1e-3
 
 
-def of_ranks(seconds: float) -> float:
-    """Return the slowest rank's ``seconds``, on all ranks: a step waits for it, at every collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, seconds)
-    return float(max(found))
+def slowest_rank_s(seconds: float) -> float:
+    """Return the largest ``seconds`` of all ranks: a step waits for the slowest rank at every collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, seconds)
+    return float(max(by_rank))

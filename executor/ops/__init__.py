@@ -1,1 +1,1 @@
-"""How does an op run that DTensor cannot run as planned? Ops of our own, on local tensors."""
+"""Ops that DTensor cannot run as planned, on local tensors."""

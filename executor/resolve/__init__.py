@@ -1,1 +1,1 @@
-"""What does a plan mean for this module? Names, meshes, groups and checks, before anything is touched."""
+"""A plan meets a module: names, layouts, groups and checks, resolved before anything is changed."""

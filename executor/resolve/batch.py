@@ -1,4 +1,4 @@
-"""Which slice of a global batch a rank feeds to the sharded module."""
+"""The slice of a global batch that a rank feeds to the sharded module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 def root_layouts(plan: ShardingPlan) -> dict[str, Layout]:
-    """Return argument name -> layout of what this rank hands to the root module; "" is its first argument."""
+    """Return argument name -> layout of that argument of the root module; "" is the first argument."""
     spec = plan.input_plan.get("input", plan.input_plan.get(""))
     return {} if spec is None else {name: port.layout for name, port in ports_of(spec)}
 
@@ -25,21 +25,21 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
     """Return this rank's slice of a global micro-batch.
 
     Args:
-        batch: a tuple of positional, or a dict of keyword arguments of the root module, as the plan names them; tensors
-            hold the same values on every rank.
+        batch: a tuple of positional, or a dict of keyword arguments of the root module, as the plan names them. Every
+            rank passes the same values.
         device_mesh: of the plan's shape.
-        plan: its root input ports say how each tensor is laid out.
+        plan: its input ports of the root have the layout of each tensor.
 
     Raises:
         UnmatchedKeyError: a tensor that the plan does not name.
-        PlanLayoutError: a tensor that does not divide.
+        PlanLayoutError: a tensor that its layout does not divide evenly.
     """
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None, "this process is no rank of the mesh"
     first = next(iter(batch), "") if isinstance(batch, dict) else "0"
 
-    def piece(path: tuple[Any, ...], leaf: Any) -> Any:
+    def local_slice(path: tuple[Any, ...], leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         name = path_text(path)
@@ -49,20 +49,20 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
                 f"The batch has a tensor {name!r}, but the plan has no layout for that input of the root.",
                 field="input_plan",
                 key=name,
-                what_to_do=f"Pass the arguments that it was made for: {', '.join(map(repr, layouts)) or 'none'}.",
+                what_to_do=f"Pass the arguments that the plan was made for: {', '.join(map(repr, layouts)) or 'none'}.",
             )
         return slice_of(leaf, layout, tuple(device_mesh.shape), tuple(coordinate), name)
 
-    return pytree.tree_map_with_path(piece, batch)
+    return pytree.tree_map_with_path(local_slice, batch)
 
 
 def slice_of(
     tensor: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], name: str
 ) -> torch.Tensor:
-    """Return the piece of ``tensor`` that the rank at ``coordinate`` holds under ``layout``.
+    """Return the slice of ``tensor`` under ``layout`` of the rank at ``coordinate``.
 
     Raises:
-        PlanLayoutError: the split would be uneven.
+        PlanLayoutError: ``layout`` does not divide the tensor evenly.
     """
     if not divides(tensor.shape, layout, mesh_shape):
         raise PlanLayoutError(

@@ -1,4 +1,4 @@
-"""The device mesh that a plan is for."""
+"""Device mesh of a plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 def device_mesh_for(plan: ShardingPlan, *, device_type: str | None = None) -> DeviceMesh:
-    """Return the plan's mesh over the ranks of the default process group.
+    """Return the mesh of ``plan`` over the ranks of the default process group.
 
     Args:
-        plan: its mesh gives axis names, sizes, and the device type.
-        device_type: another one, to try a plan for GPUs on CPUs.
+        plan: its mesh has the names and sizes of axes, and the device type.
+        device_type: replaces that of the plan, to try a plan for GPUs on CPUs.
     """
     return init_device_mesh(device_type or plan.mesh.device, plan.mesh.shape, mesh_dim_names=plan.mesh.names)

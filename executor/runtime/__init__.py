@@ -1,1 +1,1 @@
-"""What happens while a sharded module runs? Hooks, gathers, checkpointing, reduction of gradients."""
+"""A sharded module runs: hooks, FSDP, activation checkpointing and gradient reduction."""

@@ -1,4 +1,4 @@
-"""DTensor's flag for implicit replication: on while some run needs it, or a graph lives that could be run backward."""
+"""DTensor's flag for implicit replication, on during a run and as long as a graph lives that can be run backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executor import torch_internals
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Have DTensor take plain tensors as replicated; torch's own context cannot be nested."""
+    """Within it DTensor treats plain tensors as replicated; unlike torch's own context it can be nested."""
     holders = _this_thread.holders
     holders.acquire()
     try:
@@ -25,10 +25,10 @@ def implicit_replication() -> Iterator[None]:
 
 
 def hold_for_backward(outputs: Iterable[torch.Tensor]) -> None:
-    """Keep the flag on until the graphs that ``outputs`` end are freed.
+    """Keep the flag on until the autograd graphs of ``outputs`` are freed.
 
-    A backward pass needs it from the start: the engine gives each of its nodes the flag as it was when the pass began,
-    so that no hook on a gradient can set it.
+    A backward pass needs the flag from its start: the engine runs every node with the flag as it was when the pass
+    began, so a hook on a gradient would set it too late.
     """
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     if not nodes:
@@ -43,14 +43,14 @@ def hold_for_backward(outputs: Iterable[torch.Tensor]) -> None:
 
 
 class _Graph:
-    """Lives as long as the autograd nodes whose metadata it is in."""
+    """An object that lives as long as the autograd nodes in whose metadata it is."""
 
 
 class _Holders:
-    """How many want the flag on in one thread, of whichever models, and how it was before the first of them.
+    """The number of runs and graphs, of all models, that hold the flag of one thread on, and its value before them.
 
-    torch keeps one flag for each thread. A graph that another thread frees no longer counts, but cannot clear it: that
-    is done when the last of this thread's next holders lets go.
+    torch has one flag per thread. A graph that another thread frees is no longer counted, but that thread cannot clear
+    the flag. The last of the next holders in this thread clears it.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Holders:
 
 
 class _Thread(threading.local):
-    """What this thread counts: state of the process, as the flag itself is."""
+    """The holders of the current thread. Like the flag, they are state of the process."""
 
     def __init__(self) -> None:
         self.holders = _Holders()

@@ -37,7 +37,7 @@ def test_one_rank_writes_a_cluster_without_sweeps(tmp_path: Path, monkeypatch: p
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    small = kernels.Plan(
+    small = kernels.MeasuredSizes(
         dtypes=("fp32",), gemms=((32, 32, 32),), attention=((1, 1, 8, 8),), streams=(4096,), collectives=(), repeats=1
     )
     monkeypatch.setattr(kernels, "CPU", small)

@@ -8,9 +8,9 @@ from support.gloo import run_on_gloo
 from cost_model.calibrate import cluster_yaml, fit_cluster
 from cost_model.hardware.measurements import Measurements
 from executor.calibrate.collectives import _members, _shapes
-from executor.calibrate.kernels import Plan, measure
+from executor.calibrate.kernels import MeasuredSizes, measure
 
-SMALL = Plan(
+SMALL = MeasuredSizes(
     dtypes=("fp32",),
     gemms=((16, 16, 16), (64, 64, 64)),
     attention=((1, 2, 16, 8),),
