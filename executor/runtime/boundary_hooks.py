@@ -33,7 +33,7 @@ def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedist
         hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared)
         submodule.register_forward_pre_hook(hook, with_kwargs=True)
         if any(port.reallgather for port in ports.values()):
-            submodule.forward = ReallgatheringForward(submodule, shared)
+            submodule.forward = ReallgatherForward(submodule, shared)
     for submodule, fqn, ports in modules_at(module, boundaries.outputs):
         submodule.register_forward_hook(_OutputHook(fqn=fqn, ports=ports, shared=shared))
 
@@ -52,7 +52,7 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     return shared.redistribute(tensor, port.layout, port.grad, port.source_grad, reallgather=port.reallgather)
 
 
-class ReallgatheringForward:
+class ReallgatherForward:
     """A module's forward that saves its arguments as they were before redistribution, where a port says so.
 
     The backward redistributes them again, as Megatron's sequence-parallel linear does.
@@ -61,7 +61,7 @@ class ReallgatheringForward:
     def __init__(self, module: nn.Module, shared: SharedRedistributions) -> None:
         self._forward: Callable[..., Any] = module.forward
         self._shared = shared
-        # Signatures are looked up on forward, by us and by transformers.
+        # Signatures are looked up on forward, by the executor and by transformers.
         functools.update_wrapper(self, self._forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
