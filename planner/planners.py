@@ -1,58 +1,34 @@
-"""The planners as objects: which cluster and job is said once, then `build_plan(module)` for any module."""
+"""The planners as objects: the cluster and the job are given once, then `build_plan(module)` plans any module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 from torch import nn
 
-from cost_model import ClusterSpec
-from cost_model.layouts.layout import MeshSpec
 from planner.build import build_plan
 from planner.graph.example_inputs import GivenInputs
-from planner.plan.job import AttentionKernel
+from planner.plan.former_names import with_current_names
+from planner.plan.job_spec import JobOptions
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
 
 
-@dataclass(frozen=True, kw_only=True)
 class _LocalPlanner(ShardingPlanner):
-    """Plans in this process; see `planner.build.build_plan` for what each field means."""
+    """Plans in this process.
 
-    cluster: str | ClusterSpec | Mapping[str, Any]
-    example_inputs: GivenInputs = None
-    mesh: str | MeshSpec | None = None
-    batch: int | None = None
-    seq: int | None = None
-    micro_batches: int | None = None
-    ac: str | None = None
-    memory_gb: float | None = None
-    optimizer: str = "adamw"
-    dtype: str = "bf16"
-    reduce_dtype: str = "fp32"
-    pins: Sequence[str] = ()
-    data_axes: Sequence[str] = ()
-    reallgather: bool = False
-    fused_ops: bool = False
-    zigzag: bool = False
-    attention_kernel: AttentionKernel | None = None
-    axes: int = 2
+    Args:
+        example_inputs: as for `build_plan`.
+        options: the fields of `JobSpec` but the planner, as for `build_plan`.
+    """
 
     kind: ClassVar[str]
 
-    def _planner(self) -> str:
-        return self.kind
-
-    def _tp_plan(self) -> Mapping[str, str] | None:
-        return None
-
-    def _executable_only(self) -> bool:
-        return True
-
-    def _async_tp(self) -> bool:
-        return False
+    def __init__(self, *, example_inputs: GivenInputs = None, **options: Unpack[JobOptions]) -> None:
+        self._example_inputs = example_inputs
+        self._options: JobOptions = {**with_current_names(options), "planner": self.kind}  # type: ignore[typeddict-item]
+        self._tp_plan: Mapping[str, str] | None = None
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for ``module``.
@@ -60,88 +36,53 @@ class _LocalPlanner(ShardingPlanner):
         Raises:
             PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
         """
-        return build_plan(
-            module,
-            cluster=self.cluster,
-            example_inputs=self.example_inputs,
-            mesh=self.mesh,
-            batch=self.batch,
-            seq=self.seq,
-            micro_batches=self.micro_batches,
-            ac=self.ac,
-            memory_gb=self.memory_gb,
-            optimizer=self.optimizer,
-            dtype=self.dtype,
-            reduce_dtype=self.reduce_dtype,
-            planner=self._planner(),
-            tp_plan=self._tp_plan(),
-            pins=self.pins,
-            data_axes=self.data_axes,
-            reallgather=self.reallgather,
-            fused_ops=self.fused_ops,
-            zigzag=self.zigzag,
-            attention_kernel=self.attention_kernel,
-            axes=self.axes,
-            executable_only=self._executable_only(),
-            async_tp=self._async_tp(),
-        )
+        return build_plan(module, example_inputs=self._example_inputs, tp_plan=self._tp_plan, **self._options)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ILPShardingPlanner(_LocalPlanner):
-    """The main planner: the fastest plan that fits, by integer programming.
+    """The main planner: the fastest plan that fits, by integer programming."""
 
-    Attributes:
-        executable_only: whether only plans are wanted that `executor.shard_module` can run; False tries pipelines too.
-        async_tp: see `planner.build.build_plan`.
-    """
-
-    executable_only: bool = True
-    async_tp: bool = False
     kind = "ilp"
 
-    def _executable_only(self) -> bool:
-        return self.executable_only
 
-    def _async_tp(self) -> bool:
-        return self.async_tp
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataParallelPlanner(_LocalPlanner):
-    """Whole parameters everywhere, the batch split."""
+    """Replicated parameters, the batch sharded."""
 
     kind = "data-parallel"
 
 
-@dataclass(frozen=True, kw_only=True)
 class FullyShardedPlanner(_LocalPlanner):
-    """Parameters, gradients and optimizer state split over all devices, the batch split (FSDP; ZeRO-3 or ZeRO-2)."""
+    """Parameters, gradients, optimizer state and the batch sharded over all devices (FSDP; ZeRO-3 or ZeRO-2)."""
 
     kind = "fully-sharded"
 
 
-@dataclass(frozen=True, kw_only=True)
 class TensorParallelPlanner(_LocalPlanner):
     """The expert's tensor-parallel plan that a Hugging Face config carries, on the innermost axis.
 
-    Attributes:
+    Args:
         tp_plan: FQN pattern of modules -> style; None takes the model's own.
+        example_inputs, options: as for the other planners.
     """
 
-    tp_plan: Mapping[str, str] | None = None
     kind = "tensor-parallel"
 
-    def _tp_plan(self) -> Mapping[str, str] | None:
-        return self.tp_plan
+    def __init__(
+        self,
+        *,
+        tp_plan: Mapping[str, str] | None = None,
+        example_inputs: GivenInputs = None,
+        **options: Unpack[JobOptions],
+    ) -> None:
+        super().__init__(example_inputs=example_inputs, **options)
+        self._tp_plan = tp_plan
 
 
-@dataclass(frozen=True, kw_only=True)
 class RandomPlanner(_LocalPlanner):
     """A random feasible assignment: to test the executor and the estimator with, never to run."""
 
-    seed: int = 0
     kind = "random"
 
-    def _planner(self) -> str:
-        return f"random:{self.seed}"
+    def __init__(self, *, seed: int = 0, example_inputs: GivenInputs = None, **options: Unpack[JobOptions]) -> None:
+        super().__init__(example_inputs=example_inputs, **options)
+        self._options["planner"] = f"random:{seed}"

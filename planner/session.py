@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 from torch import nn
 
@@ -26,16 +26,11 @@ from planner.graph.trace_module import (
     trace_at_batch,
 )
 from planner.plan.estimate import SolverReport
-from planner.plan.former_names import accepts_former_names
 from planner.plan.job import (
-    AttentionKernel,
     Checkpointing,
-    Job,
-    JobPhase,
-    checked_async_tp,
     checked_time_limit_s,
-    memory_bytes_of,
 )
+from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.run import baselines, gc_pause
@@ -66,75 +61,46 @@ class PlanningSession:
     """A model that is traced once and planned as often as wanted: by several planners, on several meshes.
 
     Attributes:
-        job: the job that is planned for.
+        spec: what was asked for.
+        job: the job as plans record it.
         cluster: what it is planned on.
     """
 
-    @accepts_former_names
     def __init__(
         self,
         model: nn.Module | TracedModule,
         *,
-        cluster: str | ClusterSpec | Mapping[str, Any],
+        spec: JobSpec | None = None,
         example_inputs: GivenInputs = None,
-        phase: JobPhase = "training",
-        batch: int | None = None,
-        seq: int | None = None,
-        micro_batches: int | None = None,
-        ac: str | None = None,
-        memory_gb: float | None = None,
-        optimizer: str = "adamw",
-        dtype: str = "bf16",
-        reduce_dtype: str = "fp32",
         tp_plan: Mapping[str, str] | None = None,
-        pins: Sequence[str] = (),
-        data_axes: Sequence[str] = (),
-        async_tp: bool = False,
-        reallgather: bool = False,
-        fused_ops: bool = False,
-        zigzag: bool = False,
-        attention_kernel: AttentionKernel | None = None,
-        axes: int = 2,
-        heterogeneous_blocks: bool = False,
-        executable_only: bool = True,
-        time_limit_s: float | None = None,
-        jobs: int = 1,
         progress: Progress | None = None,
+        **options: Unpack[JobOptions],
     ) -> None:
-        self._time_limit_s = checked_time_limit_s(time_limit_s)
-        start_workers(checked_jobs(jobs))
+        """Trace ``model`` for a job.
+
+        Args:
+            model: as for `build_plan`.
+            spec: the job; its planner and mesh are those of `plan`'s arguments. None: made of ``options``.
+            example_inputs, tp_plan, progress: as for `build_plan`.
+            options: the fields of `JobSpec`, in place of ``spec``.
+
+        Raises:
+            PlannerError: the job cannot be planned.
+        """
+        spec = spec_of(options) if spec is None else spec
+        self.spec = spec
+        self._time_limit_s = checked_time_limit_s(spec.time_limit_s)
+        start_workers(checked_jobs(spec.jobs))
         self._progress = progress
-        self._axes, self._heterogeneous_blocks = checked_axes(axes), heterogeneous_blocks
-        self._executable_only = executable_only
-        self.cluster = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
-        if phase != "training":
-            # What a job of the phase has, and says that it has where it was asked for another.
-            micro_batches, ac = micro_batches or 1, ac or "none"
-        inputs = resolve_inputs(model, example_inputs, batch=batch, seq=seq, phase=phase)
+        self._axes = checked_axes(spec.axes)
+        self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
+        inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_size_of(inputs)
         flash = self.cluster.device.flash_attention
-        self.job = Job(
-            batch=batch or given_batch,
-            seq=seq,
-            phase=phase,
-            optimizer=optimizer,
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            flash_attention=flash,
-            attention_kernel=attention_kernel,
-            memory_bytes=None if memory_gb is None else memory_bytes_of(memory_gb),
-            micro_batches=micro_batches,
-            ac=ac,
-            pins=tuple(pins),
-            data_axes=tuple(data_axes),
-            async_tp=checked_async_tp(async_tp, executable_only),
-            reallgather=reallgather,
-            fused_ops=fused_ops,
-            zigzag=zigzag,
-        )
-        self._batch = batch or given_batch
+        self.job = spec.job(batch=spec.batch or given_batch, flash_attention=flash)
+        self._batch = spec.batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
-        self._counts = micro_batch_counts(self._batch, micro_batches)
+        self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
             check_traced_for(model, self._batch, self._counts, self.job)
@@ -144,18 +110,20 @@ class PlanningSession:
                 progress("tracing")
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
-                self._module = trace_at_batch(model, inputs, alone, dtype, phase, fused_ops=fused_ops)
+                self._module = trace_at_batch(
+                    model, inputs, alone, self.job.dtype, spec.phase, fused_ops=spec.fused_ops
+                )
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._traced = ModelAnalysis.of(
             self._module,
             flash_attention=flash,
-            seq=seq,
+            seq=spec.seq,
             compiles=self.cluster.device.compiles,
             zigzag=self.job.zigzag,
         )
         self._search = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._pool = Pool(WorkerContext(self._search), jobs)
+        self._pool = Pool(WorkerContext(self._search), spec.jobs)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
@@ -230,7 +198,7 @@ class PlanningSession:
 
     def _notes(self, run: Run) -> list[str]:
         found = list(notes_on(run, self._module, self._traced, self._batch))
-        if not self._executable_only and self._uncut is not None:
+        if not self.spec.executable_only and self._uncut is not None:
             found.append(f"no pipeline was tried: {self._uncut}.")
         return found
 
@@ -268,7 +236,7 @@ class PlanningSession:
         )
         if stages is not None:
             return None, pipes.best()
-        if self._heterogeneous_blocks:
+        if self.spec.heterogeneous_blocks:
             found = self._varied(outer.best(meshes), name, modes, restrict, deadline)
             return found, pipes.best(self._wanted_s(found))
         outer.start(meshes)
@@ -288,7 +256,7 @@ class PlanningSession:
         deadline: float | None,
     ) -> MeshSearchResult | None:
         """Return what was ``found``, or what is better of it where blocks differ, if they may."""
-        if found is None or name != "ilp" or not self._heterogeneous_blocks:
+        if found is None or name != "ilp" or not self.spec.heterogeneous_blocks:
             return found
         return improve_with_heterogeneous_blocks(self._search, found, modes, restrict, self._progress, deadline)
 
@@ -303,10 +271,8 @@ class PlanningSession:
         """Why no pipelines are tried; None where they are."""
         if not self.job.training:
             return "only training is cut into stages"
-        if self._executable_only:
+        if self.spec.executable_only:
             return "only plans that can be run are wanted"
-        if self.job.phase != "training":
-            return "pipelines are for training"
         if Checkpointing.parse(self.job.ac or "none").first is not None:
             return "only the first blocks are to be checkpointed"
         return obstacle(self._traced.graph, self._traced.blocks)

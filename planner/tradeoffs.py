@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 from torch import nn
 
@@ -13,8 +13,7 @@ from cost_model import ClusterSpec
 from planner.errors import JobError, SolverError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule, trace_module
-from planner.plan.former_names import accepts_former_names
-from planner.plan.job import JobPhase
+from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.search.mesh_search import Progress
 from planner.session import PlanningSession
@@ -123,41 +122,47 @@ class ClusterSize:
         return step_time_s(self.plan) * self.cluster.size
 
 
-@accepts_former_names
 def sweep(
     model: nn.Module | TracedModule,
     *,
-    cluster: str | ClusterSpec | Mapping[str, Any],
+    spec: JobSpec | None = None,
     example_inputs: GivenInputs = None,
+    tp_plan: Mapping[str, str] | None = None,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[JobOptions],
 ) -> list[ClusterSize]:
     """Return the best plan on each smaller cluster of the same nodes, the smallest first: 1, 2, 4, ... devices.
 
     Args:
-        model: as for `build_plan`.
-        cluster: the largest.
-        example_inputs: as for `build_plan`.
-        progress: told of each stage.
-        options: the job and the search, as for `build_plan`; there is no mesh to give.
+        model, example_inputs, tp_plan, progress: as for `build_plan`.
+        spec: the job, on the largest cluster and without a mesh; None: made of ``options``.
+        options: the fields of `JobSpec`, in place of ``spec``.
 
     Raises:
         PlannerError: the job cannot be planned at all.
     """
-    largest = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.parse(cluster)
+    spec = spec_of(options) if spec is None else spec
+    largest = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
     if not isinstance(model, TracedModule):
-        job = {
-            name: options[name] for name in ("batch", "seq", "micro_batches", "dtype", "fused_ops") if name in options
-        }
-        model = trace_module(model, example_inputs=example_inputs, **job)
-    found = []
+        model = trace_module(
+            model,
+            example_inputs=example_inputs,
+            batch=spec.batch,
+            seq=spec.seq,
+            micro_batches=spec.micro_batches,
+            dtype=spec.dtype,
+            fused_ops=spec.fused_ops,
+        )
+    sizes = []
     for part in parts_of(largest):
-        session = PlanningSession(model, cluster=part, progress=_on(part, progress), **options)
+        session = PlanningSession(
+            model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_on(part, progress)
+        )
         try:
-            found.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+            sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
         except SolverError:
-            found.append(ClusterSize(cluster=part, plan=None, in_time=False))
-    return found
+            sizes.append(ClusterSize(cluster=part, plan=None, in_time=False))
+    return sizes
 
 
 def _on(cluster: ClusterSpec, progress: Progress | None) -> Progress | None:
@@ -225,49 +230,45 @@ class BatchSize:
         return self.plan.job.items[0] / step_time_s(self.plan)
 
 
-@accepts_former_names
 def batches(
     model: nn.Module | TracedModule,
     *,
-    cluster: str | ClusterSpec | Mapping[str, Any],
-    phase: JobPhase = "decode",
-    mesh: str | None = None,
+    spec: JobSpec | None = None,
+    tp_plan: Mapping[str, str] | None = None,
     most: int = MOST_SEQUENCES,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[JobOptions],
 ) -> list[BatchSize]:
     """Return the fastest plan at each batch, the smallest first: 1, 2, 4, ... up to the first that does not fit.
 
     Args:
-        model: as for `build_plan`; traced once.
-        phase: "prefill" or "decode".
-        mesh: None: the best of all meshes with up to ``axes`` axes, for each batch anew.
+        model, tp_plan, progress: as for `build_plan`; the model is traced once.
+        spec: the job, whose batch is left out, for "prefill" or "decode"; None: made of ``options``.
         most: the largest batch that is tried.
-        progress: told of each stage.
-        options: the job and the search, as for `build_plan`, without a batch.
+        options: the fields of `JobSpec`, in place of ``spec``; the phase is "decode" where it is left out.
 
     Raises:
         JobError: the phase is training, which puts any batch through in micro-batches.
         PlannerError: the job cannot be planned at all.
     """
-    if phase == "training":
+    spec = spec_of({"phase": "decode", **options}) if spec is None else spec
+    if spec.phase == "training":
         advice = "Choose prefill or decode; for training, sweep compares numbers of devices."
         raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
     if not isinstance(model, TracedModule):
-        job = {name: options[name] for name in ("seq", "dtype", "fused_ops") if name in options}
-        model = trace_module(model, batch=1, phase=phase, **job)
-    found: list[BatchSize] = []
+        model = trace_module(model, batch=1, phase=spec.phase, seq=spec.seq, dtype=spec.dtype, fused_ops=spec.fused_ops)
+    sizes: list[BatchSize] = []
     batch = 1
-    while batch <= most and (not found or found[-1].plan is not None):
+    while batch <= most and (not sizes or sizes[-1].plan is not None):
         session = PlanningSession(
-            model, cluster=cluster, phase=phase, batch=batch, progress=_at(batch, progress), **options
+            model, spec=dataclasses.replace(spec, batch=batch), tp_plan=tp_plan, progress=_at(batch, progress)
         )
         try:
-            found.append(BatchSize(batch=batch, plan=session.plan_if_any(mesh=mesh)))
+            sizes.append(BatchSize(batch=batch, plan=session.plan_if_any(mesh=spec.mesh)))
         except SolverError:
-            found.append(BatchSize(batch=batch, plan=None, in_time=False))
+            sizes.append(BatchSize(batch=batch, plan=None, in_time=False))
         batch *= 2
-    return found
+    return sizes
 
 
 def _at(batch: int, progress: Progress | None) -> Progress | None:

@@ -12,40 +12,27 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.former_names import CommandsWithFormerNames
-from api.cli.options import (
-    Ac,
-    AsyncTp,
-    Attention,
-    Axes,
-    Batch,
-    Cluster,
-    DataAxes,
-    Dtype,
-    ExecutableOnly,
-    FusedOps,
-    HeterogeneousBlocks,
-    Jobs,
-    Json,
-    MemoryGb,
-    Mesh,
-    MicroBatches,
-    Model,
-    NoCache,
-    Optimizer,
-    Phase,
-    Pins,
-    PlanFile,
-    Planner,
-    Reallgather,
-    ReduceDtype,
-    Seq,
-    TimeLimit,
-    ZigzagOrder,
+from api.cli.options import Json, Model, NoCache, PlanFile, PlanOutput, takes_job_options
+from api.cli.requests import (
+    CONFIGURATION_OPTIONS,
+    names_degrees,
+    plan_of,
+    price_degrees,
+    priced_file,
+    refuse_options,
+    request_of,
+    what_to_price,
 )
-from api.cli.requests import names_degrees, plan_of, price_degrees, priced_file, request_of, what_to_price
 from api.cli.service import add_service_commands
 from api.cli.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
 from api.cli.tradeoffs import add_tradeoff_commands
+
+CONFIGURATION = "A configuration by its degrees"
+_PRICED = (
+    "cluster", "batch", "seq", "mesh", "memory_gb", "phase", "micro_batches", "ac", "optimizer", "dtype",
+    "reduce_dtype", "fused_ops", "zigzag", "reallgather", "attention_kernel",
+)  # fmt: skip
+"""Options of a job that a price depends on where its planner is named."""
 
 app = typer.Typer(
     cls=CommandsWithFormerNames,
@@ -53,74 +40,24 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
 )
 
 
 @app.command("plan")
+@takes_job_options()
 def plan_command(
-    model: Model,
-    cluster: Cluster,
-    phase: Phase = "training",
-    mesh: Mesh = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    micro_batches: MicroBatches = None,
-    ac: Ac = None,
-    memory_gb: MemoryGb = None,
-    optimizer: Optimizer = "adamw",
-    dtype: Dtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    planner: Planner = "ilp",
-    pin: Pins = None,
-    data_axis: DataAxes = None,
-    axes: Axes = 2,
-    heterogeneous_blocks: HeterogeneousBlocks = False,
-    executable_only: ExecutableOnly = True,
-    async_tp: AsyncTp = False,
-    reallgather: Reallgather = False,
-    fused_ops: FusedOps = False,
-    zigzag: ZigzagOrder = False,
-    attention_kernel: Attention = None,
-    time_limit: TimeLimit = None,
-    jobs: Jobs = 1,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
-    as_json: Json = False,
-    no_cache: NoCache = False,
+    model: Model, options: dict[str, Any], output: PlanOutput = None, as_json: Json = False, no_cache: NoCache = False
 ) -> None:
     """Plan how MODEL is trained, or run, on a cluster."""
     with reported(as_json):
         if output is not None:
             check_writable(output)
-        request = request_of(
-            model=model,
-            cluster=cluster,
-            phase=phase,
-            mesh=mesh,
-            batch=batch,
-            seq=seq,
-            micro_batches=micro_batches,
-            ac=ac,
-            memory_gb=memory_gb,
-            optimizer=optimizer,
-            dtype=dtype,
-            reduce_dtype=reduce_dtype,
-            planner=planner,
-            pins=tuple(pin or ()),
-            data_axes=tuple(data_axis or ()),
-            axes=axes,
-            heterogeneous_blocks=heterogeneous_blocks,
-            executable_only=executable_only,
-            async_tp=async_tp,
-            reallgather=reallgather,
-            fused_ops=fused_ops,
-            zigzag=zigzag,
-            attention_kernel=attention_kernel,
-        )
-        found = plan_of(request, use_cache=not no_cache, time_limit_s=time_limit, jobs=jobs)
+        limits = {name: options.pop(name) for name in ("time_limit_s", "jobs")}
+        plan = plan_of(request_of(model=model, **options), use_cache=not no_cache, **limits)
         if output is not None:
-            save_plan(found, output)
-        print_plan(found, as_json=as_json)
+            save_plan(plan, output)
+        print_plan(plan, as_json=as_json)
 
 
 @app.command("show")
@@ -133,115 +70,63 @@ def show_command(plan: PlanFile, as_json: Json = False) -> None:
 
 
 @app.command("estimate")
+@takes_job_options(only=_PRICED, optional=True)
 def estimate_command(
     model: Model,
+    options: dict[str, Any],
     what: Annotated[
         str | None,
         typer.Argument(metavar="[PLAN|PLANNER]", help="A plan file, or a planner's name such as fully-sharded."),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file; the same as giving it after MODEL.")] = None,
     planner: Annotated[str | None, typer.Option(help="A planner's name; the same as giving it after MODEL.")] = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="As for plan; for a plan file, its own cluster where left out.")
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Samples per rank and micro-batch.", rich_help_panel=CONFIGURATION)
     ] = None,
-    phase: Annotated[str | None, typer.Option(help="training (the default), prefill or decode.")] = None,
-    mesh: Mesh = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    micro_batches: MicroBatches = None,
-    ac: Ac = None,
-    memory_gb: MemoryGb = None,
-    optimizer: Annotated[str | None, typer.Option(help="Such as adamw (the default) or sgd.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bf16 (the default), fp16 or fp32.")] = None,
-    reduce_dtype: Annotated[
-        str | None, typer.Option(help="In which gradients are reduced: fp32 (the default), bf16 or fp16.")
-    ] = None,
-    fused_ops: Annotated[
-        bool | None, typer.Option("--fused-ops", help="As for plan; with a planner's name alone.")
-    ] = None,
-    reallgather: Annotated[bool | None, typer.Option("--reallgather", help="As for plan; likewise.")] = None,
-    zigzag: Annotated[bool | None, typer.Option("--zigzag", help="As for plan; likewise.")] = None,
-    attention_kernel: Attention = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and micro-batch (a configuration).")] = None,
-    sp: Annotated[bool, typer.Option("--sp", help="Megatron's sequence parallelism (a configuration).")] = False,
-    virtual_stages: Annotated[int, typer.Option(help="Model chunks per pipeline rank (a configuration).")] = 1,
-    schedule: Annotated[str, typer.Option(help="Of the pipeline: gpipe, 1f1b, ... (a configuration).")] = "1f1b",
+    sp: Annotated[
+        bool, typer.Option("--sp", help="Megatron's sequence parallelism.", rich_help_panel=CONFIGURATION)
+    ] = False,
+    virtual_stages: Annotated[
+        int, typer.Option(help="Model chunks per pipeline rank.", rich_help_panel=CONFIGURATION)
+    ] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="Of the pipeline: gpipe, 1f1b, ...", rich_help_panel=CONFIGURATION)
+    ] = "1f1b",
     as_json: Json = False,
     no_cache: NoCache = False,
 ) -> None:
     """Price a plan file, a planner's plan by name, or a parallel configuration by its degrees, for MODEL.
 
     A configuration is a mesh of dp, fsdp, tp, pp, cp, ep and a --micro-batch: what Megatron or torchtitan would run,
-    priced from the model's dimensions alone, whether or not the executor can run it.
+    priced from the model's dimensions, whether or not the executor can run it.
     """
     with reported(as_json):
         from planner.errors import JobError
 
-        if what is None and plan is None and planner is None and (micro_batch is not None or names_degrees(mesh)):
-            for_plans = {
-                "--micro-batches": micro_batches,
-                "--memory-gb": memory_gb,
-                "--phase": phase,
-                "--reduce-dtype": reduce_dtype,
-                "--fused-ops": fused_ops,
-                "--reallgather": reallgather,
-                "--zigzag": zigzag,
-                "--attention-kernel": attention_kernel,
-            }
-            wrong = [option for option, value in for_plans.items() if value is not None]
-            if wrong:
-                raise JobError(
-                    f"{', '.join(wrong)}: for plans, not for a configuration by its degrees.",
-                    what_to_do="Leave it out; a configuration's micro-batch is --micro-batch.",
-                )
-            configuration: dict[str, Any] = {
-                "cluster": cluster,
-                "mesh": mesh,
-                "micro_batch": micro_batch,
-                "batch": batch,
-                "seq": seq,
-                "ac": ac,
-                "optimizer": optimizer,
-                "dtype": dtype,
-            }
-            price_degrees(
-                model,
-                {key: value for key, value in configuration.items() if value is not None},
-                sp=sp,
-                virtual_stages=virtual_stages,
-                schedule=schedule,
-                as_json=as_json,
+        is_configuration = micro_batch is not None or names_degrees(options.get("mesh"))
+        if what is None and plan is None and planner is None and is_configuration:
+            refuse_options(
+                [name for name in options if name not in CONFIGURATION_OPTIONS],
+                "for plans, not for a configuration by its degrees.",
+                "Leave it out; a configuration's micro-batch is --micro-batch.",
             )
+            if micro_batch is not None:
+                options["micro_batch"] = micro_batch
+            price_degrees(model, options, sp=sp, virtual_stages=virtual_stages, schedule=schedule, as_json=as_json)
             return
         file, name = what_to_price(what, plan, planner)
-        options = {
-            "phase": phase,
-            "mesh": mesh,
-            "batch": batch,
-            "seq": seq,
-            "micro_batches": micro_batches,
-            "ac": ac,
-            "memory_gb": memory_gb,
-            "optimizer": optimizer,
-            "dtype": dtype,
-            "reduce_dtype": reduce_dtype,
-            "fused_ops": fused_ops,
-            "reallgather": reallgather,
-            "zigzag": zigzag,
-            "attention_kernel": attention_kernel,
-        }
-        given = {key: value for key, value in options.items() if value is not None}
         if file is not None:
-            if given or no_cache:
-                names = ", ".join(f"--{key.replace('_', '-')}" for key in [*given, *(["no_cache"] if no_cache else [])])
-                raise JobError(
-                    f"{names} cannot be given with a plan file.", what_to_do="The plan says those; leave them out."
-                )
+            cluster = options.pop("cluster", None)
+            refuse_options(
+                [*options, *(["no_cache"] if no_cache else [])],
+                "cannot be given with a plan file.",
+                "The plan says those; leave them out.",
+            )
             priced = priced_file(model, file, cluster)
         else:
-            if cluster is None:
+            if "cluster" not in options:
                 raise JobError("--cluster is missing.", what_to_do="Give one, such as --cluster 2x8xh100-sxm-80gb.")
-            priced = plan_of(request_of(model=model, cluster=cluster, planner=name, **given), use_cache=not no_cache)
+            priced = plan_of(request_of(model=model, planner=name, **options), use_cache=not no_cache)
         print_plan(priced, as_json=as_json)
 
 

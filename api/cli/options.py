@@ -1,127 +1,103 @@
-"""Options that several commands have."""
+"""Options that several commands have; those of a job are made from the fields of `JobSpec`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, get_origin
 
 import typer
+
+from planner.plan.job_spec import SpecField, spec_fields
+
+OUTPUT = "Output"
+"""Heading of the options that say where answers go."""
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with "
-        "+fused-projections behind it, projections of one tensor are one layer.",
+        "+fused-projections behind it, query, key and value are one layer, gate and up another.",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
-Cluster = Annotated[str, typer.Option(help="NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a .yaml file.")]
-Mesh = Annotated[
-    str | None,
-    typer.Option(help="Such as dp=2,tp=8, outermost axis first (pp: pipeline stages); without it, meshes are tried."),
+PlanOutput = Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")]
+Folder = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the plans into this folder, as 1.json, 2.json, ...")
 ]
-Phase = Annotated[
-    Literal["training", "prefill", "decode"],
-    typer.Option(help="What a step is; decode: one more token of each sequence, with --seq of them in the cache."),
-]
-Batch = Annotated[int | None, typer.Option(help="Samples in the global batch.")]
-Seq = Annotated[int | None, typer.Option(help="Tokens in a sequence.")]
-MicroBatches = Annotated[int | None, typer.Option(help="Micro-batches per step; without it, several are tried.")]
-Ac = Annotated[
-    str | None,
-    typer.Option(
-        help="Activation checkpointing: none, selective or full, full:8 for the first 8 blocks alone; "
-        "without it, it is chosen."
-    ),
-]
-MemoryGb = Annotated[float | None, typer.Option(help="Cap on the peak per device, in GB of 1e9 bytes.")]
-Optimizer = Annotated[str, typer.Option(help="Such as adamw or sgd.")]
-Dtype = Annotated[str, typer.Option(help="Of parameters and activations: bf16, fp16 or fp32.")]
-ReduceDtype = Annotated[
-    str, typer.Option(help="In which gradients are reduced, and add up over micro-batches: bf16, fp16 or fp32.")
-]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        help="A layout decided already, such as 'lm_head.weight=S(0)@tp'; != forbids it, "
-        "'NAME:used=R@dp' is the layout in computing. Again for more.",
-    ),
-]
-DataAxes = Annotated[
-    list[str] | None, typer.Option("--data-axis", help="A mesh axis that splits the batch alone. Again for more.")
-]
-Axes = Annotated[
-    int,
-    typer.Option(
-        "--axes",
-        min=1,
-        max=3,
-        help="The most axes of a mesh that is tried; of three the outermost splits the batch. With 2, "
-        "interleaved stages have one mesh of three as well where devices outnumber samples.",
-    ),
-]
-HeterogeneousBlocks = Annotated[
+Json = Annotated[
     bool,
-    typer.Option(
-        "--heterogeneous-blocks",
-        help="Let the first of equal blocks differ from the rest where that pays; takes longer.",
-    ),
+    typer.Option("--json", help="Print JSON, and nothing else, on standard output.", rich_help_panel=OUTPUT),
 ]
-ExecutableOnly = Annotated[
-    bool,
-    typer.Option(
-        "--executable-only/--no-executable-only",
-        help="Only plans that shard_module can run; --no-executable-only tries pipelines as well.",
-    ),
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Plan again, even if the same was planned before.", rich_help_panel=OUTPUT)
 ]
-AsyncTp = Annotated[
-    bool,
-    typer.Option(
-        "--async-tp",
-        help="Assume that tensor-parallel communication inside a node runs in pieces beside matrix products; "
-        "needs --no-executable-only.",
-    ),
-]
-Reallgather = Annotated[
-    bool,
-    typer.Option(
-        "--reallgather",
-        help="Let linear layers have what was gathered for them gathered again for their backward, where memory is "
-        "short; seldom pays without --async-tp.",
-    ),
-]
-FusedOps = Annotated[
-    bool,
-    typer.Option(
-        "--fused-ops",
-        help="Run RMSNorms, gated activations, rotary embeddings and the loss as one op each: large models of the "
-        "Llama kind take less memory and time.",
-    ),
-]
-ZigzagOrder = Annotated[
-    bool,
-    typer.Option(
-        "--zigzag",
-        help="Where attention's sequences are split over ranks, have the model's tokens in an order that makes their "
-        "work even: no queries are exchanged; logits come in that order.",
-    ),
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        "--attention-kernel",
-        help="flash3: attention in FlashAttention-3 in place of the kernel that torch chooses, on Hopper.",
-    ),
-]
-TimeLimit = Annotated[
-    float | None, typer.Option(help="Seconds for the search; then the best plan so far is given, with its gap.")
-]
-Jobs = Annotated[
-    int,
-    typer.Option(help="Candidates looked at at once, each in a process of its own; -1: on all cores."),
-]
-Planner = Annotated[str, typer.Option(help="ilp, data-parallel, fully-sharded, tensor-parallel or random:SEED.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Plan again, though the same was planned before.")]
+
+Command = Callable[..., None]
+
+
+def takes_job_options(
+    *,
+    without: Collection[str] = (),
+    only: Collection[str] = (),
+    optional: bool = False,
+    defaults: Mapping[str, Any] = {},
+) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command the options of a job; it gets them as one dict, ``options``.
+
+    Args:
+        without: fields of `JobSpec` that the command does not have; or
+        only: those that it has.
+        optional: whether each may be left out: then it is not in the dict.
+        defaults: where the command's are not the fields'.
+    """
+    fields = [item for item in spec_fields() if item.name not in without and (not only or item.name in only)]
+
+    def decorate(command: Command) -> Command:
+        def run(**values: Any) -> None:
+            options = {item.name: _value(item, values.pop(item.name)) for item in fields}
+            if optional:
+                options = {name: value for name, value in options.items() if value is not None}
+            command(**values, options=options)
+
+        signature = inspect.signature(command, eval_str=True)
+        own = [item for name, item in signature.parameters.items() if name != "options"]
+        first = [_parameter(item, optional, defaults or {}) for item in fields if item.option.heading is None]
+        rest = [_parameter(item, optional, defaults or {}) for item in fields if item.option.heading is not None]
+        parameters = [own[0], *first, *own[1:], *rest]
+        keywords = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in parameters]
+        run.__signature__ = signature.replace(parameters=keywords)  # type: ignore[attr-defined]
+        run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+        return run
+
+    return decorate
+
+
+def _parameter(item: SpecField, optional: bool, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    """Return the parameter from which typer makes the option of a field."""
+    type_, default = _text_type(item), defaults.get(item.name, item.default)
+    flags = [item.flag]
+    if item.type is bool and item.default is True:
+        flags = [f"{item.flag}/--no-{item.flag.removeprefix('--')}"]
+    if item.default == () or optional:
+        type_, default = type_ | None, None
+    if item.required and not optional:
+        default = inspect.Parameter.empty
+    option = typer.Option(*flags, help=item.option.help, rich_help_panel=item.option.heading)
+    return inspect.Parameter(
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, option]
+    )
+
+
+def _text_type(item: SpecField) -> Any:
+    """Return the type of a field as it is typed on a command line."""
+    if item.option.text is not None:
+        return str if item.required else str | None
+    return list[str] if get_origin(item.type) is tuple else item.type
+
+
+def _value(item: SpecField, value: Any) -> Any:
+    """Return an option's value as `JobSpec` has it."""
+    return tuple(value or ()) if get_origin(item.type) is tuple else value

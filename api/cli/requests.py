@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ def request_of(**options: Any) -> PlanRequest:
     """
     from pydantic import ValidationError
 
-    from api.requests.schemas import PLANNERS, PlanRequest
+    from api.requests.schemas import PlanRequest
     from planner.errors import JobError
+    from planner.plan.job_spec import PLANNERS, spec_fields
 
     try:
         return PlanRequest(**options)
@@ -35,7 +37,8 @@ def request_of(**options: Any) -> PlanRequest:
         if field == "planner":
             advice = f"Choose one of {', '.join(PLANNERS)}, random:SEED."
             raise JobError(f"there is no planner {given!r}.", what_to_do=advice, field=field) from error
-        detail = f"--{field.replace('_', '-')} is {given!r}: {first['msg']}."
+        flag = next((item.flag for item in spec_fields() if item.name == field), f"--{field}")
+        detail = f"{flag} is {given!r}: {first['msg']}."
         raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
@@ -79,6 +82,19 @@ def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> t
     if what is not None and (what.endswith(".json") or Path(what).exists()):
         return Path(what), None
     return plan, planner or what
+
+
+def refuse_options(names: Sequence[str], why: str, what_to_do: str) -> None:
+    """Raise a `JobError` that names the options, where there are any."""
+    from planner.errors import JobError
+
+    if names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise JobError(f"{flags} {why}", what_to_do=what_to_do)
+
+
+CONFIGURATION_OPTIONS = ("cluster", "mesh", "batch", "seq", "ac", "optimizer", "dtype")
+"""Options of a job that a configuration by its degrees has."""
 
 
 def names_degrees(mesh: str | None) -> bool:

@@ -8,29 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from api.cli.options import (
-    Ac,
-    Attention,
-    Axes,
-    Batch,
-    Cluster,
-    DataAxes,
-    Dtype,
-    FusedOps,
-    Json,
-    MemoryGb,
-    Mesh,
-    MicroBatches,
-    Model,
-    Optimizer,
-    Phase,
-    Pins,
-    Reallgather,
-    ReduceDtype,
-    Seq,
-    TimeLimit,
-    ZigzagOrder,
-)
+from api.cli.options import Folder, Json, Model, takes_job_options
 from api.cli.requests import request_of
 from api.cli.terminal import check_folder, reported, save_plan, terminal, watched
 
@@ -38,9 +16,12 @@ if TYPE_CHECKING:
     from api.render.tradeoff_rows import TradeoffRow
     from api.requests.plan_request import OpenedRequest, Progress
 
-Folder = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write the plans into this folder, as 1.json, 2.json, ...")
-]
+_NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")
+_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")
+_NOT_OF_SWEEP = (*_NOT_OF_ALTERNATIVES, "pins", "data_axes", "axes")
+_OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "fused_ops", "time_limit_s")
+
+Within = Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")]
 
 
 def add_tradeoff_commands(app: typer.Typer) -> None:
@@ -51,166 +32,82 @@ def add_tradeoff_commands(app: typer.Typer) -> None:
     app.command("batches")(batches_command)
 
 
+@takes_job_options(without=_NOT_OF_ALTERNATIVES)
 def alternatives_command(
     model: Model,
-    cluster: Cluster,
+    options: dict[str, Any],
     count: Annotated[int, typer.Option(min=1, max=100, help="How many other meshes.")] = 3,
-    phase: Phase = "training",
-    batch: Batch = None,
-    seq: Seq = None,
-    micro_batches: MicroBatches = None,
-    ac: Ac = None,
-    memory_gb: MemoryGb = None,
-    optimizer: Optimizer = "adamw",
-    dtype: Dtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    fused_ops: FusedOps = False,
-    reallgather: Reallgather = False,
-    zigzag: ZigzagOrder = False,
-    attention_kernel: Attention = None,
-    pin: Pins = None,
-    data_axis: DataAxes = None,
-    axes: Axes = 2,
-    time_limit: TimeLimit = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
     """Show the best plan for MODEL and the best plans of the meshes that come next."""
-    job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {
-        "phase": phase,
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "reduce_dtype": reduce_dtype,
-        "fused_ops": fused_ops,
-        "reallgather": reallgather,
-        "zigzag": zigzag,
-        "attention_kernel": attention_kernel,
-        "pins": tuple(pin or ()),
-        "data_axes": tuple(data_axis or ()),
-        "axes": axes,
-    }
+    time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, cluster=cluster, **job)
+        opened = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import alternative_rows
 
-        _show(alternative_rows(opened, count, time_limit), output, as_json=as_json)
+        _show(alternative_rows(opened, count, time_limit_s), output, as_json=as_json)
 
 
-def pareto_command(
-    model: Model,
-    cluster: Cluster,
-    mesh: Mesh = None,
-    phase: Phase = "training",
-    batch: Batch = None,
-    seq: Seq = None,
-    micro_batches: MicroBatches = None,
-    ac: Ac = None,
-    memory_gb: MemoryGb = None,
-    optimizer: Optimizer = "adamw",
-    dtype: Dtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    fused_ops: FusedOps = False,
-    reallgather: Reallgather = False,
-    zigzag: ZigzagOrder = False,
-    attention_kernel: Attention = None,
-    pin: Pins = None,
-    data_axis: DataAxes = None,
-    axes: Axes = 2,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
-    output: Folder = None,
-    as_json: Json = False,
-) -> None:
-    """Show what a step of MODEL takes within less and less memory, down to the least that does."""
-    job: dict[str, Any] = {
-        "mesh": mesh,
-        "batch": batch,
-        "seq": seq,
-        "micro_batches": micro_batches,
-        "ac": ac,
-        "memory_gb": memory_gb,
-    }
-    job |= {
-        "phase": phase,
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "reduce_dtype": reduce_dtype,
-        "fused_ops": fused_ops,
-        "reallgather": reallgather,
-        "zigzag": zigzag,
-        "attention_kernel": attention_kernel,
-        "pins": tuple(pin or ()),
-        "data_axes": tuple(data_axis or ()),
-        "axes": axes,
-    }
+@takes_job_options(without=_NOT_OF_PARETO)
+def pareto_command(model: Model, options: dict[str, Any], output: Folder = None, as_json: Json = False) -> None:
+    """Show what a step of MODEL takes within less and less memory, down to the least that does.
+
+    --time-limit is for the search of each plan.
+    """
+    time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, cluster=cluster, **job)
+        opened = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import pareto_rows
 
-        _show(pareto_rows(opened, mesh, time_limit), output, as_json=as_json)
+        _show(pareto_rows(opened, options["mesh"], time_limit_s), output, as_json=as_json)
 
 
+@takes_job_options(without=_NOT_OF_SWEEP)
 def sweep_command(
     model: Model,
-    cluster: Annotated[str, typer.Option(help="The largest: NODESxDEVICESxDEVICE, or a .yaml file.")],
+    options: dict[str, Any],
     objective: Annotated[
         Literal["step-time", "cost", "fewest-devices"],
-        typer.Option(help="What makes a size the best: cost is device time per step."),
+        typer.Option(help="What makes a number of devices the best: cost is device time per step."),
     ] = "cost",
-    within: Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")] = None,
+    within: Within = None,
     price: Annotated[float | None, typer.Option(help="Of a device for an hour, in any currency.")] = None,
-    phase: Phase = "training",
-    batch: Batch = None,
-    seq: Seq = None,
-    micro_batches: MicroBatches = None,
-    ac: Ac = None,
-    memory_gb: MemoryGb = None,
-    optimizer: Optimizer = "adamw",
-    dtype: Dtype = "bf16",
-    reduce_dtype: ReduceDtype = "fp32",
-    fused_ops: FusedOps = False,
-    reallgather: Reallgather = False,
-    zigzag: ZigzagOrder = False,
-    attention_kernel: Attention = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Plan MODEL on 1, 2, 4, ... devices of a cluster, and say which number is best."""
-    job: dict[str, Any] = {"batch": batch, "seq": seq, "micro_batches": micro_batches, "ac": ac, "memory_gb": memory_gb}
-    job |= {"phase": phase, "optimizer": optimizer, "dtype": dtype, "reduce_dtype": reduce_dtype}
-    job |= {"fused_ops": fused_ops, "reallgather": reallgather, "zigzag": zigzag, "attention_kernel": attention_kernel}
+    """Plan MODEL on 1, 2, 4, ... devices of a cluster, the largest, and say which number is best.
+
+    --time-limit is for the search of each plan.
+    """
+    time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, cluster=cluster, **job)
+        opened = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import sweep_rows
 
-        rows = sweep_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit)
+        rows = sweep_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit_s)
         _show(rows, output, as_json=as_json)
 
 
+@takes_job_options(only=_OF_BATCHES, defaults={"phase": "decode"})
 def batches_command(
     model: Model,
-    cluster: Cluster,
-    phase: Annotated[Literal["prefill", "decode"], typer.Option(help="Of inference.")] = "decode",
-    mesh: Mesh = None,
-    seq: Seq = None,
-    within: Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")] = None,
+    options: dict[str, Any],
+    within: Within = None,
     most: Annotated[int, typer.Option(min=1, help="The largest batch that is tried.")] = 4096,
-    memory_gb: MemoryGb = None,
-    dtype: Dtype = "bf16",
-    fused_ops: FusedOps = False,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds for the search of each plan.")] = None,
     output: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Plan inference with MODEL at batches of 1, 2, 4, ... and say which makes the most tokens per second."""
-    job: dict[str, Any] = {"phase": phase, "mesh": mesh, "batch": 1, "seq": seq, "memory_gb": memory_gb}
-    job |= {"dtype": dtype, "fused_ops": fused_ops}
+    """Plan inference with MODEL at batches of 1, 2, 4, ... and say which makes the most tokens per second.
+
+    --time-limit is for the search of each plan.
+    """
+    time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, cluster=cluster, **job)
+        opened = _opened(progress, output, model=model, batch=1, **options)
         from api.render.tradeoff_rows import batch_rows
 
-        rows = batch_rows(opened, mesh, most=most, within_s=within, time_limit_s=time_limit)
+        rows = batch_rows(opened, options["mesh"], most=most, within_s=within, time_limit_s=time_limit_s)
         _show(rows, output, as_json=as_json)
 
 

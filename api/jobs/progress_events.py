@@ -48,6 +48,6 @@ class ProgressReader:
         return {"stage": "planned", "mesh": str(plan.mesh.spec), "step_time_s": time_s, "gap": gap}
 
     def _meshes(self) -> int:
-        if self._request.mesh is not None:
+        if self._request.spec.mesh is not None:
             return 1
         return len(meshes_of(read_cluster(self._request, allow_local=False)))

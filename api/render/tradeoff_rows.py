@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +104,11 @@ def batch_rows(
         JobError: the limit is not above 0, or the phase is training.
     """
     _check_limits(within=within_s)
-    job = {name: value for name, value in opened.job.items() if name not in ("batch", "micro_batches", "ac")}
-    found = batches(
-        opened.model, cluster=opened.cluster, mesh=mesh, most=most, time_limit_s=time_limit_s, **_without_inputs(job)
-    )
+    if opened.example_inputs is not None:
+        advice = "Name a preset or a Hugging Face config."
+        raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
+    spec = dataclasses.replace(opened.spec, mesh=mesh, micro_batches=None, ac=None, time_limit_s=time_limit_s)
+    found = batches(opened.model, spec=spec, tp_plan=opened.tp_plan, most=most, progress=opened.progress)
     best = best_batch(found, within_s=within_s)
     cluster = opened.cluster
     return [
@@ -120,18 +122,6 @@ def batch_rows(
         )
         for size in found
     ]
-
-
-def _without_inputs(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the job of a model whose inputs its config tells.
-
-    Raises:
-        JobError: it has inputs of its own, which have a batch of their own.
-    """
-    if job.pop("example_inputs", None) is not None:
-        advice = "Name a preset or a Hugging Face config."
-        raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
-    return job
 
 
 def _check_limits(**limits: float | None) -> None:
@@ -155,7 +145,13 @@ def sweep_rows(
         JobError: a limit or a price is not above 0.
     """
     _check_limits(within=within_s, price=price)
-    found = sweep(opened.model, cluster=opened.cluster, time_limit_s=time_limit_s, **opened.job)
+    found = sweep(
+        opened.model,
+        spec=dataclasses.replace(opened.spec, time_limit_s=time_limit_s),
+        example_inputs=opened.example_inputs,
+        tp_plan=opened.tp_plan,
+        progress=opened.progress,
+    )
     best = best_size(found, objective, within_s=within_s)
     return [
         TradeoffRow(

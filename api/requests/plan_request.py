@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from api.requests.model_registry import ModelSource
     from executor.verify import VerifyReport
     from planner.explanation import Explanation
+    from planner.graph.example_inputs import GivenInputs
     from planner.graph.trace_module import TracedModule
+    from planner.plan.job_spec import JobSpec
     from planner.plan.sharding_plan import ShardingPlan
     from planner.session import PlanningSession
 
@@ -61,7 +63,7 @@ def plan_request(
     opened = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
         session = opened.session(time_limit_s=time_limit_s, jobs=jobs)
-        return opened.noted(session.plan(planner=request.planner, mesh=request.mesh))
+        return opened.noted(session.plan(planner=opened.spec.planner, mesh=opened.spec.mesh))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +72,32 @@ class OpenedRequest:
 
     Attributes:
         model: the module, or the graph that a client traced.
-        job: what a `PlanningSession` takes besides the model, its cluster and its time limit.
+        spec: what was asked for, with the cluster read.
+        example_inputs: of one call with the global batch, where the model's source brings them.
+        tp_plan: the expert plan that the model's source brings.
+        progress: told of each stage.
         notes: what was made of the request that a person might not expect.
     """
 
     model: nn.Module | TracedModule
     cluster: ClusterSpec
-    job: dict[str, Any]
+    spec: JobSpec
+    example_inputs: GivenInputs = None
+    tp_plan: Mapping[str, str] | None = None
+    progress: Progress | None = None
     notes: tuple[str, ...] = ()
 
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return what plans the request."""
         from planner.session import PlanningSession
 
-        return PlanningSession(self.model, cluster=self.cluster, time_limit_s=time_limit_s, jobs=jobs, **self.job)
+        return PlanningSession(
+            self.model,
+            spec=dataclasses.replace(self.spec, time_limit_s=time_limit_s, jobs=jobs),
+            example_inputs=self.example_inputs,
+            tp_plan=self.tp_plan,
+            progress=self.progress,
+        )
 
     def noted(self, plan: ShardingPlan) -> ShardingPlan:
         """Return ``plan`` with the request's notes before its own."""
@@ -101,39 +115,28 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
     from planner.run.baselines import micro_batches_for
 
     say = progress or (lambda stage: None)
-    job: dict[str, Any] = {
-        "phase": request.phase,
-        "batch": request.batch,
-        "micro_batches": micro_batches_for(request.planner, request.micro_batches),
-        "ac": request.ac,
-        "memory_gb": request.memory_gb,
-        "optimizer": request.optimizer,
-        "dtype": request.dtype,
-        "reduce_dtype": request.reduce_dtype,
-        "pins": request.pins,
-        "data_axes": request.data_axes,
-        "axes": request.axes,
-        "heterogeneous_blocks": request.heterogeneous_blocks,
-        "executable_only": request.executable_only,
-        "async_tp": request.async_tp,
-        "reallgather": request.reallgather,
-        "fused_ops": request.fused_ops,
-        "zigzag": request.zigzag,
-        "attention_kernel": request.attention_kernel,
-        "progress": progress,
-    }
     cluster = read_cluster(request, allow_local=allow_local)
+    spec = request.spec
+    micro_batches = micro_batches_for(spec.planner, spec.micro_batches)
+    spec = dataclasses.replace(spec, cluster=cluster, micro_batches=micro_batches)
     if request.graph is not None:
         say("reading the graph")
-        return OpenedRequest(model=load_graph(request.graph), cluster=cluster, job={**job, "seq": request.seq})
+        return OpenedRequest(model=load_graph(request.graph), cluster=cluster, spec=spec, progress=progress)
     say("building the model")
-    source = load_model(request.model_spec, batch=request.batch, seq=request.seq, allow_local=allow_local)
+    source = load_model(request.model_spec, batch=spec.batch, seq=spec.seq, allow_local=allow_local)
     if source.example_inputs is None:
-        _require(request, "batch")
+        _require(spec, "batch")
         if source.takes_seq:
-            _require(request, "seq")
-    job |= {"seq": source.seq, "example_inputs": source.example_inputs, "tp_plan": source.tp_plan}
-    return OpenedRequest(model=source.module, cluster=cluster, job=job, notes=tuple(source.notes))
+            _require(spec, "seq")
+    return OpenedRequest(
+        model=source.module,
+        cluster=cluster,
+        spec=dataclasses.replace(spec, seq=source.seq),
+        example_inputs=source.example_inputs,
+        tp_plan=source.tp_plan,
+        progress=progress,
+        notes=tuple(source.notes),
+    )
 
 
 def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
@@ -191,23 +194,23 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     from cost_model.layouts.layout import MeshSpec
     from planner.plan.job import checked_async_tp
 
-    cluster = read_cluster(request, allow_local=allow_local)
+    spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
         check_graph(request, request.graph)
     else:
         find_config(request.model_spec, allow_local=allow_local)
-    if request.mesh is not None:
-        mesh = MeshSpec.parse(request.mesh)
+    if spec.mesh is not None:
+        mesh = MeshSpec.parse(str(spec.mesh))
         if mesh.size != cluster.size:
             detail = f"the mesh {mesh} has {mesh.size} devices, the cluster {cluster.name} has {cluster.size}."
             raise MeshError(detail, what_to_do=f"Give axes whose sizes multiply to {cluster.size}.")
-    if request.optimizer not in OPTIMIZERS:
+    if spec.optimizer not in OPTIMIZERS:
         advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
-        raise JobError(f"there is no optimizer {request.optimizer!r}.", what_to_do=advice, field="optimizer")
-    checked_async_tp(request.async_tp, request.executable_only)
-    if request.batch is not None and request.batch % (request.micro_batches or 1):
-        detail = f"a batch of {request.batch} does not divide into {request.micro_batches} micro-batches."
-        advice = f"Choose a number of micro-batches that divides {request.batch}."
+        raise JobError(f"there is no optimizer {spec.optimizer!r}.", what_to_do=advice, field="optimizer")
+    checked_async_tp(spec.async_tp, spec.executable_only)
+    if spec.batch is not None and spec.batch % (spec.micro_batches or 1):
+        detail = f"a batch of {spec.batch} does not divide into {spec.micro_batches} micro-batches."
+        advice = f"Choose a number of micro-batches that divides {spec.batch}."
         raise JobError(detail, what_to_do=advice, field="micro_batches")
 
 
@@ -217,10 +220,11 @@ def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
     Raises:
         ClusterError: it cannot be read.
     """
-    return ClusterSpec.parse(request.cluster) if allow_local else read_client_cluster(request.cluster)
+    cluster = request.cluster_text
+    return ClusterSpec.parse(cluster) if allow_local else read_client_cluster(cluster)
 
 
-def read_client_cluster(cluster: str | dict[str, Any]) -> ClusterSpec:
+def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
     """Return a client's cluster, which may name no files: a server reads none of its own for a client.
 
     Raises:
@@ -268,8 +272,8 @@ def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | No
     )
 
 
-def _require(request: PlanRequest, field: str) -> None:
-    if getattr(request, field) is None:
+def _require(spec: JobSpec, field: str) -> None:
+    if getattr(spec, field) is None:
         raise JobError(f"{field} is missing.", what_to_do=f"Give --{field} (over HTTP: {field}).", field=field)
 
 

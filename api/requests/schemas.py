@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from planner.plan.former_names import with_current_names
+from planner.plan.job_spec import JobSpec, SpecField, spec_fields
 
-PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
-"""And ``random:SEED``."""
-Count = Annotated[int, Field(strict=True, ge=1, le=2**31)]
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
@@ -49,7 +50,7 @@ class TracedGraph(_Request):
     graph: dict[str, Any]
 
 
-class PlanRequest(_Request):
+class _PlanRequest(_Request):
     """A plan to be made. The names are those of the command line's options."""
 
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel | TracedGraph
@@ -57,55 +58,17 @@ class PlanRequest(_Request):
 
     The command line also takes paths and ``package.module:factory``.
     """
-    cluster: Annotated[str, Field(min_length=1, max_length=1000)] | dict[str, Any]
-    """``2x8xh100-sxm-80gb``, or an object with nodes, devices_per_node, device and the links that differ from usual."""
-    mesh: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """``dp=2,tp=8``, outermost axis first; without it all meshes with up to ``axes`` axes are tried."""
-    phase: Literal["training", "prefill", "decode"] = "training"
-    """What a step is: prefill is one forward over the batch, decode that of one more token of each sequence."""
-    batch: Count | None = None
-    """Samples in the global batch."""
-    seq: Count | None = None
-    """Tokens in a sequence, in decode those in the cache; both lengths of an encoder-decoder; ignored, with a note,
-    where it has no meaning."""
-    micro_batches: Count | None = None
-    """Micro-batches per step; without it several are tried."""
-    ac: Annotated[str, Field(pattern=r"^(none|(selective|full)(:[1-9][0-9]{0,3})?)$")] | None = None
-    """Activation checkpointing: ``none``, ``selective`` or ``full`` of all blocks, ``full:8`` of the first 8 of each
-    list; without it, it is chosen."""
-    memory_gb: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
-    """Cap on the peak per device, in GB of 1e9 bytes; without it the device's own memory."""
-    optimizer: Annotated[str, Field(max_length=50)] = "adamw"
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Of parameters and activations."""
-    reduce_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
-    """In which gradients are reduced, and add up over micro-batches until they are."""
-    pins: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)] = ()
-    """Layouts decided already, such as ``lm_head.weight=S(0)@tp``; ``!=`` forbids, ``:used=`` is the compute layout."""
-    data_axes: Annotated[tuple[Annotated[str, Field(max_length=100)], ...], Field(max_length=10)] = ()
-    """Mesh axes that split the batch alone."""
-    axes: Annotated[int, Field(ge=1, le=3)] = 2
-    """The most axes of a mesh, where none is given; of three the outermost splits the batch alone. With 2, interleaved
-    stages have one mesh of three as well where devices outnumber samples."""
-    heterogeneous_blocks: bool = False
-    """Whether the first of equal blocks may be laid out and checkpointed apart from the rest; planning takes longer."""
-    executable_only: bool = True
-    """Whether only plans are wanted that ``executor.shard_module`` can run; false tries pipelines as well."""
-    async_tp: bool = False
-    """Whether tensor-parallel communication inside a node is taken to run in pieces beside matrix products; such a plan
-    cannot be run, so it needs ``executable_only`` to be false."""
-    reallgather: bool = False
-    """Whether linear layers may have what was gathered for them gathered again for their backward; planning takes
-    longer."""
-    fused_ops: bool = False
-    """Whether norms, gated activations, rotary embeddings and the loss run as one op each where the model's own code
-    does the same: what ``executor.shard_module`` then puts in its place."""
-    zigzag: bool = False
-    """Whether, where attention's sequences are split, the model has its tokens in an order that makes work under a
-    causal mask even: no queries are exchanged, and logits come in that order."""
-    attention_kernel: Literal["flash3"] | None = None
-    """``flash3``: attention in FlashAttention-3, on Hopper; without it, in the kernel that torch chooses."""
-    planner: Annotated[str, Field(pattern=rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$")] = "ilp"
+
+    @property
+    def spec(self) -> JobSpec:
+        """The request without its model."""
+        return JobSpec(**{item.name: getattr(self, item.name) for item in spec_fields() if item.option.in_requests})
+
+    @property
+    def cluster_text(self) -> str | dict[str, Any]:
+        """The cluster as it was given."""
+        cluster: str | dict[str, Any] = getattr(self, "cluster")  # noqa: B009 - a field of `JobSpec`
+        return cluster
 
     @property
     def model_spec(self) -> str | dict[str, Any]:
@@ -120,6 +83,41 @@ class PlanRequest(_Request):
     def graph(self) -> dict[str, Any] | None:
         """The graph that the client traced, None where it names a model."""
         return self.model.graph if isinstance(self.model, TracedGraph) else None
+
+
+def _limited(type_: Any, limits: Mapping[str, Any]) -> Any:
+    """Return ``type_`` with pydantic's constraints on its value, which may also be None."""
+    if not limits:
+        return type_
+    kinds = get_args(type_) if get_origin(type_) in {Union, UnionType} else (type_,)
+    limited = [Annotated[kind, Field(**limits)] if kind in {int, float, str} else kind for kind in kinds]
+    return functools.reduce(operator.or_, limited)
+
+
+def _request_field(item: SpecField) -> tuple[Any, Any]:
+    """Return a field of `JobSpec` as pydantic's `create_model` takes it."""
+    limits, item_limits = item.option.limits, item.option.item_limits
+    if get_origin(item.type) is tuple:
+        item_type = _limited(str, item_limits)
+        type_: Any = Annotated[tuple[item_type, ...], Field(**limits)]  # type: ignore[valid-type]
+    else:
+        type_ = _limited(item.text_type, limits)
+    return type_, Field(... if item.required else item.default, description=item.option.help)
+
+
+if TYPE_CHECKING:
+
+    class PlanRequest(_PlanRequest):
+        """Its other fields are those of `JobSpec`; code reads them from ``spec``."""
+
+        def __init__(self, **fields: Any) -> None: ...
+else:
+    PlanRequest = create_model(
+        "PlanRequest",
+        __base__=_PlanRequest,
+        __doc__=_PlanRequest.__doc__,
+        **{item.name: _request_field(item) for item in spec_fields() if item.option.in_requests},
+    )
 
 
 class Problem(BaseModel):

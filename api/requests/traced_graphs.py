@@ -28,9 +28,9 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
 
     with _ONE_AT_A_TIME:
         module = read_graph(graph, run=False)
-    batch = request.batch or module.samples
-    counts = micro_batch_counts(batch, micro_batches_for(request.planner, request.micro_batches))
-    job = Job(batch=batch, phase=request.phase, dtype=request.dtype, fused_ops=request.fused_ops)
+    batch = request.spec.batch or module.samples
+    counts = micro_batch_counts(batch, micro_batches_for(request.spec.planner, request.spec.micro_batches))
+    job = Job(batch=batch, phase=request.spec.phase, dtype=request.spec.dtype, fused_ops=request.spec.fused_ops)
     check_traced_for(module, batch, counts, job)
 
 

@@ -141,7 +141,7 @@ def _job_response(job_id: str, body: bytes, status: int) -> Response:
 
 def _label(asked: PlanRequest) -> str:
     """Return what a list says of a request: its model and its cluster."""
-    model, cluster = asked.model, asked.cluster
+    model, cluster = asked.model, asked.cluster_text
     if not isinstance(model, str):
         given = model.model_dump()
         kind = (given.get("hf_config") or {}).get("model_type")

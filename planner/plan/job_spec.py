@@ -1,0 +1,325 @@
+"""`JobSpec`: everything that may be asked of a plan, each field's name, type, default, limits and help text once.
+
+`build_plan`'s keywords, the command line's options and the HTTP request are derived from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from planner.plan.former_names import with_current_names
+from planner.plan.job import AttentionKernel, Job, JobPhase, checked_async_tp, memory_bytes_of
+
+if TYPE_CHECKING:
+    from cost_model import ClusterSpec
+    from cost_model.layouts.layout import MeshSpec
+
+Dtype = Literal["bf16", "fp16", "fp32"]
+
+PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
+"""And ``random:SEED``."""
+
+JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
+"""Headings of the command line's help; the options without one stand first."""
+
+_COUNT = {"strict": True, "ge": 1, "le": 2**31}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What the front ends need to know of a field beyond its name, type and default.
+
+    Attributes:
+        help: one or two sentences; options are named as on the command line.
+        heading: under which the command line's help shows it; None: among the first.
+        flag: on the command line, where it is not the field's name; of a list it is given once per item.
+        limits: constraints in pydantic's terms (``ge``, ``pattern``, ``max_length``, ...), of the value.
+        item_limits: of the items of a list.
+        text: type in a request, where Python takes objects as well.
+        in_requests: whether a client of the service may ask for it.
+    """
+
+    help: str
+    heading: str | None = None
+    flag: str | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    item_limits: Mapping[str, Any] = field(default_factory=dict)
+    text: Any = None
+    in_requests: bool = True
+
+
+def _about(help: str, **rest: Any) -> dict[str, Option]:
+    """Return a dataclass field's metadata."""
+    return {"option": Option(help=help, **rest)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job, the cluster that it is planned for, and the search; says nothing of the model."""
+
+    cluster: str | ClusterSpec | Mapping[str, Any] = field(
+        metadata=_about(
+            "NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a YAML file.",
+            limits={"min_length": 1, "max_length": 1000},
+            text=str | dict[str, Any],
+        )
+    )
+    batch: int | None = field(default=None, metadata=_about("Samples in the global batch.", limits=_COUNT))
+    seq: int | None = field(
+        default=None,
+        metadata=_about(
+            "Tokens in a sequence; in decode, tokens of each sequence that are in the cache.", limits=_COUNT
+        ),
+    )
+    mesh: str | MeshSpec | None = field(
+        default=None,
+        metadata=_about(
+            "Such as dp=2,tp=8, outermost axis first (pp: pipeline stages). Default: all meshes are tried.",
+            limits={"min_length": 1, "max_length": 200},
+            text=str | None,
+        ),
+    )
+    memory_gb: float | None = field(
+        default=None,
+        metadata=_about(
+            "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory.",
+            limits={"gt": 0, "le": 1e6, "allow_inf_nan": False},
+        ),
+    )
+
+    phase: JobPhase = field(
+        default="training",
+        metadata=_about(
+            "What a step is: a training step; prefill, one forward over the batch; decode, the forward of one "
+            "more token of each sequence.",
+            heading=JOB,
+        ),
+    )
+    micro_batches: int | None = field(
+        default=None, metadata=_about("Micro-batches per step. Default: chosen.", heading=JOB, limits=_COUNT)
+    )
+    ac: str | None = field(
+        default=None,
+        metadata=_about(
+            "Activation checkpointing: none, selective or full; full:8 for the first 8 blocks of each list only. "
+            "Default: chosen.",
+            heading=JOB,
+            limits={"pattern": r"^(none|(selective|full)(:[1-9][0-9]{0,3})?)$"},
+        ),
+    )
+    optimizer: str = field(
+        default="adamw", metadata=_about("Such as adamw or sgd.", heading=JOB, limits={"max_length": 50})
+    )
+    dtype: Dtype = field(default="bf16", metadata=_about("Of parameters in compute and of activations.", heading=JOB))
+    reduce_dtype: Dtype = field(
+        default="fp32",
+        metadata=_about("In which gradients are reduced, and accumulate over micro-batches.", heading=JOB),
+    )
+
+    planner: str = field(
+        default="ilp",
+        metadata=_about(
+            "ilp, a baseline (data-parallel, fully-sharded, tensor-parallel), or random:SEED.",
+            heading=MESH,
+            limits={"pattern": rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$"},
+        ),
+    )
+    pins: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "A layout that is decided already, such as 'lm_head.weight=S(0)@tp'; != forbids it; 'NAME:used=R@dp' is "
+            "the compute layout. Repeat for more.",
+            heading=MESH,
+            flag="--pin",
+            limits={"max_length": 100},
+            item_limits={"max_length": 1000},
+        ),
+    )
+    data_axes: tuple[str, ...] = field(
+        default=(),
+        metadata=_about(
+            "A mesh axis that splits the batch only. Repeat for more.",
+            heading=MESH,
+            flag="--data-axis",
+            limits={"max_length": 10},
+            item_limits={"max_length": 100},
+        ),
+    )
+    axes: int = field(
+        default=2,
+        metadata=_about(
+            "The most axes of a mesh that is tried, 1 to 3; of three the outermost splits the batch only.",
+            heading=MESH,
+            limits={"ge": 1, "le": 3},
+        ),
+    )
+    executable_only: bool = field(
+        default=True,
+        metadata=_about(
+            "Only plans that shard_module can run; --no-executable-only searches pipelines as well.", heading=SEARCH
+        ),
+    )
+    time_limit_s: float | None = field(
+        default=None,
+        metadata=_about(
+            "Seconds for the search; then the incumbent is returned, with its gap.",
+            heading=SEARCH,
+            flag="--time-limit",
+            in_requests=False,
+        ),
+    )
+    jobs: int = field(
+        default=1,
+        metadata=_about(
+            "Tasks of the search that run at once, in processes of this machine or where joblib.parallel_config says; -1: "
+            "one per core.",
+            heading=SEARCH,
+            in_requests=False,
+        ),
+    )
+
+    fused_ops: bool = field(
+        default=False,
+        metadata=_about(
+            "RMSNorm, gated activation, rotary embedding and loss as one op each, where the model's code does "
+            "the same.",
+            heading=TECHNIQUES,
+        ),
+    )
+    zigzag: bool = field(
+        default=False,
+        metadata=_about(
+            "Zigzag token order where attention's sequences are sharded: equal work on all ranks under a causal "
+            "mask, no exchange of queries. Returned logits are in that order.",
+            heading=TECHNIQUES,
+        ),
+    )
+    reallgather: bool = field(
+        default=False,
+        metadata=_about(
+            "Let linear layers all-gather their inputs again in the backward in place of saving them; slower to plan.",
+            heading=TECHNIQUES,
+        ),
+    )
+    async_tp: bool = field(
+        default=False,
+        metadata=_about(
+            "Assume that tensor-parallel communication inside a node is overlapped, in pieces, with the GEMM next to it; "
+            "needs --no-executable-only.",
+            heading=TECHNIQUES,
+        ),
+    )
+    attention_kernel: AttentionKernel | None = field(
+        default=None,
+        metadata=_about(
+            "flash3: FlashAttention-3 on Hopper. Default: the kernel that torch chooses.", heading=TECHNIQUES
+        ),
+    )
+    heterogeneous_blocks: bool = field(
+        default=False,
+        metadata=_about(
+            "Let the first of equal blocks differ from the rest in layout and checkpointing; slower to plan.",
+            heading=TECHNIQUES,
+        ),
+    )
+
+    def job(self, *, batch: int, flash_attention: bool | None) -> Job:
+        """Return the job as a plan records it.
+
+        Args:
+            batch: samples in the global batch, the spec's or the example inputs'.
+            flash_attention: whether the device has it.
+
+        Raises:
+            JobError: a value that no job can have.
+        """
+        one_pass = self.phase != "training"  # inference runs its batch at once, without checkpointing
+        same = {f.name for f in dataclasses.fields(Job)} & {f.name for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in same}
+        values |= {
+            "batch": batch,
+            "micro_batches": (self.micro_batches or 1) if one_pass else self.micro_batches,
+            "ac": (self.ac or "none") if one_pass else self.ac,
+            "pins": tuple(self.pins),
+            "data_axes": tuple(self.data_axes),
+            "async_tp": checked_async_tp(self.async_tp, self.executable_only),
+        }
+        return Job(
+            **values,
+            flash_attention=flash_attention,
+            memory_bytes=None if self.memory_gb is None else memory_bytes_of(self.memory_gb),
+        )
+
+
+class JobOptions(TypedDict, total=False):
+    """The fields of `JobSpec` as keywords, for type checkers; a test holds the two together."""
+
+    cluster: str | ClusterSpec | Mapping[str, Any]
+    batch: int | None
+    seq: int | None
+    mesh: str | MeshSpec | None
+    memory_gb: float | None
+    phase: JobPhase
+    micro_batches: int | None
+    ac: str | None
+    optimizer: str
+    dtype: str
+    reduce_dtype: str
+    planner: str
+    pins: Sequence[str]
+    data_axes: Sequence[str]
+    axes: int
+    executable_only: bool
+    time_limit_s: float | None
+    jobs: int
+    fused_ops: bool
+    zigzag: bool
+    reallgather: bool
+    async_tp: bool
+    attention_kernel: AttentionKernel | None
+    heterogeneous_blocks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecField:
+    """A field of `JobSpec`: its name, type and default, and what else the front ends need."""
+
+    name: str
+    type: Any
+    default: Any
+    option: Option
+
+    @property
+    def required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def text_type(self) -> Any:
+        """Its type in a request."""
+        return self.type if self.option.text is None else self.option.text
+
+    @property
+    def flag(self) -> str:
+        """Its option on the command line."""
+        return self.option.flag or f"--{self.name.replace('_', '-')}"
+
+
+def spec_fields() -> Iterator[SpecField]:
+    """Yield the fields of `JobSpec`, in their order."""
+    types = typing.get_type_hints(JobSpec, localns={"ClusterSpec": Any, "MeshSpec": Any})
+    for item in dataclasses.fields(JobSpec):
+        yield SpecField(name=item.name, type=types[item.name], default=item.default, option=item.metadata["option"])
+
+
+def spec_of(options: Mapping[str, Any]) -> JobSpec:
+    """Return the spec that keywords describe; former names are taken as well.
+
+    Raises:
+        TypeError: there is no such field, or ``cluster`` is missing.
+    """
+    return JobSpec(**with_current_names(options))

@@ -1,0 +1,105 @@
+"""The fields of a job stand once: Python's keywords, the command line's options and HTTP's fields are all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import pytest
+import typer
+from pydantic import ValidationError
+
+from api.cli.main import app
+from api.requests.schemas import PlanRequest
+from planner import build_plan
+from planner.errors import JobError
+from planner.plan.job import Job
+from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
+
+FIELDS = {item.name: item for item in spec_fields()}
+
+
+def test_every_field_has_a_help_text_that_is_a_sentence() -> None:
+    assert all(item.option.help.endswith(".") for item in spec_fields())
+
+
+def test_the_keywords_for_type_checkers_are_the_fields() -> None:
+    assert JobOptions.__annotations__.keys() == FIELDS.keys()
+    names = {"ClusterSpec": Any, "MeshSpec": Any}
+    options = typing.get_type_hints(JobOptions, localns=names)
+    wider = {"dtype", "reduce_dtype", "pins", "data_axes"}
+    assert {name for name, item in FIELDS.items() if options[name] != item.type} == wider
+
+
+def test_build_plan_shows_the_fields_with_their_defaults_and_help() -> None:
+    parameters = inspect.signature(build_plan).parameters
+    for name, item in FIELDS.items():
+        assert parameters[name].default == (inspect.Parameter.empty if item.required else item.default)
+        assert f"{name}: {item.option.help}" in (build_plan.__doc__ or "")
+    assert parameters.keys() - FIELDS.keys() == {"model", "example_inputs", "tp_plan", "progress"}
+
+
+def test_plan_s_options_are_the_fields() -> None:
+    command = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]
+    options = {option.name: option for option in command.params}
+    for name, item in FIELDS.items():
+        option = options[name]
+        assert item.flag in option.opts
+        assert option.help == item.option.help
+        if not item.required and item.default != ():
+            assert option.default == item.default
+    assert options.keys() - FIELDS.keys() == {"model", "output", "as_json", "no_cache"}
+
+
+def test_the_request_s_fields_are_the_fields_that_a_client_may_ask_for() -> None:
+    schema = PlanRequest.model_json_schema()["properties"]
+    allowed = {name for name, item in FIELDS.items() if item.option.in_requests}
+    assert schema.keys() == {"model", *allowed}
+    assert FIELDS.keys() - allowed == {"time_limit_s", "jobs"}
+    for name in allowed:
+        assert schema[name]["description"] == FIELDS[name].option.help
+        if not FIELDS[name].required:
+            assert schema[name]["default"] == (list(default) if (default := FIELDS[name].default) == () else default)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch", 0), ("batch", 2**31 + 1), ("batch", "8"), ("batch", True), ("axes", 4), ("memory_gb", 0),
+     ("ac", "some"), ("dtype", "int8"), ("planner", "best"), ("pins", ["x"] * 101), ("data_axes", ["x" * 101])],
+)  # fmt: skip
+def test_a_request_keeps_to_the_fields_limits(field: str, value: object) -> None:
+    with pytest.raises(ValidationError, match=field):
+        PlanRequest(model="gpt2", cluster="1x8xtoy", **{field: value})
+
+
+def test_a_request_and_keywords_make_the_same_spec() -> None:
+    given: dict[str, Any] = {"cluster": "1x8xtoy", "batch": 8, "pins": ["a=R@dp"], "fused": True}
+    request = PlanRequest(model="gpt2", **given)
+    assert request.spec == dataclasses.replace(spec_of(given), pins=("a=R@dp",))
+
+
+def test_a_field_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(TypeError, match="bacth"):
+        spec_of({"cluster": "1x8xtoy", "bacth": 8})
+
+
+def test_the_job_of_a_spec_has_all_that_both_have() -> None:
+    spec = JobSpec(
+        cluster="1x8xtoy", seq=64, dtype="fp16", optimizer="sgd", memory_gb=2.0, zigzag=True, pins=("a=R@dp",)
+    )
+    job = spec.job(batch=4, flash_attention=True)
+    shared = {f.name for f in dataclasses.fields(Job)} & FIELDS.keys() - {"batch"}
+    assert all(getattr(job, name) == getattr(spec, name) for name in shared)
+    assert (job.batch, job.memory_bytes, job.flash_attention) == (4, 2 * 10**9, True)
+
+
+def test_inference_runs_its_batch_at_once() -> None:
+    job = JobSpec(cluster="1x8xtoy", phase="decode").job(batch=4, flash_attention=None)
+    assert (job.micro_batches, job.ac, job.training) == (1, "none", False)
+
+
+def test_async_tp_needs_plans_that_cannot_be_run() -> None:
+    with pytest.raises(JobError, match="executable"):
+        JobSpec(cluster="1x8xtoy", async_tp=True).job(batch=4, flash_attention=None)
