@@ -175,8 +175,8 @@ class JobSpec:
     jobs: int = field(
         default=1,
         metadata=_about(
-            "Tasks of the search that run at once, in processes of this machine or where joblib.parallel_config says; -1: "
-            "one per core.",
+            "Tasks of the search that run at once, in processes of this machine or where "
+            "joblib.parallel_config says; -1: one per core.",
             heading=SEARCH,
             in_requests=False,
         ),
@@ -208,8 +208,8 @@ class JobSpec:
     async_tp: bool = field(
         default=False,
         metadata=_about(
-            "Assume that tensor-parallel communication inside a node is overlapped, in pieces, with the GEMM next to it; "
-            "needs --no-executable-only.",
+            "Assume that tensor-parallel communication inside a node is overlapped, in pieces, with the GEMM "
+            "next to it; needs --no-executable-only.",
             heading=TECHNIQUES,
         ),
     )
