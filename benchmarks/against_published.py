@@ -59,7 +59,8 @@ from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.kernels.attention import runs_kernel
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
-from planner.plan.job import AttentionKernel, Job
+from planner.plan.job import Job
+from planner.plan.job_spec import AttentionKernel
 
 PRESETS = {
     "Llama3-8B": "llama-3.1-8b",

@@ -26,10 +26,7 @@ from planner.graph.trace_module import (
     trace_at_batch,
 )
 from planner.plan.estimate import SolverReport
-from planner.plan.job import (
-    Checkpointing,
-    checked_time_limit_s,
-)
+from planner.plan.job import Checkpointing, checked_time_limit_s, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
@@ -97,7 +94,7 @@ class PlanningSession:
         inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
         given_batch = model.samples if isinstance(model, TracedModule) else batch_size_of(inputs)
         flash = self.cluster.device.flash_attention
-        self.job = spec.job(batch=spec.batch or given_batch, flash_attention=flash)
+        self.job = job_of(spec, batch=spec.batch or given_batch, flash_attention=flash)
         self._batch = spec.batch or given_batch
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
         self._counts = micro_batch_counts(self._batch, self.job.micro_batches)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from api.cli.former_names import CommandsWithFormerNames
+from api.cli.headings import CommandWithHeadings
 from api.cli.options import Json, Model, NoCache, PlanFile, PlanOutput, takes_job_options
 from api.cli.requests import (
     CONFIGURATION_OPTIONS,
@@ -40,11 +41,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 
 
-@app.command("plan")
+@app.command("plan", cls=CommandWithHeadings)
 @takes_job_options()
 def plan_command(
     model: Model, options: dict[str, Any], output: PlanOutput = None, as_json: Json = False, no_cache: NoCache = False
@@ -69,7 +70,7 @@ def show_command(plan: PlanFile, as_json: Json = False) -> None:
         print_plan(ShardingPlan.load(plan), as_json=as_json)
 
 
-@app.command("estimate")
+@app.command("estimate", cls=CommandWithHeadings)
 @takes_job_options(only=_PRICED, optional=True)
 def estimate_command(
     model: Model,
@@ -107,7 +108,7 @@ def estimate_command(
         if what is None and plan is None and planner is None and is_configuration:
             refuse_options(
                 [name for name in options if name not in CONFIGURATION_OPTIONS],
-                "for plans, not for a configuration by its degrees.",
+                ": for plans, not for a configuration by its degrees.",
                 "Leave it out; a configuration's micro-batch is --micro-batch.",
             )
             if micro_batch is not None:
@@ -119,7 +120,7 @@ def estimate_command(
             cluster = options.pop("cluster", None)
             refuse_options(
                 [*options, *(["no_cache"] if no_cache else [])],
-                "cannot be given with a plan file.",
+                " cannot be given with a plan file.",
                 "The plan says those; leave them out.",
             )
             priced = priced_file(model, file, cluster)

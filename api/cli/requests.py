@@ -90,7 +90,7 @@ def refuse_options(names: Sequence[str], why: str, what_to_do: str) -> None:
 
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise JobError(f"{flags} {why}", what_to_do=what_to_do)
+        raise JobError(f"{flags}{why}", what_to_do=what_to_do)
 
 
 CONFIGURATION_OPTIONS = ("cluster", "mesh", "batch", "seq", "ac", "optimizer", "dtype")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from api.cli.headings import CommandWithHeadings
 from api.cli.options import Folder, Json, Model, takes_job_options
 from api.cli.requests import request_of
 from api.cli.terminal import check_folder, reported, save_plan, terminal, watched
@@ -26,10 +27,10 @@ Within = Annotated[float | None, typer.Option(help="Seconds that a step of the b
 
 def add_tradeoff_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    app.command("alternatives")(alternatives_command)
-    app.command("pareto")(pareto_command)
-    app.command("sweep")(sweep_command)
-    app.command("batches")(batches_command)
+    app.command("alternatives", cls=CommandWithHeadings)(alternatives_command)
+    app.command("pareto", cls=CommandWithHeadings)(pareto_command)
+    app.command("sweep", cls=CommandWithHeadings)(sweep_command)
+    app.command("batches", cls=CommandWithHeadings)(batches_command)
 
 
 @takes_job_options(without=_NOT_OF_ALTERNATIVES)

@@ -14,7 +14,7 @@ from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs
 from planner.model_rewrites.cache_argument import cache_argument
 from planner.model_rewrites.mla import mla_modules
-from planner.plan.job import JobPhase
+from planner.plan.job_spec import JobPhase
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to have them made from the config."""

@@ -26,7 +26,8 @@ from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
 from planner.model_rewrites.fuse_projections import carried_tp_plan
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.former_names import accepts_former_names
-from planner.plan.job import Job, JobPhase
+from planner.plan.job import Job
+from planner.plan.job_spec import JobPhase
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from cost_model.kernels.optimizer_memory import OPTIMIZERS
 from planner.errors import JobError
+from planner.plan.job_spec import AttentionKernel, JobPhase, JobSpec
 
 CheckpointingMode = Literal["full", "selective"]
 """How a block is recomputed in the backward pass; a block that is not recomputed has no mode."""
@@ -38,12 +40,6 @@ class Checkpointing(NamedTuple):
     def __str__(self) -> str:
         return self.mode if self.first is None else f"{self.mode}:{self.first}"
 
-
-JobPhase = Literal["training", "prefill", "decode"]
-"""What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
-
-AttentionKernel = Literal["flash3"]
-"""Kernels of attention that are not torch's own."""
 
 ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 
@@ -173,6 +169,31 @@ class Job:
             what_to_do=f"Choose a number of micro-batches that divides {self.batch}.",
             field="micro_batches",
         )
+
+
+def job_of(spec: JobSpec, *, batch: int, flash_attention: bool | None) -> Job:
+    """Return the job that a plan records of a spec.
+
+    Args:
+        batch: samples in the global batch, the spec's or the example inputs'.
+        flash_attention: whether the device has it.
+
+    Raises:
+        JobError: a value that no job can have.
+    """
+    one_pass = spec.phase != "training"  # inference runs its batch at once, without checkpointing
+    shared = {item.name for item in dataclasses.fields(Job)} & {item.name for item in dataclasses.fields(spec)}
+    values = {name: getattr(spec, name) for name in shared}
+    values |= {
+        "batch": batch,
+        "micro_batches": (spec.micro_batches or 1) if one_pass else spec.micro_batches,
+        "ac": (spec.ac or "none") if one_pass else spec.ac,
+        "pins": tuple(spec.pins),
+        "data_axes": tuple(spec.data_axes),
+        "async_tp": checked_async_tp(spec.async_tp, spec.executable_only),
+    }
+    memory_bytes = None if spec.memory_gb is None else memory_bytes_of(spec.memory_gb)
+    return Job(**values, flash_attention=flash_attention, memory_bytes=memory_bytes)
 
 
 def checked_time_limit_s(time_limit_s: float | None) -> float | None:

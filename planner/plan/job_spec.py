@@ -12,11 +12,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from planner.plan.former_names import with_current_names
-from planner.plan.job import AttentionKernel, Job, JobPhase, checked_async_tp, memory_bytes_of
 
 if TYPE_CHECKING:
     from cost_model import ClusterSpec
     from cost_model.layouts.layout import MeshSpec
+
+JobPhase = Literal["training", "prefill", "decode"]
+"""What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
+
+AttentionKernel = Literal["flash3"]
+"""Attention kernels that are not torch's own."""
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -226,33 +231,6 @@ class JobSpec:
             heading=TECHNIQUES,
         ),
     )
-
-    def job(self, *, batch: int, flash_attention: bool | None) -> Job:
-        """Return the job as a plan records it.
-
-        Args:
-            batch: samples in the global batch, the spec's or the example inputs'.
-            flash_attention: whether the device has it.
-
-        Raises:
-            JobError: a value that no job can have.
-        """
-        one_pass = self.phase != "training"  # inference runs its batch at once, without checkpointing
-        same = {f.name for f in dataclasses.fields(Job)} & {f.name for f in dataclasses.fields(self)}
-        values = {name: getattr(self, name) for name in same}
-        values |= {
-            "batch": batch,
-            "micro_batches": (self.micro_batches or 1) if one_pass else self.micro_batches,
-            "ac": (self.ac or "none") if one_pass else self.ac,
-            "pins": tuple(self.pins),
-            "data_axes": tuple(self.data_axes),
-            "async_tp": checked_async_tp(self.async_tp, self.executable_only),
-        }
-        return Job(
-            **values,
-            flash_attention=flash_attention,
-            memory_bytes=None if self.memory_gb is None else memory_bytes_of(self.memory_gb),
-        )
 
 
 class JobOptions(TypedDict, total=False):

@@ -23,7 +23,8 @@ from planner.plan.estimate import (
     PipelineStage,
     SolverReport,
 )
-from planner.plan.job import CheckpointingMode, Job, JobPhase
+from planner.plan.job import CheckpointingMode, Job
+from planner.plan.job_spec import JobPhase
 from planner.plan.patterns import check_pattern
 from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.plan.token_order import ZigzagOrder

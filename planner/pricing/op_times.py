@@ -22,7 +22,8 @@ from cost_model.kernels.gemm import gemm_time_s, grouped_gemm_time_s, grouped_gr
 from cost_model.kernels.in_step import in_step
 from planner.graph.op_graph import Op, Value
 from planner.model_rewrites import experts, fused_kernels
-from planner.plan.job import BYTES_PER_ELEMENT, AttentionKernel
+from planner.plan.job import BYTES_PER_ELEMENT
+from planner.plan.job_spec import AttentionKernel
 from planner.profile.op_profile import OpProfile
 from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import ContextParallelWork, is_causal, may_split

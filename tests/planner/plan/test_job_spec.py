@@ -15,7 +15,7 @@ from api.cli.main import app
 from api.requests.schemas import PlanRequest
 from planner import build_plan
 from planner.errors import JobError
-from planner.plan.job import Job
+from planner.plan.job import Job, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
 
 FIELDS = {item.name: item for item in spec_fields()}
@@ -89,17 +89,17 @@ def test_the_job_of_a_spec_has_all_that_both_have() -> None:
     spec = JobSpec(
         cluster="1x8xtoy", seq=64, dtype="fp16", optimizer="sgd", memory_gb=2.0, zigzag=True, pins=("a=R@dp",)
     )
-    job = spec.job(batch=4, flash_attention=True)
+    job = job_of(spec, batch=4, flash_attention=True)
     shared = {f.name for f in dataclasses.fields(Job)} & FIELDS.keys() - {"batch"}
     assert all(getattr(job, name) == getattr(spec, name) for name in shared)
     assert (job.batch, job.memory_bytes, job.flash_attention) == (4, 2 * 10**9, True)
 
 
 def test_inference_runs_its_batch_at_once() -> None:
-    job = JobSpec(cluster="1x8xtoy", phase="decode").job(batch=4, flash_attention=None)
+    job = job_of(JobSpec(cluster="1x8xtoy", phase="decode"), batch=4, flash_attention=None)
     assert (job.micro_batches, job.ac, job.training) == (1, "none", False)
 
 
 def test_async_tp_needs_plans_that_cannot_be_run() -> None:
     with pytest.raises(JobError, match="executable"):
-        JobSpec(cluster="1x8xtoy", async_tp=True).job(batch=4, flash_attention=None)
+        job_of(JobSpec(cluster="1x8xtoy", async_tp=True), batch=4, flash_attention=None)

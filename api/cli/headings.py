@@ -1,0 +1,26 @@
+"""Help texts with options under headings, in plain text: rich takes longer to draw them than all else of a help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class CommandWithHeadings(TyperCommand):
+    """A command whose options stand under their ``rich_help_panel``; those without one come first."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # typer has its own click from some version on
+        """Write arguments, options without a heading, and the headings in the order of their first option."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                heading = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
+                sections.setdefault(heading, []).append(record)
+        # Where answers go is the least that a reader looks for.
+        for heading in sorted(sections, key="Output".__eq__):
+            if sections[heading]:
+                with formatter.section(heading):
+                    formatter.write_dl(sections[heading])
