@@ -1,7 +1,6 @@
-"""What does it cost? Clusters, collectives, compute and memory; knows no graph.
+"""Costs of clusters, collectives, compute and memory, in seconds and bytes; it knows no graph.
 
-Layouts and redistribution are in ``layout`` and ``redistribute``, which import torch; nothing
-here does.
+``layouts`` and ``redistribute`` import torch; the names exported here do not.
 """
 
 from cost_model.collectives.price import (

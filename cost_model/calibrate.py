@@ -1,9 +1,10 @@
-"""A cluster whose constants are fitted to its own measurements, and how far it stays from them.
+"""A cluster with constants fitted to its own measurements, and the residuals of that fit.
 
-Rates scale what the model says, so each is fitted by itself: launch first, as measured; then the bandwidth; then, for
-each dtype, the rate at which half of the matrix multiplications are predicted too slow and half too fast. Collectives
-are not fitted but kept: their sweeps take the place of the model. Attention has no constant of its own on a device and
-only shows in the residuals.
+Rates scale the model's prices, so each is fitted separately: the launch as measured, then the bandwidth, then, for each
+dtype, the GEMM rate at which half of the measured GEMMs are predicted too slow and half too fast. Collectives are not
+fitted: their sweeps replace the model. Attention has no constant of its own on a device; its residuals are reported.
+
+Known error: that of the residuals, which ``shardplan calibrate`` writes into the cluster's file.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ _REPORTED = (
     ("l40s", "l40s-48gb"),
     ("4090", "rtx-4090-24gb"),
 )
-"""What a device's reported name contains -> the catalogue's name; the first that fits."""
+"""(part of the name that a device reports, name in the catalogue); the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Predicted over measured, minus one, of the points of one kind.
+    """Predicted over measured seconds, minus one, of the points of one kind.
 
     Attributes:
-        what: ``gemm bf16``, ``stream``, ``attention forward``, ``all_reduce 1x8``, ...
-        count: points.
-        mean_error, worst_error: of absolute values.
+        what: the kind: ``gemm bf16``, ``stream``, ``attention forward``, ``all_reduce 1x8``, ...
+        count: number of points.
+        mean_error, worst_error: mean and maximum of absolute values.
         signed_error: mean with sign; above 0 where predictions are too slow.
     """
 
@@ -69,7 +70,7 @@ def fit_cluster(measured: Measurements) -> tuple[ClusterSpec, tuple[Residual, ..
         ClusterError: a measurement that a constant needs is missing.
     """
     if not measured.gemms or not measured.streams:
-        raise ClusterError("nothing to fit: both matrix multiplications and streams must have been measured")
+        raise ClusterError("nothing to fit; measure both GEMMs and streams")
     device = _fit_device(measured, _start(measured))
     bare = ClusterSpec(
         nodes=measured.nodes,
@@ -84,7 +85,7 @@ def fit_cluster(measured: Measurements) -> tuple[ClusterSpec, tuple[Residual, ..
 
 
 def cluster_yaml(cluster: ClusterSpec, residuals: Iterable[Residual], notes: Iterable[str] = ()) -> str:
-    """Return the cluster as a file that ``ClusterSpec.parse`` reads, residuals and notes as comments at its top."""
+    """Return the text of a file that ``ClusterSpec.parse`` reads, with residuals and notes as comments at its top."""
     lines = ["Measured and fitted by `shardplan calibrate`. Predicted against measured, in percent:"]
     lines.append(f"{'what':28s} {'points':>6s} {'mean':>7s} {'worst':>7s} {'signed':>7s}")
     for residual in residuals:
@@ -97,14 +98,14 @@ def cluster_yaml(cluster: ClusterSpec, residuals: Iterable[Residual], notes: Ite
 
 
 def _start(measured: Measurements) -> DeviceSpec:
-    """Return the catalogue's device that the measured one is, else its kind's, to be fitted."""
+    """Return the catalogue's entry of the measured device, where the fit starts."""
     if measured.kind == "cpu":
         return find_device("cpu")
     name = measured.device.lower().replace("nvidia ", "")
-    for part, known in _REPORTED:
-        if part in name and known in device_names():
-            return find_device(known)
-    raise ClusterError(f"no device of the catalogue is {measured.device!r}; add its figures to a cluster file first")
+    for part, catalogue_name in _REPORTED:
+        if part in name and catalogue_name in device_names():
+            return find_device(catalogue_name)
+    raise ClusterError(f"{measured.device!r} is not in the catalogue; add its figures to a cluster file")
 
 
 def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
@@ -123,7 +124,7 @@ def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
         by_dtype[point.dtype].append(point)
     rates = {dtype: _fitted_rate(device, points) for dtype, points in by_dtype.items()}
     efficiency = device.gemm_efficiency
-    if device.kind != "cpu":  # the peak is the maker's, what is reached is measured
+    if device.kind != "cpu":  # the peak is the maker's; the share of it is measured
         main = "bf16" if "bf16" in rates else next(iter(rates))
         efficiency = min(1.0, rates[main] / device.peak_flops[main])
     peaks = device.peak_flops | {dtype: rate / efficiency for dtype, rate in rates.items()}
@@ -131,7 +132,7 @@ def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
 
 
 def _with_bandwidth(device: DeviceSpec, points: Sequence[StreamPoint]) -> DeviceSpec:
-    """Return the device with the bandwidth at which the median point is predicted right; launch is taken off."""
+    """Return the device with the bandwidth at which the prediction of the median point is exact, less the launch."""
     reached = median(point.nbytes / max(point.time_s - device.kernel_launch_s, 0.1 * point.time_s) for point in points)
     if device.kind == "cpu":
         return dataclasses.replace(device, memory_bandwidth_bytes_per_s=reached / device.memory_efficiency)
@@ -139,14 +140,14 @@ def _with_bandwidth(device: DeviceSpec, points: Sequence[StreamPoint]) -> Device
 
 
 def _fitted_rate(device: DeviceSpec, points: Sequence[GemmPoint]) -> float:
-    """Return ``peak * gemm_efficiency`` of the points' dtype at which the median log error is zero."""
+    """Return the ``peak * gemm_efficiency`` at which the median log error of the points is zero; all have one dtype."""
     dtype = points[0].dtype
     rate = max(gemm_flops(m=p.m, n=p.n, k=p.k) / p.time_s for p in points)
     for _ in range(_ROUNDS):
-        tried = dataclasses.replace(
+        candidate = dataclasses.replace(
             device, flop_rates=tuple(sorted({**device.peak_flops, dtype: rate / device.gemm_efficiency}.items()))
         )
-        error = median(math.log(_gemm_s(p, tried) / p.time_s) for p in points)
+        error = median(math.log(_gemm_s(p, candidate) / p.time_s) for p in points)
         rate *= math.exp(error)
         if abs(error) < 1e-4:
             break
@@ -188,8 +189,12 @@ def _residuals(measured: Measurements, cluster: ClusterSpec) -> Iterable[Residua
         for nbytes, time_s in zip(sweep.nbytes, sweep.times_s, strict=True):
             predicted = collective_time_s(sweep.kind, nbytes, group, cluster)
             errors[f"{sweep.kind} {sweep.nodes}x{sweep.ranks_per_node}"].append(predicted / time_s - 1)
-    for what, found in errors.items():
-        absolute = [abs(error) for error in found]
+    for what, signed in errors.items():
+        absolute = [abs(error) for error in signed]
         yield Residual(
-            what=what, count=len(found), mean_error=mean(absolute), worst_error=max(absolute), signed_error=mean(found)
+            what=what,
+            count=len(signed),
+            mean_error=mean(absolute),
+            worst_error=max(absolute),
+            signed_error=mean(signed),
         )

@@ -1,4 +1,4 @@
-"""Redistribution: from one layout of a tensor to another, as the cheapest path of steps on single mesh axes.
+"""Cheapest redistributions of a tensor between two layouts: paths of steps, each on one mesh axis.
 
 A step changes one placement on one axis:
 
@@ -8,10 +8,10 @@ A step changes one placement on one axis:
     P -> S(d)      reduce_scatter
     S(d) -> S(e)   all_to_all
 
-Where two axes split the same dim, the outer axis splits first (DTensor's order). A step on axis ``a`` may therefore
-open or close a split of dim ``d`` only where no inner axis splits ``d``: (S(0),S(0)) -> (R,S(0)) is not one gather.
-The path is searched over whole layouts, so that it may go through a third layout where that is cheaper:
-(P,P) -> (S(0),S(0)) -> (R,R) instead of two all-reduces. The executor walks the same path.
+Where two axes shard the same dim, the outer axis shards first (DTensor's order). So a step on axis ``a`` may shard or
+unshard dim ``d`` only where no inner axis shards ``d``: (S(0),S(0)) -> (R,S(0)) is not one all-gather. The search runs
+over whole layouts, so a path may go through a third layout where that is cheaper: (P,P) -> (S(0),S(0)) -> (R,R) instead
+of two all-reduces. The executor runs the same path.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ PriceStep = Callable[[RedistributionCollective, int, int], float]
 
 
 class NoPathError(ValueError):
-    """No sequence of steps leads from one layout to the other (for example R -> P, or an uneven split)."""
+    """No path of steps leads from one layout to the other (for example R -> P, or an uneven shard)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedistributionStep:
     """One change of placement on one mesh axis.
 
-    ``nbytes`` is the full buffer of the collective, as nccl-tests counts it: what an all-gather yields, what a
-    reduce-scatter or an all-reduce takes in, what one rank holds in an all-to-all; 0 for a slice.
+    Attributes:
+        nbytes: bytes of the full buffer of the collective, as nccl-tests counts it: the output of an all-gather, the
+            input of a reduce-scatter or an all-reduce, one rank's buffer of an all-to-all; 0 for a slice.
+        before, after: the layouts.
     """
 
     kind: StepKind
@@ -57,7 +59,7 @@ class RedistributionStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistribution:
-    """The cheapest path from one layout to another: its steps, in order, and its seconds."""
+    """The cheapest path from one layout to another: its steps in order, and their seconds."""
 
     steps: tuple[RedistributionStep, ...]
     time_s: float
@@ -68,14 +70,14 @@ class Redistribution:
         return tuple(step for step in self.steps if step.kind != "slice")
 
 
-def _is_inner_split(layout: Layout, axis: int, dim: int) -> bool:
-    """Tell whether an axis inside ``axis`` splits ``dim``."""
+def _has_inner_shard(layout: Layout, axis: int, dim: int) -> bool:
+    """Return whether an axis inside ``axis`` shards ``dim``."""
     return any(sharded_dim(placement) == dim for placement in layout[axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edge:
-    """A single step between two layouts of a `_LayoutGraph`; its buffer is the whole tensor over ``divisor``."""
+    """A step between two layouts of a `_LayoutGraph`; its buffer is the whole tensor over ``divisor``."""
 
     kind: StepKind
     axis: int
@@ -84,16 +86,16 @@ class _Edge:
 
 
 def _edges_from(layout: Layout, ndim: int, mesh_shape: Sequence[int]) -> Iterator[tuple[StepKind, int, int, Layout]]:
-    """Yield (kind, axis, divisor of the buffer, layout after) of every single step out of ``layout``."""
+    """Yield (kind, axis, divisor of the buffer, layout after) of every step out of ``layout``."""
     split = split_factor(layout, mesh_shape)
     for axis, placement in enumerate(layout):
         size = mesh_shape[axis]
         if size == 1:
             continue
-        targets = [Shard(d) for d in range(ndim) if not _is_inner_split(layout, axis, d)]
+        targets = [Shard(d) for d in range(ndim) if not _has_inner_shard(layout, axis, d)]
         origin = sharded_dim(placement)
         if origin is not None:
-            if type(placement) is not Shard or _is_inner_split(layout, axis, origin):
+            if type(placement) is not Shard or _has_inner_shard(layout, axis, origin):
                 continue
             options: list[tuple[StepKind, Placement, int]] = [("all_gather", Replicate(), split // size)]
             options += [("all_to_all", target, split) for target in targets if target.dim != origin]
@@ -107,12 +109,12 @@ def _edges_from(layout: Layout, ndim: int, mesh_shape: Sequence[int]) -> Iterato
 
 
 class _LayoutGraph:
-    """The layouts that a tensor can be in and the single steps between them; the same for all sizes that split alike.
+    """The layouts of a tensor and the steps between them, equal for all shapes that the axes divide alike.
 
     Attributes:
         layouts: by number.
         numbers: layout -> its number.
-        texts: of each layout, which order paths that cost the same.
+        texts: text of each layout; it orders paths of equal cost.
     """
 
     def __init__(self, shape: Sequence[int], mesh_shape: tuple[int, ...]) -> None:
@@ -130,7 +132,7 @@ class _LayoutGraph:
         self._edges: dict[Layout, tuple[_Edge, ...]] = {}
 
     def edges(self, layout: Layout) -> tuple[_Edge, ...]:
-        """Return the single steps out of ``layout`` that keep all splits even."""
+        """Return the steps out of ``layout`` to layouts with even shards."""
         if layout not in self._edges:
             self._edges[layout] = tuple(
                 _Edge(kind=kind, axis=axis, divisor=divisor, target=self._number(after))
@@ -141,7 +143,7 @@ class _LayoutGraph:
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.numbers:
-            # Reached from a source with an average or a strided shard on another axis.
+            # The source has an average or a strided shard on another axis.
             self.numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
             self.texts.append(format_layout(layout))
@@ -149,8 +151,8 @@ class _LayoutGraph:
 
 
 @functools.lru_cache(maxsize=4096)
-def _splits(length: int, mesh_shape: tuple[int, ...]) -> tuple[bool, ...]:
-    """Tell for every subset of the axes whether they split a dim of ``length`` evenly: all that a graph asks of it."""
+def _even_subsets(length: int, mesh_shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """Return, for every subset of the axes, whether they shard a dim of ``length`` evenly: the key of a graph."""
     subsets = itertools.product((False, True), repeat=len(mesh_shape))
     return tuple(
         length % math.prod(size for size, taken in zip(mesh_shape, subset, strict=True) if taken) == 0
@@ -159,8 +161,8 @@ def _splits(length: int, mesh_shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reached:
-    """The end of the cheapest path to a layout: its seconds, and the last step; the source has none."""
+class _PathEnd:
+    """The end of the cheapest path to a layout: its seconds, and its last step (None for the source)."""
 
     time_s: float
     before: Layout | None
@@ -168,13 +170,13 @@ class _Reached:
 
 
 class RedistributionPlanner:
-    """Cheapest redistributions on one mesh, remembered per shape; the search is Dijkstra's over whole layouts."""
+    """Cheapest redistributions on one mesh, cached by shape; the search is Dijkstra's, over whole layouts."""
 
     def __init__(self, mesh_shape: Sequence[int], price_step: PriceStep) -> None:
         self._mesh_shape = tuple(mesh_shape)
         self._price_step = price_step
         self._graphs: dict[tuple[tuple[bool, ...], ...], _LayoutGraph] = {}
-        self._reached: dict[tuple[tuple[int, ...], int, Layout], dict[Layout, _Reached]] = {}
+        self._path_ends: dict[tuple[tuple[int, ...], int, Layout], dict[Layout, _PathEnd]] = {}
         self._paths: dict[tuple[tuple[int, ...], int, Layout, Layout], Redistribution | None] = {}
         self._prices: dict[tuple[StepKind, int, int], float] = {}
 
@@ -184,10 +186,10 @@ class RedistributionPlanner:
         Args:
             shape: global shape of the tensor.
             itemsize: bytes per element as it travels.
-            source: the layout that the tensor is in; it must divide ``shape`` evenly.
+            source: the tensor's layout; it must shard ``shape`` evenly.
         """
-        reached = self._reached_from(tuple(shape), itemsize, source)
-        return {target: self.path(shape, itemsize, source, target) for target in reached}
+        ends = self._ends_from(tuple(shape), itemsize, source)
+        return {target: self.path(shape, itemsize, source, target) for target in ends}
 
     def path(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution:
         """Return the cheapest redistribution from ``source`` to ``target``.
@@ -195,29 +197,29 @@ class RedistributionPlanner:
         Raises:
             NoPathError: there is none.
         """
-        found = self.find(shape, itemsize, source, target)
-        if found is None:
+        redistribution = self.find(shape, itemsize, source, target)
+        if redistribution is None:
             raise NoPathError(
                 f"no redistribution from {format_layout(source)} to {format_layout(target)} "
-                f"for shape {tuple(shape)} on mesh {self._mesh_shape}"
+                f"for shape {tuple(shape)} on mesh {self._mesh_shape}; take evenly sharded layouts"
             )
-        return found
+        return redistribution
 
     def find(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution | None:
         """Return the cheapest redistribution from ``source`` to ``target``, None where there is none."""
         key = (tuple(shape), itemsize, source, target)
         try:
-            return self._paths[key]  # asked for once: layouts take long to hash
+            return self._paths[key]  # one look-up: layouts take long to hash
         except KeyError:
-            found = Redistribution(steps=(), time_s=0.0) if source == target else self._walked_back(*key)
-            self._paths[key] = found
-        return found
+            path = Redistribution(steps=(), time_s=0.0) if source == target else self._backtrack(*key)
+            self._paths[key] = path
+        return path
 
-    def _walked_back(
+    def _backtrack(
         self, shape: tuple[int, ...], itemsize: int, source: Layout, target: Layout
     ) -> Redistribution | None:
-        reached = self._reached_from(shape, itemsize, source)
-        end = reached.get(target)
+        ends = self._ends_from(shape, itemsize, source)
+        end = ends.get(target)
         if end is None:
             return None
         whole = math.prod(shape) * itemsize
@@ -228,18 +230,18 @@ class RedistributionPlanner:
             assert before is not None
             nbytes = whole // edge.divisor if edge.divisor else 0
             steps.append(RedistributionStep(kind=edge.kind, axis=edge.axis, nbytes=nbytes, before=before, after=layout))
-            layout, last = before, reached[before]
+            layout, last = before, ends[before]
         return Redistribution(steps=tuple(reversed(steps)), time_s=end.time_s)
 
-    def _reached_from(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _Reached]:
+    def _ends_from(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _PathEnd]:
         key = (shape, itemsize, source)
-        found = self._reached.get(key)
-        if found is None:
-            found = self._reached[key] = self._search(*key)
-        return found
+        ends = self._path_ends.get(key)
+        if ends is None:
+            ends = self._path_ends[key] = self._search(*key)
+        return ends
 
     def _graph(self, shape: tuple[int, ...]) -> _LayoutGraph:
-        key = tuple(_splits(length, self._mesh_shape) for length in shape)
+        key = tuple(_even_subsets(length, self._mesh_shape) for length in shape)
         if key not in self._graphs:
             self._graphs[key] = _LayoutGraph(shape, self._mesh_shape)
         return self._graphs[key]
@@ -252,27 +254,27 @@ class RedistributionPlanner:
             self._prices[key] = self._price_step(edge.kind, edge.axis, key[2])
         return self._prices[key]
 
-    def _search(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _Reached]:
+    def _search(self, shape: tuple[int, ...], itemsize: int, source: Layout) -> dict[Layout, _PathEnd]:
         graph = self._graph(shape)
         whole = math.prod(shape) * itemsize
-        settled: dict[Layout, _Reached] = {}
-        # Ties go to fewer steps, then to the text of the path, so that planner and executor always agree.
-        start = _Reached(time_s=0.0, before=None, edge=None)
-        queue: list[tuple[float, int, tuple[tuple[str, ...], ...], int, Layout, _Reached]] = [
+        settled: dict[Layout, _PathEnd] = {}
+        # Ties break by fewer steps, then by the text of the path, so that planner and executor agree.
+        start = _PathEnd(time_s=0.0, before=None, edge=None)
+        queue: list[tuple[float, int, tuple[tuple[str, ...], ...], int, Layout, _PathEnd]] = [
             (0.0, 0, (), 0, source, start)
         ]
         pushed = 0
         while queue:
-            time_s, count, text, _, layout, found = heapq.heappop(queue)
+            time_s, count, text, _, layout, end = heapq.heappop(queue)
             if layout in settled:
                 continue
-            settled[layout] = found
+            settled[layout] = end
             for edge in graph.edges(layout):
                 after = graph.layouts[edge.target]
                 if after in settled:
                     continue
                 pushed += 1
-                reached = _Reached(time_s=time_s + self._cost(edge, whole), before=layout, edge=edge)
-                entry = (reached.time_s, count + 1, (*text, graph.texts[edge.target]), pushed, after, reached)
+                next_end = _PathEnd(time_s=time_s + self._cost(edge, whole), before=layout, edge=edge)
+                entry = (next_end.time_s, count + 1, (*text, graph.texts[edge.target]), pushed, after, next_end)
                 heapq.heappush(queue, entry)
         return settled

@@ -1,1 +1,1 @@
-"""What does communication cost? NCCL's model, corrected by measurements, for any group of ranks."""
+"""Seconds of communication: NCCL's model, corrected by measurements, for any group of ranks."""

@@ -1,4 +1,4 @@
-"""Who talks to whom: the groups of ranks along a mesh axis, how they lie on the nodes, and the rates they share."""
+"""The groups of ranks along a mesh axis, their placement on nodes, and the rates of the network cards they share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
 
-if TYPE_CHECKING:  # layout imports torch, which prices do not need
+if TYPE_CHECKING:  # layout imports torch, and prices do not need it
     from cost_model.layouts.layout import MeshSpec
 
 RANKS_WITH_CARDS = 8
-"""Ranks of one node whose network cards one ring or tree uses at most. NVLink domains of 72 with a card per device
-leave at about the rate of 8 cards, as nodes of 8 devices do: bus bandwidth 811 GB/s on 2 racks, 406 on 20 (16 GiB).
-coreweave/nccl-tests README @cb86553, GB200, NCCL 2.26.2 (rows C0559-C0570 of collectives.csv, a calibration source)."""
+"""Most ranks of one node whose network cards one ring or tree uses.
+
+NVLink domains of 72 devices with a card each send at about the rate of 8 cards, as nodes of 8 devices do: bus bandwidth
+811 GB/s on 2 racks, 406 GB/s on 20 (16 GiB). Source: coreweave/nccl-tests README @cb86553, GB200, NCCL 2.26.2 (rows
+C0559-C0570 of collectives.csv, a calibration source), 2026-11."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +44,16 @@ class AxisGroup:
 
 
 def axis_group(mesh: MeshSpec, axis: str, cluster: ClusterSpec) -> AxisGroup:
-    """Return how the groups of ``axis`` lie on the nodes: see `axes_group`."""
+    """Return the group of ``axis`` on the nodes; see `axes_group`."""
     return axes_group(mesh, (axis,), cluster)
 
 
 @functools.lru_cache(maxsize=4096)
 def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> AxisGroup:
-    """Return how the groups of one axis, or of several taken as one, lie on the nodes.
+    """Return the group of one axis, or of several axes taken as one, on the nodes.
 
-    Ranks are row-major, and rank r is on node r // devices_per_node.
-
-    Where groups lie differently (6 devices per node, an axis of 4), the one that spans most nodes stands for all, and
-    uneven groups are rounded up.
+    Ranks are row-major, and rank r is on node r // devices_per_node. Where groups of an axis differ (6 devices per
+    node, an axis of 4), the one that spans most nodes counts, and uneven groups are rounded up.
 
     Raises:
         ClusterError: the mesh has more devices than the cluster, or no such axis.
@@ -81,20 +81,20 @@ def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> A
 
 
 def card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the rate at which a ring or tree of one group leaves (or enters) one node, in bytes per second.
+    """Return the bytes per second at which a ring or tree of one group leaves (or enters) one node.
 
-    The groups share the node's cards evenly; a rank uses one card at most, or its part of them where there are more
-    cards than devices, and the cards of no more than RANKS_WITH_CARDS ranks are used. Rings and trees stay on their
-    rail where the fabric has rails; elsewhere they cross the over-subscribed switches.
+    The groups share the node's cards evenly. A rank uses one card, or its share of them where there are more cards than
+    devices; at most RANKS_WITH_CARDS ranks use cards. On a rail-optimized fabric rings and trees stay on their rail;
+    else they cross the over-subscribed switches.
     """
     crossing = 1.0 if cluster.rail_optimized else cluster.oversubscription
     return _cards(group, cluster, RANKS_WITH_CARDS) * _card_bytes_per_s(cluster) / crossing
 
 
 def pair_card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the rate at which messages between pairs of one group leave one node, in bytes per second.
+    """Return the bytes per second at which messages between pairs of one group leave one node.
 
-    Every rank sends through its own card, and pairs lie anywhere: they cross the over-subscribed switches.
+    Every rank sends through its own card. Pairs are anywhere, so messages cross the over-subscribed switches.
     """
     return _cards(group, cluster, group.ranks_per_node) * _card_bytes_per_s(cluster) / cluster.oversubscription
 

@@ -1,18 +1,18 @@
-"""What measurements add to NCCL's lines: longer latencies, and the time that pipelines take to fill.
+"""Corrections of NCCL's cost lines: longer latencies, and the time to fill a pipeline of pieces.
 
-NCCL's lines leave out launch by the host, skew between ranks, and that a message is cut into pieces which follow each
-other through the ranks. Of a line with latency L and T seconds for its bytes the corrected time is
+NCCL's lines omit the launch by the host, the skew between ranks, and that messages are cut into pieces which follow
+each other through the ranks. For a line with latency L and transfer seconds T, the corrected time is
 
     f a L + T + r sqrt(L T / (1 + T / (u L)))
 
-with a the factor of its protocol (``Place``), f that of the architecture (already in L where it enters the root). The
-root is what the best number of pieces leaves of a pipeline of latency L (textbook: D steps of k pieces take
-(D + k)(alpha + T/(D k)), least for k = sqrt(D T/alpha)); pieces have a largest size, from where on the root no longer
-grows: it tends to L sqrt(u). Every part rises with L and with T, so the time never falls as bytes grow and never rises
-with a faster link.
+where a is the factor of its protocol and r, u those of the place (``Place``), and f is the factor of the architecture
+(which L under the root includes). The root is the cost of a pipeline of latency L with the best number of pieces: D
+steps of k pieces take (D + k)(alpha + T/(D k)), least for k = sqrt(D T/alpha). Pieces have a largest size, so the root
+tends to L sqrt(u). Every term rises with L and with T: the time never falls as bytes grow, and never rises with a
+faster link.
 
-The constants are fitted to published rows by ``benchmarks/calibrate_from_published.py``; ``collectives.toml`` holds
-them with the sources used. Known error: see ``cost_model.collectives.price``.
+Source of the constants: fitted to published rows by ``benchmarks/calibrate_from_published.py``; ``collectives.toml``
+holds them with the sources used. Known error: see ``cost_model.collectives.price``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NVIDIA = re.compile(r"sm(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The constants of groups in one node, or of groups on several.
+    """The fitted constants of groups in one node, or of groups on several nodes.
 
     Attributes:
-        latency_factors: by family of lines, on NCCL's latency.
-        ramps, ramp_limits: ``r`` and ``u`` above, of collectives and of pairs.
+        latency_factors: ``a`` above, the factor on NCCL's latency, by family of lines.
+        ramps, ramp_limits: ``r`` and ``u`` above, each for collectives and for pairs.
     """
 
     latency_factors: Mapping[Family, float]
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """All fitted constants of collectives: by place, by architecture, and what pairs reach of their links."""
+    """All fitted constants of collectives: by place, by architecture, and the link shares that pairs reach."""
 
     one_node: Place
     several_nodes: Place
@@ -59,7 +59,7 @@ class Correction:
 
 
 class Curve(NamedTuple):
-    """A corrected line as the numbers that a price needs; see ``CostLine`` and the module."""
+    """A corrected line, as the numbers that a price needs; see ``CostLine`` and the module's docstring."""
 
     algorithm: str
     latency_s: float
@@ -70,7 +70,7 @@ class Curve(NamedTuple):
     ramp_limit_s: float
 
     def time_s(self, nbytes: float) -> float:
-        """Seconds of a collective over ``nbytes``."""
+        """Return the seconds of a collective over ``nbytes``."""
         transfer_s = nbytes * self.seconds_per_byte
         if self.slow_bytes:
             transfer_s = max(transfer_s, min(nbytes, self.slow_bytes) * self.slow_seconds_per_byte)
@@ -82,13 +82,13 @@ class Curve(NamedTuple):
 
 @functools.cache
 def shipped_correction() -> Correction:
-    """Return the constants of ``collectives.toml``. Read once: the file is part of the program."""
+    """Return the constants of ``collectives.toml``; cached, since the file is part of the program."""
     text = resources.files("cost_model.collectives").joinpath("collectives.toml").read_text(encoding="utf-8")
     return read_correction(tomllib.loads(text))
 
 
 def read_correction(tables: Mapping[str, Any]) -> Correction:
-    """Return the constants of tables as ``collectives.toml`` has them."""
+    """Return the constants of the parsed tables of a ``collectives.toml``."""
     pairs = tables["pairs"]
     return Correction(
         one_node=_place(tables["one_node"]),
@@ -118,9 +118,9 @@ def _place(table: Mapping[str, float]) -> Place:
 
 
 def architecture_class(cluster: ClusterSpec) -> str:
-    """Return the key of ``Correction.architecture_factors``: NVIDIA's from Hopper on, those before it, or AMD's.
+    """Return the key of ``Correction.architecture_factors``: ``hopper_on``, ``before_hopper`` or ``amd``.
 
-    Hopper and Blackwell share one: two clusters of one architecture differ more than these two do.
+    Hopper and Blackwell share one factor: two clusters of one architecture differ by more than the two architectures.
     """
     if cluster.device.kind == "rocm":
         return "amd"
@@ -129,17 +129,17 @@ def architecture_class(cluster: ClusterSpec) -> str:
 
 
 def corrected(line: CostLine, *, several_nodes: bool, architecture: str, correction: Correction) -> Curve:
-    """Return ``line`` with the correction of its family, place and architecture; ``none`` and ``plain`` as they are."""
-    moved = (line.seconds_per_byte, line.slow_bytes, line.slow_seconds_per_byte)
+    """Return ``line`` with the correction of its family, place and architecture; ``none`` and ``plain`` have none."""
+    transfer = (line.seconds_per_byte, line.slow_bytes, line.slow_seconds_per_byte)
     if line.family in ("none", "plain"):
-        return Curve(line.algorithm, line.latency_s, *moved, ramp_latency_s=0.0, ramp_limit_s=1.0)
+        return Curve(line.algorithm, line.latency_s, *transfer, ramp_latency_s=0.0, ramp_limit_s=1.0)
     place = correction.several_nodes if several_nodes else correction.one_node
     pairs = line.family == "pairs"
     latency_s = line.latency_s * correction.architecture_factors[architecture]
     return Curve(
         line.algorithm,
         latency_s * place.latency_factors[line.family],
-        *moved,
+        *transfer,
         ramp_latency_s=latency_s * place.ramps[pairs] ** 2,
         ramp_limit_s=latency_s * place.ramp_limits[pairs],
     )

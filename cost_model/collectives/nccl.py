@@ -1,8 +1,8 @@
-"""Rings and trees as NCCL runs them: one straight line for each algorithm and protocol.
+"""Seconds of rings and trees as NCCL runs them: one linear cost line per algorithm and protocol.
 
-The form and the constants are NCCL's (2.30.7 @5067397, src/graph/tuning.cc, digest in shared/truth/nccl_model.md).
-Write n = ranks of the group, N = nodes it spans, R = n/N ranks per node, B = rate of one device's link, C = rate of
-the network cards that the group has in one node, S = nbytes.
+Source of form and constants: NCCL 2.30.7 @5067397, src/graph/tuning.cc (read 2026-11). With n = ranks of the group, N =
+nodes it spans, R = n/N ranks per node, B = rate of one device's link, C = rate of the network cards that the group has
+in one node, S = nbytes:
 
     ring   all_reduce: 2(n-1) steps of S/n; all_gather, reduce_scatter: n-1 steps; broadcast: n-1 hops, all of S
            at min(B, C): each of the group's rings enters and leaves each node through a card
@@ -10,8 +10,8 @@ the network cards that the group has in one node, S = nbytes.
            at 0.92 min(B/2, C/2), but C for N = 2, where the two nodes exchange
     PAT    all_gather, reduce_scatter with one rank per node: log2(N) hops between nodes, and work that grows with n
 
-Known error, nothing fitted: right to a few percent from 256 MB up; 25 to 60 % too low below, where launch by the host,
-skew and the filling of pipelines rule. ``cost_model.collectives.correction`` is for those.
+Known error, nothing fitted: a few percent from 256 MB up; 25 to 60 % too low below, where the launch by the host, skew
+and the filling of pipelines dominate. ``cost_model.collectives.correction`` corrects these.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 
 TREE_EFFICIENCY = 0.92
-"""Share of the bandwidth that a tree reaches. NCCL tuning.cc."""
+"""Share of the bandwidth that a tree reaches. Source: NCCL 2.30.7 tuning.cc."""
 
 LL_MAX_BYTES_PER_S = {2: 39e9, 3: 20.4e9}
-"""Ceiling of the LL protocol's bus bandwidth on 2 nodes, and on 3 or more. NCCL tuning.cc llMaxBws, hosts with Intel
-CPUs."""
+"""Nodes (2, or 3 for more) -> most bytes per second of bus bandwidth in the LL protocol. Source: NCCL 2.30.7 tuning.cc
+llMaxBws, hosts with Intel CPUs."""
 
 PAT_EFFICIENCY = 0.75
 PAT_RANK_S = 2.8e-6
 PAT_HOP_SHARE = 1 / 3.5
-"""PAT: share of a ring's bandwidth, cost of each rank, and of a hop between nodes against a ring's. NCCL tuning.cc."""
+"""PAT: share of a ring's bandwidth, seconds per rank, and a hop between nodes over that of a ring. Source: NCCL 2.30.7
+tuning.cc."""
 
 Family = Literal["none", "plain", "LL", "LL128", "Simple", "nvls", "pairs"]
-"""What a line's correction is chosen by; ``none`` and ``plain`` have none."""
+"""The key of a line's correction; ``none`` and ``plain`` have no correction."""
 
 
 class CostLine(NamedTuple):
-    """One algorithm's time: ``latency_s`` + the larger of ``nbytes * seconds_per_byte`` and, for the first
-    ``slow_bytes`` of them only, ``slow_seconds_per_byte``."""
+    """The cost line of one algorithm: ``latency_s`` plus the transfer time.
+
+    The transfer time is ``nbytes * seconds_per_byte``, or ``slow_seconds_per_byte`` times the first ``slow_bytes``
+    where that is longer.
+    """
 
     algorithm: str
     family: Family
@@ -52,20 +56,20 @@ class CostLine(NamedTuple):
     slow_seconds_per_byte: float = 0.0
 
     def transfer_s(self, nbytes: float) -> float:
-        """Seconds that the bytes take, without latency."""
+        """Return the seconds of the bytes, without latency."""
         return max(nbytes * self.seconds_per_byte, min(nbytes, self.slow_bytes) * self.slow_seconds_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """How NCCL moves data, beside the LL protocol's latencies, which the catalogue holds.
+    """A protocol of NCCL: its latencies relative to those of LL, which the catalogue holds, and its bandwidth shares.
 
     Attributes:
-        launch: factor on ``DeviceSpec.collective_launch_s`` (NCCL: 6.6, 14 and 8.4 us).
-        ring_hop_s, tree_hop_s: what a hop takes beyond the link's ``latency_s``, (inside a node, between nodes). NCCL
-            has, in us: Ring 0.6, 1.9, 3.4 inside and 2.7, 4.0, 14 between; Tree 0.6, 1.25, 4.0 inside and 5.0, 8.5,
-            14 between. A slower link adds to these, it does not multiply them.
-        ring_share, tree_share: share of the bus bandwidth reached, (one node, several).
+        launch: factor on ``DeviceSpec.collective_launch_s`` (NCCL: LL 6.6, LL128 14 and Simple 8.4 us).
+        ring_hop_s, tree_hop_s: seconds of a hop in addition to the link's ``latency_s``, (inside a node, between
+            nodes). NCCL has, in us for LL, LL128, Simple: Ring 0.6, 1.9, 3.4 inside and 2.7, 4.0, 14 between; Tree 0.6,
+            1.25, 4.0 inside and 5.0, 8.5, 14 between. A slower link adds to these and does not multiply them.
+        ring_share, tree_share: share of the bus bandwidth reached, (one node, several nodes).
         capped: whether LL_MAX_BYTES_PER_S holds.
     """
 
@@ -98,11 +102,11 @@ NCCL_PROTOCOLS = (
     Protocol(name="Simple", launch=8.4 / 6.6, ring_hop_s=(2.8e-6, 11.3e-6), tree_hop_s=(3.4e-6, 11.3e-6)),
 )
 PLAIN_PROTOCOLS = (Protocol(name="plain"),)
-"""For devices of kind ``cpu``: latency and bandwidth as the catalogue says."""
+"""The protocol of devices of kind ``cpu``: latency and bandwidth of the catalogue."""
 
 
 def ring_and_tree_lines(kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec) -> list[CostLine]:
-    """Return the rings, trees and PAT that can carry out ``kind``, one line for each protocol."""
+    """Return the lines of the rings, trees and PAT that implement ``kind``, one per protocol."""
     protocols = PLAIN_PROTOCOLS if cluster.device.kind == "cpu" else NCCL_PROTOCOLS
     lines = [_ring(kind, protocol, group, cluster) for protocol in protocols]
     if kind == "all_reduce":
@@ -114,10 +118,10 @@ def ring_and_tree_lines(kind: CollectiveKind, group: AxisGroup, cluster: Cluster
 
 
 def rates_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> tuple[float, float]:
-    """Return (rate of a device's link inside the node, rate of the group's cards in a node); infinite where unused.
+    """Return the bytes per second of a device's link inside the node, and of the group's cards in a node.
 
-    On a full mesh of links the rings of one node use R links each, on several nodes chains of R-1, of which there are
-    R/(R-1) times as many: 313 and 358 GB/s on MI300X.
+    A rate that the group does not use is infinite. On a full mesh of links, rings of one node use R links each. Groups
+    on several nodes use chains of R-1 links, of which there are R/(R-1) times as many: 313 and 358 GB/s on MI300X.
     """
     ranks, several = group.ranks_per_node, group.nodes > 1
     inside = cluster.intra_node.rate_bytes_per_s(ranks) if ranks > 1 else math.inf
@@ -127,8 +131,10 @@ def rates_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> tuple[float, fl
 
 
 def hops_s(hop_s: tuple[float, float], inside: float, between: float, cluster: ClusterSpec) -> float:
-    """Return the seconds of ``inside`` hops within nodes and ``between`` hops from node to node, each of which takes
-    its link's latency and ``hop_s``."""
+    """Return the seconds of ``inside`` hops within nodes and ``between`` hops from node to node.
+
+    Each takes its link's latency and ``hop_s``, (inside a node, between nodes).
+    """
     inside_s = inside * (cluster.intra_node.latency_s + hop_s[0])
     return inside_s + between * (cluster.inter_node.latency_s + hop_s[1])
 

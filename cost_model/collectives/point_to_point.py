@@ -1,13 +1,15 @@
-"""All-to-all and send/recv: messages between pairs of ranks, for which NCCL has no model.
+"""Seconds of all-to-all and send/recv: messages between pairs of ranks, for which NCCL has no model.
 
-    all_to_all   S(R-1)/n inside at the link's rate; R ranks' S(n-R)/n through the cards; both at once
-    send_recv    every rank sends S to the next rank of the axis, one of them per node through the cards
+    all_to_all   S(R-1)/n inside the node at the link's rate; R ranks' S(n-R)/n through the cards; both at the same time
+    send_recv    every rank sends S to the next rank of the axis, one rank per node through the cards
 
-One message to each peer, each issued after the last (a hop's latency each). Pairs do not reach the rate of rings: see
-``Shares``. A single pair inside a node has few channels until its message is large.
+with n ranks, R of them per node, and S the bytes of one rank. Messages to the peers are issued one after the other,
+with a hop's latency each. Pairs do not reach the rate of rings: see ``Shares``. A single pair inside a node has few
+channels until its message is large.
 
-Known error: fitted to one cluster (B200) and two lines of NVIDIA's slides; of other devices' small messages nothing
-is published. A network that was not tuned for all-to-all reaches 0.6 of this (the same cluster, default settings).
+Source: fitted to the rows of one cluster (B200) and to two lines of NVIDIA's slides, 2026-11; see collectives.toml.
+Known error: not known for small messages of other devices, since none are published. A network that is not tuned for
+all-to-all reaches 0.6 of this rate (the same cluster, default settings).
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from cost_model.hardware.cluster import ClusterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What pairs reach of the rates of links and cards; fitted, in ``collectives.toml``.
+    """The shares of the rates of links and cards that pairs reach; fitted, in ``collectives.toml``.
 
     Attributes:
-        link: of a device's link inside a node, where messages are large.
-        card: of a network card.
-        few_channels_bytes_per_s: one pair's rate at most, while its message is below ``few_channels_bytes``.
-        few_channels_bytes: a longer message does not take longer until ``link`` rules.
+        link: share of a device's link inside a node, for large messages.
+        card: share of a network card.
+        few_channels_bytes_per_s: largest rate of one pair while its message is below ``few_channels_bytes``.
+        few_channels_bytes: bytes from which on the time is constant until the link's rate takes longer.
     """
 
     link: float
@@ -37,11 +39,11 @@ class Shares:
 
 
 PLAIN_SHARES = Shares(link=1.0, card=1.0, few_channels_bytes_per_s=1.0, few_channels_bytes=0.0)
-"""For devices of kind ``cpu``."""
+"""The shares of devices of kind ``cpu``."""
 
 
 def pair_line(kind: str, group: AxisGroup, cluster: ClusterSpec, shares: Shares) -> CostLine:
-    """Return the line of an ``all_to_all`` or a ``send_recv``."""
+    """Return the cost line of an ``all_to_all`` or a ``send_recv``."""
     line = _all_to_all if kind == "all_to_all" else _send_recv
     return line(group, cluster, PLAIN_SHARES if cluster.device.kind == "cpu" else shares)
 

@@ -1,9 +1,9 @@
-"""Seconds for one collective on one group of one cluster.
+"""Seconds of one collective on one group of ranks of one cluster.
 
-A collective takes the fastest of the algorithms that can carry it out, as NCCL chooses: rings, trees and PAT in three
-protocols (``nccl``), reduction in the switch (``nvls``), messages between pairs (``pairs``), each a straight line in
-nbytes, with what measurements add to it (``correction``). Where the cluster holds measured sweeps, those rule
-(``sweep_prices``). Devices of kind ``cpu`` have plain rings, trees and pairs, uncorrected.
+The fastest algorithm counts, as NCCL chooses: rings, trees and PAT in three protocols (``nccl``), reduction in the
+switch (``nvls``), messages between pairs (``point_to_point``). Each is linear in nbytes, and corrected by measurements
+(``correction``). Measured sweeps of the cluster replace the model (``sweep_prices``). Devices of kind ``cpu`` have
+rings, trees and pairs without correction.
 
 Known error (2026-11, 153 measured rows of trust A and B from sources that nothing was fitted to; benchmarks:
 ``python -m published.pricing.collectives``): mean 9 % in one node, 2 % from 256 MiB up; 19 % on several nodes, 6 % from
@@ -45,19 +45,19 @@ __all__ = [
 
 
 OPS_AROUND_A_COLLECTIVE = 4
-"""What the executor's redistribution costs the host beyond the collective itself, in ops of a DTensor: two are
-dispatched, and Python finds the path and makes the DTensor. Measured 2026-11-22 on two fake processes of one CPU,
-forward, backward, and a gradient's: 3.5 to 5.3."""
+"""DTensor ops whose host time the executor's redistribution takes in addition to the collective: two are dispatched,
+and Python looks up the path and constructs the DTensor. Measured 2026-11-22 on two fake processes of one CPU, forward,
+backward, and of a gradient: 3.5 to 5.3."""
 
 
 def collective_lines(
     kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec, shares: Shares | None = None
 ) -> tuple[CostLine, ...]:
-    """Return the algorithms that can carry out the collective, each with its line, uncorrected.
+    """Return the uncorrected cost line of every algorithm that implements the collective.
 
     Args:
         kind, group, cluster: as for ``collective_time_s``.
-        shares: what pairs reach of links and cards; the shipped figures where None.
+        shares: the shares of links and cards that pairs reach; None for those that ship.
 
     Raises:
         ValueError: ``kind`` is none of ``CollectiveKind``.
@@ -74,18 +74,18 @@ def collective_lines(
 
 
 def collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the seconds that one collective takes; 0.0 for a group of one or for no bytes.
+    """Return the seconds of one collective; 0.0 for a group of one or for no bytes.
 
     Args:
         kind: the collective.
-        nbytes: the full buffer, as nccl-tests counts it: what an all_gather returns, what a reduce_scatter is given,
-            the buffer of an all_reduce or broadcast, all that one rank holds in an all_to_all (its own part included),
-            a send_recv's message.
-        group: how the ranks lie on the nodes, from ``axis_group``.
+        nbytes: bytes of the full buffer, as nccl-tests counts it: the output of an all_gather, the input of a
+            reduce_scatter, the buffer of an all_reduce or broadcast, one rank's buffer of an all_to_all (its own part
+            included), the message of a send_recv.
+        group: the ranks on the nodes, from ``axis_group``.
         cluster: devices and links.
     """
     if nbytes < 0:
-        raise ValueError(f"nbytes is {nbytes}; it cannot be negative")
+        raise ValueError(f"nbytes is {nbytes}; it cannot be negative; give 0 or more")
     if nbytes == 0:
         return 0.0
     if cluster.sweeps:
@@ -96,9 +96,9 @@ def collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, clu
 
 
 def dispatched_collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the seconds of one collective of a redistribution, what the host does around it included.
+    """Return the seconds of one collective of a redistribution, with the host's ops around it.
 
-    Equal to ``collective_time_s`` where the device does not wait for its host; arguments as there.
+    Equal to ``collective_time_s`` where the device does not wait for its host; the arguments are the same.
     """
     seconds = collective_time_s(kind, nbytes, group, cluster)
     host_op_s = cluster.device.host_op_s
@@ -111,13 +111,13 @@ def collective_times_s(
     """Return ``collective_time_s`` for each element of ``nbytes``, in its shape."""
     sizes = np.asarray(nbytes, dtype=np.float64)
     if np.any(sizes < 0):
-        raise ValueError("nbytes holds a negative size")
+        raise ValueError("nbytes has a negative size; give 0 or more")
     times = [collective_time_s(kind, size, group, cluster) for size in sizes.ravel().tolist()]
     return np.array(times, dtype=np.float64).reshape(sizes.shape)
 
 
 def fastest_algorithm(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> str:
-    """Return the name of the algorithm and protocol whose time ``collective_time_s`` returns without a sweep."""
+    """Return the algorithm and protocol whose time ``collective_time_s`` returns without a sweep."""
     return min(_curves(kind, group, cluster), key=lambda curve: curve.time_s(nbytes)).algorithm
 
 
@@ -137,7 +137,7 @@ def _curves(kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec) -> tup
 def price_curves(
     kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec, correction: Correction
 ) -> tuple[Curve, ...]:
-    """Return the corrected lines of the collective that are fastest somewhere, least latency first."""
+    """Return the corrected lines of the collective that may be fastest for some size, least latency first."""
     lines = collective_lines(kind, group, cluster, correction.shares)
     architecture = architecture_class(cluster)
     curves = [
@@ -145,15 +145,15 @@ def price_curves(
         for line in lines
     ]
     curves.sort(key=lambda curve: (curve.latency_s, curve.seconds_per_byte))
-    kept: list[Curve] = []
+    fastest: list[Curve] = []
     for curve in curves:
-        if not any(_never_slower(other, curve) for other in kept):
-            kept.append(curve)
-    return tuple(kept)
+        if not any(_never_slower(other, curve) for other in fastest):
+            fastest.append(curve)
+    return tuple(fastest)
 
 
 def _never_slower(one: Curve, other: Curve) -> bool:
-    """Tell whether every part of ``one`` is at most that of ``other``."""
+    """Return whether every term of ``one`` is at most that of ``other``."""
     return (
         one.latency_s <= other.latency_s
         and one.seconds_per_byte <= other.seconds_per_byte

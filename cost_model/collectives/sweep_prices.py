@@ -1,13 +1,13 @@
-"""Prices from measured sweeps: between their points, beyond them, and on groups of other shapes.
+"""Seconds of collectives from measured sweeps: between their points, beyond them, and for groups of other shapes.
 
-The group that was swept takes its measured times, joined straight in the logarithms of bytes and seconds; where noise
-lets a larger message be faster, both take their geometric mean, so that the time never falls as bytes grow. Beyond the
-ends, and on groups of other shapes, the model's time is scaled by how far the sweep was from it at the end's, or the
-same, size. A sweep speaks for groups in one node or for groups on several, as it was measured; an all-gather and a
-reduce-scatter speak for each other where only one of them was swept.
+The swept group has its measured times, interpolated linearly in the logarithms of bytes and seconds. Where noise makes
+a larger message faster, both have their geometric mean, so that the time never falls as bytes grow. Beyond the ends,
+and for groups of other shapes, the model's time is scaled by the ratio of measured to modelled time at the end's (or at
+the same) size. A sweep holds for groups in one node or for groups on several, as it was measured. All-gather and
+reduce-scatter hold for each other where only one of them was swept.
 
-Known error: leaving one size out of a published sweep, between its points: mean 6 % in one node and on several
-(``published.pricing.collectives.price_with_sweep``). An end that is left out is as far off as the model's slope there.
+Known error (2026-11, one size left out of a published sweep, ``published.pricing.collectives.price_with_sweep``): mean
+4 % between the points in one node, 6 % on several. Beyond the ends it is that of the model's slope.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 from cost_model.hardware.sweep import Sweep
 
 ModelledTime = Callable[[CollectiveKind, float, AxisGroup, ClusterSpec], float]
-"""(kind, bytes, group, cluster) -> seconds without any sweep."""
+"""(kind, bytes, group, cluster) -> seconds by the model, without sweeps."""
 
 _ALIKE: dict[CollectiveKind, CollectiveKind] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
@@ -34,8 +34,8 @@ class SweepPrice:
 
     Attributes:
         log_nbytes, log_times: logarithms of sizes and of seconds, neither falling.
-        end_ratios: measured over modelled at the smallest and at the largest size.
-        modelled_s: the model's seconds for a size, which takes over beyond the ends.
+        end_ratios: measured over modelled seconds, at the smallest and at the largest size.
+        modelled_s: size -> the model's seconds, for sizes beyond the ends.
     """
 
     log_nbytes: tuple[float, ...]
@@ -44,7 +44,7 @@ class SweepPrice:
     modelled_s: Callable[[float], float]
 
     def time_s(self, nbytes: float) -> float:
-        """Seconds of a collective over ``nbytes`` > 0."""
+        """Return the seconds of a collective over ``nbytes`` > 0."""
         place = math.log(nbytes)
         if place <= self.log_nbytes[0]:
             return min(math.exp(self.log_times[0]), self.end_ratios[0] * self.modelled_s(nbytes))
@@ -59,7 +59,7 @@ class SweepPrice:
 def sweep_price(
     kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec, modelled_s: ModelledTime
 ) -> SweepPrice | None:
-    """Return the price from the cluster's sweep that is nearest in shape, None where none speaks for the group."""
+    """Return the price from the cluster's sweep that is nearest in shape, None where no sweep holds for the group."""
     if group.size == 1:
         return None
     sweep = _nearest(kind, group, cluster.sweeps)
@@ -67,14 +67,14 @@ def sweep_price(
         return None
     swept = AxisGroup(nodes=sweep.nodes, ranks_per_node=sweep.ranks_per_node, groups_per_node=1)
     bare = replace(cluster, sweeps=())
-    then = replace(
+    as_swept = replace(
         bare,
         intra_node=sweep.intra_node or cluster.intra_node,
         inter_node=sweep.inter_node or cluster.inter_node,
         cards_per_node=sweep.cards_per_node or cluster.cards_per_node,
     )
     ratios = [
-        time_s / modelled_s(sweep.kind, nbytes, swept, then)
+        time_s / modelled_s(sweep.kind, nbytes, swept, as_swept)
         for nbytes, time_s in zip(sweep.nbytes, sweep.times_s, strict=True)
     ]
     times = [
@@ -83,14 +83,14 @@ def sweep_price(
     ]
     return SweepPrice(
         log_nbytes=tuple(math.log(nbytes) for nbytes in sweep.nbytes),
-        log_times=never_falling(times),
+        log_times=non_decreasing(times),
         end_ratios=(ratios[0], ratios[-1]),
         modelled_s=lambda nbytes: modelled_s(kind, nbytes, group, bare),
     )
 
 
-def never_falling(values: Sequence[float]) -> tuple[float, ...]:
-    """Return the never-falling sequence that is nearest to ``values`` in squares (pool adjacent violators)."""
+def non_decreasing(values: Sequence[float]) -> tuple[float, ...]:
+    """Return the non-decreasing sequence nearest to ``values`` in least squares (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []  # (mean, count)
     for value in values:
         mean, count = value, 1

@@ -1,1 +1,1 @@
-"""What does a parallel configuration cost that is given by its degrees, as Megatron or torchtitan run it?"""
+"""Seconds and bytes of a parallel configuration that is given by its degrees, as Megatron or torchtitan run it."""

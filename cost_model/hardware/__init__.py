@@ -1,1 +1,1 @@
-"""What is there? Devices, links and clusters, and what was measured on them."""
+"""Devices, links and clusters, and the measurements that were made on them."""

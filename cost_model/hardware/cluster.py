@@ -1,4 +1,7 @@
-"""A cluster: nodes times devices per node of one device type, and the links between them."""
+"""A cluster: nodes times devices per node of one device type, and the links between them.
+
+The figures are those of ``devices.toml``, which names a source for each, unless the user gives others.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +38,20 @@ _FORMS = "write NODESxDEVICESxDEVICE (4x8xh100-sxm-80gb), DEVICESxDEVICE for one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """``nodes`` x ``devices_per_node`` devices of one type, and what joins them.
+    """``nodes`` x ``devices_per_node`` devices of one type, and the links between them.
 
     Attributes:
         nodes, devices_per_node, device: the devices.
-        intra_node, inter_node: the links inside a node, and each network card. The rate that a card really delivers
-            (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
+        intra_node, inter_node: the link of a device inside a node, and that of each network card. The rate that a card
+            delivers (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
         cards_per_node: network cards in each node.
-        oversubscription: how many times more the cards could send than the upper switches carry; 1 where all at once
-            reach their full rate.
-        rail_optimized: whether card i of every node hangs on one switch, so that rings and trees stay below the
-            over-subscribed switches; messages between pairs cross them anyway.
-        reserved_gb: GB of 1e9 bytes of a device's memory that others hold, on each node, or alike on all; none: ().
-        sweeps: measured collectives, which take the place of the model.
+        oversubscription: bandwidth of the cards over that of the upper switches; 1 where all cards reach their full
+            rate at the same time.
+        rail_optimized: whether card i of every node is on one switch, so that rings and trees stay below the
+            over-subscribed switches. Messages between pairs cross these in any case.
+        reserved_gb: GB (1e9 bytes) of a device's memory that other processes hold: one figure for all nodes, or one
+            for each; empty for none.
+        sweeps: measured collectives, which replace the model.
     """
 
     nodes: int
@@ -67,7 +71,7 @@ class ClusterSpec:
             raise ClusterError(f"cluster.oversubscription is {self.oversubscription}; 1 is none, 2 is two to one")
 
     def __hash__(self) -> int:
-        """Of a few figures only: prices are looked up by cluster, often, and clusters that agree in these are rare."""
+        """Return a hash of a few figures: caches of prices hash clusters often, and few clusters agree in these."""
         links = (self.intra_node.bandwidth_bytes_per_s, self.inter_node.bandwidth_bytes_per_s)
         return hash((self.nodes, self.devices_per_node, self.cards_per_node, *links, len(self.sweeps)))
 
@@ -78,17 +82,17 @@ class ClusterSpec:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that a job may hold on every device: what is left where others hold most, for all ranks hold alike."""
+        """Bytes that a job may hold on every device: those of the node with the least, as all ranks hold the same."""
         return self.device.memory_bytes - round(max(self.reserved_gb, default=0.0) * 1e9)
 
     @property
     def name(self) -> str:
-        """The short form, ``4x8xh100-sxm-80gb``; figures that differ from the catalogue's do not show in it."""
+        """The short form, ``4x8xh100-sxm-80gb``; it does not show figures that differ from the catalogue's."""
         return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
 
     @classmethod
     def parse(cls, spec: str | Path | Mapping[str, object]) -> Self:
-        """Return the cluster written as ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, a YAML file's path, or a mapping.
+        """Return the cluster of a text (``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, a YAML file's path) or a mapping.
 
         Raises:
             ClusterError: the text has none of these forms, the device is unknown, or the file cannot be read.
@@ -102,13 +106,9 @@ class ClusterSpec:
             return cls._from_file(Path(text))
         match = _SHORT.fullmatch(text)
         if match is None:
-            known = (
-                ""
-                if text.lower() not in device_names()
-                else f"; {text} is a device: say how many, for example 8x{text}"
-            )
+            hint = "" if text.lower() not in device_names() else f"; {text} is a device: write how many, as in 8x{text}"
             raise ClusterError(
-                f"cannot read cluster {text!r}{known}; {_FORMS}. Known devices: {', '.join(device_names())}"
+                f"cannot read cluster {text!r}{hint}; {_FORMS}. Known devices: {', '.join(device_names())}"
             )
         return cls.from_dict({"nodes": int(match[1] or 1), "devices_per_node": int(match[2]), "device": match[3]})
 
@@ -121,7 +121,7 @@ class ClusterSpec:
                 f"cannot read cluster file {path}: {error.strerror}; give the path of a file that exists"
             ) from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ClusterError(f"cluster file {path} is not YAML: {error}") from error
+            raise ClusterError(f"cluster file {path} is not YAML: {error}; correct the file") from error
         try:
             return cls.from_dict(as_mapping(data, "the file"), folder=path.parent)
         except ClusterError as error:
@@ -129,14 +129,14 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], folder: Path = Path()) -> Self:
-        """Return the cluster of plain data: ``device`` (a name or figures), ``devices_per_node``, and what is unusual.
+        """Return the cluster of plain data.
 
-        ``nodes`` defaults to 1; ``intra_node``, ``inter_node`` (a link's name, or some of its fields) and
-        ``cards_per_node`` to what is usual for the device. For example
-        ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``reserved_gb`` is
-        one number, or one for each node. ``sweeps`` lists
-        files, each a path relative to ``folder`` or a mapping with ``file`` and what the file does not say (``kind``,
-        ``nodes``, ``ranks_per_node``), or sweeps as ``to_dict`` writes them.
+        ``device`` (a name, or figures) and ``devices_per_node`` are required. ``nodes`` defaults to 1; ``intra_node``,
+        ``inter_node`` (a link's name, or some of its fields) and ``cards_per_node`` default to the usual ones of the
+        device. For example ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``.
+        ``reserved_gb`` is one number, or one for each node. ``sweeps`` lists files, each a path relative to ``folder``
+        or a mapping with ``file`` and the fields that the file lacks (``kind``, ``nodes``, ``ranks_per_node``), or
+        sweeps as ``to_dict`` writes them.
 
         Raises:
             ClusterError: a key is unknown, missing or wrong.
@@ -170,27 +170,28 @@ class ClusterSpec:
         return cluster.with_sweep(*_read_sweeps(data.get("sweeps", []), folder))
 
     def with_sweep(self, *sweeps: Sweep | str | Path) -> Self:
-        """Return this cluster with measured sweeps (or files of them) added; a later one of the same collective and
-        shape replaces an earlier one. See ``cost_model.hardware.sweep``.
+        """Return this cluster with measured sweeps (or files of them) added.
+
+        A later sweep of the same collective and shape replaces an earlier one. See ``cost_model.hardware.sweep``.
 
         Raises:
             ClusterError: a file cannot be read, or a sweep's group does not fit on the cluster's nodes.
         """
-        found = {(sweep.kind, sweep.nodes, sweep.ranks_per_node): sweep for sweep in self.sweeps}
+        by_shape = {(sweep.kind, sweep.nodes, sweep.ranks_per_node): sweep for sweep in self.sweeps}
         for item in sweeps:
             for sweep in (item,) if isinstance(item, Sweep) else read_sweep_file(Path(item)):
                 if sweep.ranks_per_node > self.devices_per_node:
                     raise ClusterError(
-                        f"sweep of {sweep.kind}: {sweep.ranks_per_node} ranks per node, the cluster {self.name} has "
+                        f"sweep of {sweep.kind} has {sweep.ranks_per_node} ranks per node, the cluster {self.name} has "
                         f"{self.devices_per_node} devices per node; give sweeps of this cluster"
                     )
                 if sweep.intra_node is None or sweep.inter_node is None:
                     sweep = sweep.measured_on(self.intra_node, self.inter_node, self.cards_per_node)
-                found[sweep.kind, sweep.nodes, sweep.ranks_per_node] = sweep
-        return replace(self, sweeps=tuple(found.values()))
+                by_shape[sweep.kind, sweep.nodes, sweep.ranks_per_node] = sweep
+        return replace(self, sweeps=tuple(by_shape.values()))
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data with every figure, so that a price can be recomputed when the catalogue moves on."""
+        """Return plain JSON data with every figure, so that a price does not depend on a later catalogue."""
         data: dict[str, object] = {
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
@@ -215,18 +216,18 @@ def _read_reserved(value: object, nodes: object, memory_bytes: int) -> tuple[flo
         raise ClusterError(
             f"cluster.reserved_gb has {len(values)} entries for {nodes} nodes; give one number, or one for each node"
         )
-    found = tuple(as_number(item, "cluster.reserved_gb") for item in values)
-    for item in found:
+    reserved = tuple(as_number(item, "cluster.reserved_gb") for item in values)
+    for item in reserved:
         if not 0 <= item * 1e9 < memory_bytes:
             raise ClusterError(
                 f"cluster.reserved_gb is {item:g}; give GB from 0 up to a device's memory, {memory_bytes / 1e9:g}"
             )
-    return found
+    return reserved
 
 
 def _read_sweeps(value: object, folder: Path) -> list[Sweep]:
     if not isinstance(value, (list, tuple)):
-        raise ClusterError(f"cluster.sweeps must be a list of files, not {value!r}")
+        raise ClusterError(f"cluster.sweeps must be a list of files or sweeps, not {value!r}")
     sweeps: list[Sweep] = []
     for item in value:
         if isinstance(item, str):

@@ -1,4 +1,4 @@
-"""The collectives by name."""
+"""The names of the collectives that the cost model prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One device and one link: their figures, and the catalogue ``devices.toml`` of those that are known by name."""
+"""One device and one link, and the catalogue ``devices.toml`` of those known by name, with a source for each figure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class LinkSpec:
     """A link: its nominal bandwidth per direction, the share of it that collectives reach, and the latency of one hop.
 
     Attributes:
-        bandwidth_bytes_per_s: per device and direction for a link inside a node, per network card and direction
+        bandwidth_bytes_per_s: nominal, per direction: of a device for a link inside a node, of a network card for one
             between nodes.
-        latency_s: one hop of a ring with the lowest-latency protocol.
+        latency_s: of one hop of a ring with the lowest-latency protocol.
         efficiency: largest share of ``bandwidth_bytes_per_s`` that a collective reaches, in (0, 1].
-        mesh_peers: 0 where one device can give its whole bandwidth to any other (a switch, a bus); otherwise to how
-            many peers a device's bandwidth is split, each over its own wires.
-        rank_shares: (ranks, share) pairs where uneven wiring decides what groups of so many ranks reach together;
-            between two the share lies in between, outside it is the nearest one's. Takes the place of ``mesh_peers``.
-        source: where the figures come from.
+        mesh_peers: number of peers that a device's bandwidth is split over, each with its own wires; 0 where a device
+            can give its whole bandwidth to any other (a switch, a bus).
+        rank_shares: (ranks, share) pairs, for uneven wiring: the share of the rate that a group of so many ranks
+            reaches, linear between two pairs and constant outside of them. It replaces ``mesh_peers``.
+        source: of the figures.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LinkSpec:
             )
 
     def rate_bytes_per_s(self, ranks: int) -> float:
-        """Return what one device can send to the other ``ranks - 1`` of its group together, in bytes per second."""
+        """Return the bytes per second that one device can send to the other ``ranks - 1`` devices of its group."""
         reached = self.bandwidth_bytes_per_s * self.efficiency
         if self.rank_shares:
             counts, shares = zip(*self.rank_shares, strict=True)
@@ -81,29 +81,32 @@ class LinkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """One accelerator (or one process of a CPU) as the cost model sees it.
+    """One accelerator, or one process of a CPU.
 
     Attributes:
         kind: ``cuda``, ``rocm`` or ``cpu``; the last has none of NCCL's protocols.
-        memory_bytes: all that the plan and ``memory.reserve_bytes`` together may use.
+        memory_bytes: memory of the device; the plan and ``optimizer_memory.reserve_bytes`` share it.
+        memory_bandwidth_bytes_per_s: nominal.
         flop_rates: (dtype name, dense FLOP/s) pairs in the order of the names; ``peak_flops`` is the same as a dict.
-        gemm_efficiency: share of the peak that the best large matrix multiplication reaches.
+        gemm_efficiency: share of the peak that the best large GEMM reaches.
         memory_efficiency: share of ``memory_bandwidth_bytes_per_s`` that a streaming kernel reaches.
-        kernel_launch_s: time lost between two kernels of a full queue.
-        host_op_s: seconds of the host for each op that is dispatched on DTensors, views and what a backward is made of
-            included, where the device waits for it: on a CPU, by ``shardplan calibrate``. 0 where the host runs ahead
-            of the device, or where that is assumed; above 0 it takes the place of ``kernel_launch_s`` in plans.
-        first_touch_s_per_byte: seconds to get a byte of memory from the system, beyond writing it: looked at where
-            ``host_op_s`` is above 0, for buffers that are given back after each use. 0 where memory is kept.
-        collective_launch_s: fixed cost of the cheapest collective.
+        kernel_launch_s: seconds lost between two kernels of a full queue.
+        host_op_s: host seconds per op dispatched on DTensors, views and backward's ops included, where the device waits
+            for the host: a CPU, measured by ``shardplan calibrate``. 0 where the host runs ahead of the device. Above
+            0, it replaces ``kernel_launch_s`` in plans.
+        first_touch_s_per_byte: seconds to get a byte of new memory from the system, in addition to writing it. Used
+            where ``host_op_s`` is above 0, for buffers that are freed after each use. 0 where an allocator caches
+            memory.
+        collective_launch_s: fixed seconds of the cheapest collective.
         flash_attention: whether a fused attention kernel exists.
-        overlaps: whether communication runs beside compute; on a CPU both take the same cores.
-        nvls_min_ranks: least ranks in a node for which reduction in the switch (NVLS) is chosen; 0 where there is none.
-        nvls_efficiency: share of ``intra_node``'s rate that it reaches.
-        architecture: ``sm80``, ``sm90``, ``gfx942``, ...; chooses the constants of ``efficiency.toml``.
-        processors: streaming multiprocessors or compute units; 0 where unknown, and no wave of tiles is rounded up.
+        overlaps: whether communication overlaps with compute; on a CPU both use the same cores.
+        nvls_min_ranks: least ranks per node for which NCCL chooses reduction in the switch (NVLS); 0 for none.
+        nvls_efficiency: share of ``intra_node``'s rate that NVLS reaches.
+        architecture: ``sm80``, ``sm90``, ``gfx942``, ...; selects the constants of ``efficiency.toml``.
+        processors: streaming multiprocessors or compute units; 0 where unknown: waves of tiles are then not rounded up.
         intra_node, inter_node: the device's usual links.
         cards_per_device: network cards per device in the usual node; below 1 where devices share one.
+        source: of the figures.
     """
 
     name: str
@@ -150,7 +153,7 @@ class DeviceSpec:
 
     @property
     def compiles(self) -> bool:
-        """Whether chains of element-wise ops are compiled to one kernel here, where a job asks for fused ops."""
+        """Whether fused ops are compiled here: each chain of element-wise ops is one kernel."""
         return self.kind != "cpu"
 
     @property
@@ -169,7 +172,7 @@ class DeviceSpec:
 
 
 def read_link(value: object, where: str, base: LinkSpec | None = None) -> LinkSpec:
-    """Return the link that ``value`` describes: a name of the catalogue, or a mapping of fields over those of ``base``.
+    """Return the link that ``value`` describes: a catalogue name, or fields that replace those of ``base``.
 
     Raises:
         ClusterError: the name is unknown, or a field is unknown, missing or wrong.
@@ -196,7 +199,7 @@ def _make_link(data: Mapping[str, object], where: str) -> LinkSpec:
 
 
 def read_device(value: object, where: str = "device") -> DeviceSpec:
-    """Return the device that ``value`` describes: a catalogue name, or a mapping with ``name`` and what differs.
+    """Return the device that ``value`` describes: a catalogue name, or a mapping with ``name`` and the other figures.
 
     Raises:
         ClusterError: the name is unknown and the figures are not complete, or a figure is unknown or wrong.
@@ -224,12 +227,12 @@ def read_device(value: object, where: str = "device") -> DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names of the catalogue, in its order."""
+    """Return the names of the catalogue's devices, in its order."""
     return tuple(_catalogue()[0])
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return the catalogue's device of that name, in whatever case it is written.
+    """Return the catalogue's device of that name; upper and lower case are alike.
 
     Raises:
         ClusterError: there is none; the message lists close matches and every known device.
@@ -253,7 +256,7 @@ def _hint(name: str, known: Mapping[str, object]) -> str:
 
 @functools.cache
 def _catalogue() -> tuple[dict[str, DeviceSpec], dict[str, LinkSpec]]:
-    """Return devices and links of ``devices.toml`` by name. Read once: the file is part of the program."""
+    """Return devices and links of ``devices.toml`` by name; cached, since the file is part of the program."""
     tables = tomllib.loads(resources.files("cost_model.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
     links = {
         name: _make_link({"name": name, **table}, f"devices.toml: links.{name}")

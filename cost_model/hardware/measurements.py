@@ -1,4 +1,4 @@
-"""What ``shardplan calibrate`` measured on a cluster, as plain values."""
+"""The measurements of ``shardplan calibrate`` on a cluster, as plain values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AttentionPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPoint:
-    """Bytes read and written by a kernel that does little else, and its seconds."""
+    """Bytes read and written by a memory-bound kernel, and its seconds."""
 
     nbytes: int
     time_s: float
@@ -41,17 +41,20 @@ class StreamPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Means (of a GPU: medians) of repetitions on all ranks at once, the median of rounds; of the ranks, the slowest.
+    """The measurements of one run of ``shardplan calibrate``.
+
+    Each time is the mean (on a GPU: the median) of repetitions that run on all ranks at the same time, of the slowest
+    rank; then the median over rounds.
 
     Attributes:
         device: the name that the device reports.
         kind: ``cuda``, ``rocm`` or ``cpu``.
         memory_bytes: of one device; on a CPU, of one rank.
-        launch_s: between two small kernels of a full queue; on a CPU, one small op of a plain tensor.
-        host_op_s: of the host for each op that is dispatched on DTensors, where it is waited for; else 0.
-        first_touch_s_per_byte: of memory that is new to the process, beyond writing it; on a GPU 0.
+        launch_s: seconds between two small kernels of a full queue; on a CPU, of one small op on a plain tensor.
+        host_op_s: host seconds per op dispatched on DTensors, where the device waits for the host; else 0.
+        first_touch_s_per_byte: seconds per byte of new memory, in addition to writing it; 0 on a GPU.
         sweeps: collectives, by kind and shape of group.
-        notes: what could not be measured, and why.
+        notes: the measurements that failed, and why.
     """
 
     device: str

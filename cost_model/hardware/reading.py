@@ -14,7 +14,7 @@ class ClusterError(ValueError):
 
 
 def close_matches(word: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of ``known`` that look like ``word``: those that contain it first, then those spelled alike."""
+    """Return up to six names of ``known`` that resemble ``word``: those that contain it, then similar spellings."""
     names = list(known)
     containing = [name for name in names if word and word in name]
     alike = [name for name in difflib.get_close_matches(word, names, n=4, cutoff=0.5) if name not in containing]
@@ -39,7 +39,7 @@ def as_mapping(value: object, where: str) -> Mapping[str, object]:
 
 
 def as_number(value: object, where: str) -> float:
-    """Return ``value`` as a finite float; numeric text is accepted, since YAML 1.1 reads ``5e10`` as text."""
+    """Return ``value`` as a finite float. Numeric text is accepted: YAML 1.1 reads ``5e10`` as text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ClusterError(f"{where} must be a number, not {value!r}")
     try:
@@ -52,7 +52,7 @@ def as_number(value: object, where: str) -> float:
 
 
 def as_integer(value: object, where: str) -> int:
-    """Return ``value`` as an int; a float or text is accepted where it is whole."""
+    """Return ``value`` as an int; a whole float or its text is accepted."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     number = as_number(value, where)
@@ -74,9 +74,9 @@ def _as_field(value: object, field: Field[Any], where: str) -> object:
 
 
 def read_fields(cls: type[Any], data: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the keyword arguments of dataclass ``cls`` held by ``data``, converted to the fields' types.
+    """Return the values of ``data`` as keyword arguments of dataclass ``cls``, converted to the fields' types.
 
-    Values of other types than float, int, bool and str pass through as they are.
+    Fields of other types than float, int, bool and str are not converted.
 
     Raises:
         ClusterError: a key is unknown, a field without default is missing, or a value has the wrong type.

@@ -1,4 +1,4 @@
-"""Measured sweeps of collectives: the points, and reading them from nccl-tests' output or from our own CSV and JSON."""
+"""Measured sweeps of collectives: their points, read from nccl-tests' output, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ _FIGURE = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _POINT = re.compile(
     rf"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+(?:[a-z]\w*\s+)?(?:-?\d+\s+)?({_FIGURE})\s+{_FIGURE}\s+{_FIGURE}(?:\s|$)"
 )
-"""Of a line of nccl-tests: size, count, type, redop and root where printed; time, algbw and busbw out of place."""
+"""A line of nccl-tests: size, count, type, redop and root where printed; time, algbw and busbw out of place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Times of one collective over rising sizes, on one group of ``nodes`` x ``ranks_per_node``.
+    """Times of one collective over increasing sizes, on one group of ``nodes`` x ``ranks_per_node``.
 
     Attributes:
-        nbytes, times_s: sizes as ``collective_time_s`` counts them, rising, and seconds.
+        nbytes, times_s: bytes as ``collective_time_s`` counts them, increasing, and seconds.
         intra_node, inter_node, cards_per_node: the links that it was measured on, so that a link changed afterwards
-            changes the price; None and 0 until a cluster takes the sweep.
+            changes the price; None and 0 until the sweep is added to a cluster.
+        source: of the measurement.
     """
 
     kind: CollectiveKind
@@ -58,13 +59,13 @@ class Sweep:
         if self.kind not in COLLECTIVE_KINDS:
             raise ClusterError(f"sweep: unknown collective {self.kind!r}; known: {', '.join(COLLECTIVE_KINDS)}")
         if min(self.nodes, self.ranks_per_node) < 1 or self.nodes * self.ranks_per_node < 2:
-            raise ClusterError(f"sweep: {self.nodes} x {self.ranks_per_node} ranks; it takes two or more")
+            raise ClusterError(f"sweep: {self.nodes} x {self.ranks_per_node} ranks; a collective has two or more")
         if not self.nbytes or len(self.nbytes) != len(self.times_s):
             raise ClusterError(f"sweep: {len(self.nbytes)} sizes and {len(self.times_s)} times; give one for each")
         if min(self.nbytes) <= 0 or min(self.times_s) <= 0:
             raise ClusterError("sweep: sizes and times must be above 0")
         if list(self.nbytes) != sorted(set(self.nbytes)):
-            raise ClusterError("sweep: sizes must rise")
+            raise ClusterError("sweep: sizes must increase, each given once")
 
     def measured_on(self, intra_node: LinkSpec, inter_node: LinkSpec, cards_per_node: int) -> Sweep:
         """Return this sweep with the links that it was measured on."""
@@ -120,7 +121,7 @@ def make_sweep(
     *,
     source: str = "given by the user",
 ) -> Sweep:
-    """Return a sweep of (bytes, seconds) in any order; of a size measured more than once the fastest counts."""
+    """Return a sweep of (bytes, seconds) points in any order; the fastest of equal sizes counts."""
     best: dict[float, float] = {}
     for nbytes, time_s in points:
         best[nbytes] = min(time_s, best.get(nbytes, time_s))
@@ -138,15 +139,17 @@ def make_sweep(
 def read_sweep_file(
     path: Path, *, kind: str | None = None, nodes: int | None = None, ranks_per_node: int | None = None
 ) -> tuple[Sweep, ...]:
-    """Return the sweeps of a file: ``.json`` (a list of ``Sweep.to_dict``), ``.csv`` (columns kind, nodes,
-    ranks_per_node, nbytes, time_s), or else what nccl-tests printed, of which the out-of-place times are taken.
+    """Return the sweeps of a file.
+
+    The file is ``.json`` (a list of ``Sweep.to_dict``), ``.csv`` (columns kind, nodes, ranks_per_node, nbytes, time_s),
+    or the output of nccl-tests, of which the out-of-place times are read.
 
     Args:
-        kind, nodes, ranks_per_node: what an output of nccl-tests is of, where it does not say so itself: it names the
-            collective from version 2.17 on, and hosts in its ``Rank`` lines.
+        kind, nodes, ranks_per_node: for an output of nccl-tests that does not state them. It names the collective from
+            version 2.17 on, and hosts in its ``Rank`` lines.
 
     Raises:
-        ClusterError: the file cannot be read, or does not say what it is of.
+        ClusterError: the file cannot be read, or the collective or the shape of its group is unknown.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -178,7 +181,7 @@ def _read_csv(text: str, source: str) -> tuple[Sweep, ...]:
             raise ClusterError(f"line {number}: no {', '.join(missing)}; the columns are {', '.join(_COLUMNS)}")
         shape = (row["kind"], as_integer(row["nodes"], "nodes"), as_integer(row["ranks_per_node"], "ranks_per_node"))
         points[shape].append((as_number(row["nbytes"], "nbytes"), as_number(row["time_s"], "time_s")))
-    return tuple(make_sweep(*shape, found, source=source) for shape, found in points.items())
+    return tuple(make_sweep(*shape, measured, source=source) for shape, measured in points.items())
 
 
 def _read_nccl_tests(text: str, name: str, kind: str | None, nodes: int | None, ranks_per_node: int | None) -> Sweep:
@@ -188,16 +191,16 @@ def _read_nccl_tests(text: str, name: str, kind: str | None, nodes: int | None, 
         ranks_per_node = ranks_per_node or len(hosts) // len(set(hosts))
     kind = kind or _named_kind(text) or _named_kind(name)
     if kind is None or nodes is None or ranks_per_node is None:
-        said = {"kind": kind, "nodes": nodes, "ranks_per_node": ranks_per_node}
-        unknown = ", ".join(key for key, value in said.items() if value is None)
-        raise ClusterError(f"it does not say its {unknown}; give that beside the file")
+        stated = {"kind": kind, "nodes": nodes, "ranks_per_node": ranks_per_node}
+        missing = ", ".join(key for key, value in stated.items() if value is None)
+        raise ClusterError(f"the file does not state {missing}; give it next to the file's name")
     points = [(float(match[1]), float(match[2]) * 1e-6) for line in text.splitlines() if (match := _POINT.match(line))]
     return make_sweep(kind, nodes, ranks_per_node, [point for point in points if min(point) > 0], source=name)
 
 
 def _named_kind(text: str) -> str | None:
-    found = {kind for name, kind in _NCCL_TESTS.items() if re.search(rf"\b{name}(?:_perf)?(?![a-z])", text)}
-    return found.pop() if len(found) == 1 else None
+    kinds = {kind for name, kind in _NCCL_TESTS.items() if re.search(rf"\b{name}(?:_perf)?(?![a-z])", text)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _numbers(value: object, where: str) -> list[float]:

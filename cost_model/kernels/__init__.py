@@ -1,1 +1,1 @@
-"""What does computing cost? Matrix products, attention, memory-bound ops, optimizers."""
+"""Seconds of compute on one device: GEMMs, attention, memory-bound ops, optimizers."""

@@ -1,18 +1,20 @@
 """Seconds of scaled dot-product attention on one device, forward or backward, fused or not.
 
-A fused kernel walks, for each tile of queries, over the keys that the tile sees. With ``n`` scores (query, key pairs
-under the mask, all heads) and ``r`` the rate that the kernel's instructions can reach,
+A fused kernel iterates, for each tile of queries, over the keys that the mask leaves. With ``n`` scores ((query, key)
+pairs under the mask, all heads) and ``r`` the rate that the kernel's instructions can reach,
 
-    seconds = (n (1 + imbalance) + rows * fill_keys) * 4 cost(head_dim) / r        forward, and with 10 backward,
+    seconds = (n (1 + imbalance) + rows * fill_keys) * 4 cost(head_dim) / r        forward; backward with 10 for 4
 
-``cost`` the head dim whose FLOPs would take as long: above the head dim itself, by what the exponentials and the
-pipeline cost. FlashAttention-2 issues Ampere's matrix instructions everywhere, so its ``r`` is what those reach: half
-of Hopper's peak, a quarter of Blackwell's (FLOPs per processor and clock 2048, 4096, 8192). That one law carries its
-constants from one architecture to the next. No fewer seconds than the bytes need, nor than the longest row of tiles
-on one processor. Constants in ``efficiency.toml``, known error: benchmarks/accuracy.py, check 8.
+where ``cost`` is the head dim whose FLOPs take as long: it exceeds the head dim by the cost of exponentials and of the
+pipeline. FlashAttention-2 issues Ampere's matrix instructions on all architectures, so its ``r`` is their rate: half of
+Hopper's peak, a quarter of Blackwell's (FLOPs per processor and clock 2048, 4096, 8192). So its constants hold on every
+architecture. The seconds are at least those of the bytes, and those of the longest row of tiles on one processor.
 
-Without a fused kernel the scores are written and read: bytes for each score, and two matrix multiplications (five
-backward). FLOPs are FlopCounterMode's: 4 and 10 for each score and dim, the mask not looked at.
+Without a fused kernel the scores are written and read: bytes per score, and two GEMMs (five in backward). FLOPs are
+FlopCounterMode's: 4 forward and 10 backward per score and dim, without regard to the mask.
+
+Source of the constants: fitted to published rows, see ``efficiency.toml``. Known error: check 8 of
+benchmarks/accuracy.py, mean 5 % on rows that nothing was fitted to (2026-11).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from cost_model.kernels.efficiency import Efficiency, FlashEfficiency, PassEffic
 from cost_model.kernels.gemm import gemm_time_s
 
 KERNELS = ("flash", "flash2", "flash3", "flash4", "cudnn", "unfused")
-"""``flash`` stands for the device's own: see ``default_kernel``."""
+"""The kernels by name; ``flash`` is the device's default, see ``default_kernel``."""
 
 _BEST = {
     "sm70": "unfused",
@@ -50,9 +52,9 @@ _FORWARD_FLOPS, _BACKWARD_FLOPS = 4, 10
 def attention_flops(
     *, batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, head_dim_v: int | None = None, backward: bool
 ) -> int:
-    """Return the FLOPs of a pass as torch's FlopCounterMode counts them: no mask, recomputed scores counted.
+    """Return the FLOPs of a pass as torch's FlopCounterMode counts them: without mask, recomputed scores included.
 
-    Forward 2 for each score and dim of q k^T and of p v; backward 2 for q k^T again, dq, dk (``head_dim``), dp and dv
+    Forward, 2 per score and dim of q k^T and of p v. Backward, 2 of q k^T again, dq, dk (``head_dim``), dp and dv
     (``head_dim_v``).
     """
     value_dim = head_dim if head_dim_v is None else head_dim_v
@@ -61,10 +63,10 @@ def attention_flops(
 
 
 def attended_scores(*, seq_q: float, seq_k: float, causal: bool, window: float | None = None) -> float:
-    """Return how many (query, key) pairs the mask leaves of one head.
+    """Return the (query, key) pairs of one head that the mask leaves.
 
-    A causal mask is aligned to the last key; a window leaves each query the ``window`` keys nearest before it
-    (around it, where the mask is not causal). Half of a diagonal pair counts, as papers do: s^2 / 2.
+    A causal mask is aligned to the last key. A window leaves each query the nearest ``window`` keys: before it with a
+    causal mask, else around it. A pair on the diagonal counts half, as in papers: s^2 / 2.
     """
     most = seq_k if window is None else min(window, seq_k)
     if not causal:
@@ -75,14 +77,14 @@ def attended_scores(*, seq_q: float, seq_k: float, causal: bool, window: float |
 
 
 def default_kernel(device: DeviceSpec) -> str:
-    """Return the kernel that ``flash`` stands for: cuDNN's on Hopper, FlashAttention-4 on Blackwell, else -2."""
+    """Return the device's default kernel: cuDNN's on Hopper, FlashAttention-4 on Blackwell, else FlashAttention-2."""
     if not device.flash_attention:
         return "unfused"
     return _BEST.get(device.architecture, "flash2")
 
 
 def runs_kernel(kernel: str, device: DeviceSpec) -> bool:
-    """Tell whether ``device`` runs a fused kernel, one of ``KERNELS``."""
+    """Return whether ``device`` runs a fused kernel, one of ``KERNELS``."""
     return device.flash_attention and device.architecture in _ON.get(kernel, ())
 
 
@@ -107,11 +109,11 @@ def attention_time_s(
 
     Args:
         kv_heads: heads of keys and values, for the bytes.
-        head_dim, head_dim_v: of queries and keys, and of values; alike where the latter is None.
-        backward: whether the backward pass alone is meant; else the forward.
-        window: keys that a query sees at most.
+        head_dim, head_dim_v: of queries and keys, and of values; equal where the latter is None.
+        backward: whether the pass is the backward; else the forward.
+        window: most keys that a query attends to.
         dtype: of the operands; fp8 is priced as bf16 (no published row).
-        kernel: one of ``KERNELS``; one that the device cannot run is its default instead.
+        kernel: one of ``KERNELS``; the device's default replaces one that the device cannot run.
         efficiency: the constants; None for those that ship.
 
     Raises:
@@ -131,8 +133,8 @@ def attention_time_s(
     bytes_s = _bytes_s(batch, heads, kv_heads, seq_q, seq_k, head_dim, value_dim, backward, device, dtype)
     if chosen == "unfused":
         scores = batch * heads * seq_q * seq_k
-        products_s = _products_s(batch * heads, seq_q, seq_k, head_dim, value_dim, backward, device, dtype, constants)
-        return products_s + scores * score_s + bytes_s
+        gemms_s = _gemms_s(batch * heads, seq_q, seq_k, head_dim, value_dim, backward, device, dtype, constants)
+        return gemms_s + scores * score_s + bytes_s
     rows = -(-seq_q // _TILE) * _TILE if device.processors else seq_q
     scores_of_head = attended_scores(seq_q=rows, seq_k=seq_k, causal=causal, window=window) * (1 + imbalance)
     all_s = batch * heads * (scores_of_head + rows * fill_keys) * score_s
@@ -152,14 +154,14 @@ def cached_attention_time_s(
     device: DeviceSpec,
     dtype: str,
 ) -> float:
-    """Return the seconds of attention of one new token of each sequence over ``tokens`` keys and values in a cache.
+    """Return the seconds of attention of one new token per sequence over ``tokens`` keys and values in a cache.
 
-    Kernels for this (flash decoding) spread a sequence's keys over all processors and read each key and value once for
-    all query heads that share it, so that the bytes of the cache bound them, or the FLOPs where many heads share one:
+    Flash decoding spreads a sequence's keys over all processors and reads each key and value once for all query heads
+    that share it. The bytes of the cache bound it, or the FLOPs where many heads share one key:
 
         seconds = max(batch * kv_heads * tokens * (head_dim + head_dim_v) * size / bandwidth, flops / rate) + launch
 
-    Known error: none published is known to us; the second kernel that joins the parts is left out.
+    Known error: not known, since no measurement was found; the second kernel, which combines the parts, is not counted.
     """
     if not (batch and heads and tokens):
         return 0.0
@@ -170,9 +172,9 @@ def cached_attention_time_s(
 
 
 def causal_imbalance(device: DeviceSpec, kernel: str = "flash") -> float:
-    """Return by which share, at most, scores take longer where the kernel itself masks half of them, in either pass.
+    """Return the largest share by which scores take longer under a causal mask inside the kernel, in either pass.
 
-    0.0 without a fused kernel. Where the sequence is in pieces, keys that all lie before the queries are no triangle.
+    It is 0.0 without a fused kernel. It does not apply to a chunk of keys that all precede the queries.
     """
     chosen = _kernel_on(device, kernel)
     if chosen == "unfused" or not device.processors:
@@ -182,7 +184,7 @@ def causal_imbalance(device: DeviceSpec, kernel: str = "flash") -> float:
 
 
 def _kernel_on(device: DeviceSpec, kernel: str) -> str:
-    """Return the kernel that runs: ``kernel``, or the device's default where it cannot run there."""
+    """Return ``kernel``, or the device's default where the device cannot run it."""
     if kernel == "unfused" or (kernel in _ON and device.architecture in _ON[kernel]):
         return kernel
     return default_kernel(device)
@@ -199,7 +201,7 @@ def _score_s(
     backward: bool,
     constants: Efficiency,
 ) -> tuple[str, float, float, float]:
-    """Return (kernel, seconds of one score on the whole device, fill in keys, imbalance of a causal mask)."""
+    """Return (kernel, seconds of one score on the whole device, fill in keys, imbalance under a causal mask)."""
     chosen = _kernel_on(device, kernel)
     if chosen == "unfused":
         unfused = constants.unfused
@@ -219,9 +221,9 @@ def _score_s(
 
 
 def flash_rate_flops_per_s(device: DeviceSpec, dtype: str, kernel: str) -> float:
-    """Return the FLOP/s that the instructions of a fused kernel reach at best: the peak, or Ampere's share of it.
+    """Return the largest FLOP/s of a fused kernel's instructions: the peak, or Ampere's share of it.
 
-    AMD's kernels are held to the share of the peak that its matrix multiplications reach (assumed: no row).
+    On AMD it is the rate of the best GEMM (assumed: no row).
     """
     rate = device.peak_flops.get(dtype, device.peak_flops["fp32"])
     if not device.architecture.startswith("sm"):
@@ -230,7 +232,7 @@ def flash_rate_flops_per_s(device: DeviceSpec, dtype: str, kernel: str) -> float
 
 
 def _cost(flash: FlashEfficiency, one_pass: PassEfficiency, head_dim: int) -> float:
-    """Return the cost of a head dim: linear between the measured ones, and beyond them as between the last two."""
+    """Return the cost of a head dim: linear between the measured ones, and extrapolated from the last two."""
     dims, costs = flash.head_dims, one_pass.cost
     above = next((i for i, dim in enumerate(dims) if dim >= head_dim), len(dims) - 1)
     if above == 0:
@@ -251,14 +253,14 @@ def _bytes_s(
     device: DeviceSpec,
     dtype: str,
 ) -> float:
-    """Return the seconds of reading q, k, v and writing the output; backward reads o and do too, writes dq, dk, dv."""
+    """Return the seconds of reading q, k, v and writing the output; backward also reads o and do, writes dq, dk, dv."""
     queries = heads * seq_q * (head_dim + value_dim)
     keys = kv_heads * seq_k * (head_dim + value_dim)
     elements = batch * (2 * queries + heads * seq_q * value_dim + 2 * keys if backward else queries + keys)
     return elements * dtype_nbytes(dtype) / stream_bytes_per_s(device)
 
 
-def _products_s(
+def _gemms_s(
     matrices: float,
     seq_q: float,
     seq_k: float,
@@ -269,17 +271,17 @@ def _products_s(
     dtype: str,
     constants: Efficiency,
 ) -> float:
-    """Return the seconds of the batched multiplications without a fused kernel: q k^T and p v, or their gradients."""
+    """Return the seconds of the batched GEMMs without a fused kernel: q k^T and p v, or their gradients."""
 
-    def product_s(m: float, n: float, k: float) -> float:
+    def one_gemm_s(m: float, n: float, k: float) -> float:
         return gemm_time_s(m=m, n=n, k=k, batch=matrices, device=device, dtype=dtype, efficiency=constants.gemm)
 
-    scores_s, values_s = product_s(seq_q, seq_k, head_dim), product_s(seq_q, value_dim, seq_k)
+    scores_s, values_s = one_gemm_s(seq_q, seq_k, head_dim), one_gemm_s(seq_q, value_dim, seq_k)
     if not backward:
         return scores_s + values_s
     return (
-        product_s(seq_q, head_dim, seq_k)
-        + product_s(seq_k, head_dim, seq_q)
-        + product_s(seq_q, seq_k, value_dim)
-        + product_s(seq_k, value_dim, seq_q)
+        one_gemm_s(seq_q, head_dim, seq_k)
+        + one_gemm_s(seq_k, head_dim, seq_q)
+        + one_gemm_s(seq_q, seq_k, value_dim)
+        + one_gemm_s(seq_k, value_dim, seq_q)
     )

@@ -1,6 +1,6 @@
-"""Seconds for one op on one device: the roofline, with the efficiencies of the device catalogue.
+"""Seconds of one op on one device by the roofline, with the efficiencies of the device catalogue.
 
-For a matrix multiplication whose shape is known see ``gemm``, for attention ``attention``.
+``gemm`` prices GEMMs by shape, and ``attention`` prices attention.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DTYPE_NBYTES = {
     "int8": 1,
     "bool": 1,
 }
-"""Bytes of one element by the names that jobs and catalogue use; tf32 is fp32 in memory."""
+"""Name of a dtype in jobs and in the catalogue -> bytes of one element; tf32 is fp32 in memory."""
 
 EAGER_HOST_S = 6e-6
-"""Seconds the host needs to dispatch one op and launch its kernel from Python with autograd. Assumed; 5 to 10 us are
-seen on current servers. ``shardplan calibrate`` measures it."""
+"""Host seconds to dispatch one op and launch its kernel from Python with autograd. Assumed, 2026-11: 5 to 10 us on
+current servers. ``shardplan calibrate`` measures it."""
 
 
 def dtype_nbytes(dtype: str) -> int:
@@ -39,11 +39,11 @@ def dtype_nbytes(dtype: str) -> int:
 
 
 def matmul_flops_per_s(device: DeviceSpec, dtype: str) -> float:
-    """Return the FLOP/s that the best large matrix multiplication reaches: the peak times ``gemm_efficiency``.
+    """Return the FLOP/s of the best large GEMM: the peak times ``gemm_efficiency``.
 
     Source: MAMF, the best shape of a search (stas00/ml-engineering @744d01e). Known error: it is an upper bound.
-    Whole training steps of large models reach 50 to 90 % of it (shared/truth/gemm.csv: cuBLAS squares 4096 and up 90
-    to 97 %, FlashAttention-3 about 60 %).
+    Training steps of large models reach 50 to 90 % of it; cuBLAS reaches 90 to 97 % on squares from 4096 on,
+    FlashAttention-3 about 60 % (rows of gemm.csv, 2026-11).
 
     Raises:
         ClusterError: the device has no rate for the dtype.
@@ -57,23 +57,22 @@ def matmul_flops_per_s(device: DeviceSpec, dtype: str) -> float:
 
 
 def stream_bytes_per_s(device: DeviceSpec) -> float:
-    """Return the memory bandwidth that a streaming kernel reaches: nominal times ``memory_efficiency``."""
+    """Return the bytes per second of a streaming kernel: the nominal bandwidth times ``memory_efficiency``."""
     return device.memory_bandwidth_bytes_per_s * device.memory_efficiency
 
 
 def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, matmul: bool) -> float:
-    """Return the seconds of one op: ``max(flops / rate, nbytes / bandwidth) + launch``; 0.0 for an op that does
-    nothing.
+    """Return the seconds of one op: ``max(flops / rate, nbytes / bandwidth) + launch``; 0.0 for an empty op.
 
-    The roofline of Williams, Waterman and Patterson, CACM 52(4), 2009. Known error: small and oddly shaped matrix
-    multiplications fill the device badly, which it does not see; op by op it is too low by up to a half there.
+    Source: the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009. Known error: it does not see that small
+    and oddly shaped GEMMs leave processors idle, and is too low by up to a half there.
 
     Args:
         flops: floating-point operations; a multiply-add is two.
         nbytes: bytes read plus bytes written.
         device: the device.
-        dtype: of the operands, ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp8``; looked at only for a matmul.
-        matmul: whether matrix units do the work; else the device's fp32 vector rate holds.
+        dtype: of the operands, ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp8``; used for a matmul only.
+        matmul: whether matrix units compute; else the device's fp32 vector rate holds.
     """
     if flops < 0 or nbytes < 0:
         raise ValueError(f"flops ({flops}) and nbytes ({nbytes}) cannot be negative")
@@ -86,11 +85,11 @@ def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, ma
 def elementwise_time_s(
     *, numel: int, reads: int, writes: int, dtype: str, device: DeviceSpec, ops: int = 1, fused: bool = True
 ) -> float:
-    """Return the seconds of a chain of ``ops`` element-wise ops, bound by bytes; 0.0 where there are no elements.
+    """Return the seconds of a chain of ``ops`` element-wise ops, bound by bytes; 0.0 for no elements.
 
-    Fused (``torch.compile``, a hand-written kernel), inputs are read and results written once, in one kernel. Op by op
-    every intermediate result is written and read again, in as many kernels. Known error: kernels that reduce over rows
-    (norms, softmax) or write few bytes a row reach 10 to 20 % less than the bandwidth meant here.
+    A fused chain (``torch.compile``, a hand-written kernel) reads inputs and writes results once, in one kernel. An
+    unfused one writes and reads every intermediate result, in as many kernels. Known error: kernels that reduce over
+    rows (norms, softmax) or write few bytes per row reach 10 to 20 % less than this bandwidth.
 
     Args:
         numel: elements of one tensor.
@@ -109,8 +108,8 @@ def elementwise_time_s(
 
 
 def eager_time_s(*, device_s: float, ops: int, host_s: float = EAGER_HOST_S) -> float:
-    """Return the seconds of ``ops`` kernels launched op by op: the device's, or the host's where it cannot keep up.
+    """Return the seconds of ``ops`` kernels launched one by one: the device's, or the host's where those are longer.
 
-    Holds over a stretch long enough for the queue between host and device to fill or run dry.
+    Holds where the ops are long enough for the queue between host and device to fill or empty.
     """
     return max(device_s, ops * host_s)

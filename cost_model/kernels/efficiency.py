@@ -1,7 +1,7 @@
-"""The fitted constants of matrix multiplication and attention, read from ``efficiency.toml``.
+"""The fitted constants of GEMMs and attention, read from ``efficiency.toml``.
 
-``benchmarks/calibrate_from_published.py`` fits and writes them; the file names the sources and rows of each table.
-A constant that differs between architectures is a table by architecture with a ``default``.
+``benchmarks/calibrate_from_published.py`` fits and writes them; the file has the date, and the sources and rows of each
+table. A constant that differs between architectures is a table by architecture with a ``default``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ ByArchitecture = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmEfficiency:
-    """How far a matrix multiplication stays behind the best one of its device.
+    """The rates of GEMMs relative to the best GEMM of their device.
 
     Attributes:
-        sustained: share of the device's ``gemm_efficiency`` that a usual large shape reaches; the catalogue's figure
-            is the best shape of a search.
-        wave_rounding: how much of a last, partly filled wave of tiles is paid for, in [0, 1]; the rest is
-            balanced away by the choice of tiles and by splitting.
+        sustained: share of the device's ``gemm_efficiency`` that a usual large shape reaches; the catalogue's figure is
+            the best shape of a search.
+        wave_rounding: share of a last, partly filled wave of tiles that takes time, in [0, 1]; the choice of tiles and
+            the splitting of the depth balance the rest.
         medium_tile, small_tile: rate of 128 x 128 tiles, and of those with a side of 64, relative to 128 x 256.
         fp8: by architecture, share of the peak that fp8 reaches, relative to the share that bf16 reaches.
-        grouped: by architecture, rate of torch's grouped kernel relative to one multiplication of the same tiles.
+        grouped: by architecture, rate of torch's grouped kernel relative to one GEMM with the same tiles.
         misaligned: rate where a row of an operand is no multiple of 16 bytes, relative to where it is.
-        isolated_launch_s: what a benchmark of one kernel between two events adds; no part of a full queue's time.
+        isolated_launch_s: seconds that a benchmark of one kernel between two events adds; not part of a full queue.
     """
 
     sustained: float
@@ -47,10 +47,10 @@ class PassEfficiency:
     """One pass (forward or backward) of a fused attention kernel on the architecture that it was measured on.
 
     Attributes:
-        cost: seconds of one score, by head dim, as the head dim whose FLOPs take as long at ``basis`` rate.
-        fill_keys, causal_fill_keys: keys that starting and ending one row of tiles costs, without and with a causal
+        cost: by head dim, the seconds of one score as the head dim whose FLOPs take as long at the instructions' rate.
+        fill_keys, causal_fill_keys: cost of starting and ending one row of tiles, in keys, without and with a causal
             mask (whose diagonal tiles are computed whole).
-        imbalance: share by which unequal rows of a causal mask prolong the kernel.
+        imbalance: share by which the unequal rows of a causal mask prolong the kernel.
     """
 
     cost: tuple[float, ...]
@@ -61,7 +61,7 @@ class PassEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashEfficiency:
-    """A fused attention kernel: the head dims that it was measured at, and its two passes."""
+    """A fused attention kernel: the measured head dims, and the constants of its two passes."""
 
     head_dims: tuple[int, ...]
     forward: PassEfficiency
@@ -70,7 +70,7 @@ class FlashEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfusedEfficiency:
-    """Bytes that attention without a fused kernel moves for each score, by pass, and on top for a causal mask."""
+    """Bytes per score that unfused attention moves in each pass, and those that a causal mask adds."""
 
     forward_bytes: float
     backward_bytes: float
@@ -80,7 +80,7 @@ class UnfusedEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """All fitted constants; ``flash`` holds (kernel, constants) pairs."""
+    """All fitted constants; ``flash`` has (kernel, constants) pairs."""
 
     gemm: GemmEfficiency
     flash: tuple[tuple[str, FlashEfficiency], ...]
@@ -94,7 +94,7 @@ def by_architecture(table: ByArchitecture, architecture: str) -> float:
 
 
 def read_efficiency(tables: Mapping[str, Any]) -> Efficiency:
-    """Return the constants in the tables of an ``efficiency.toml``; keys ``sources`` and ``rows`` are for readers.
+    """Return the constants of the parsed tables of an ``efficiency.toml``, without the keys ``sources`` and ``rows``.
 
     Raises:
         KeyError, TypeError: a table or a figure is missing or unknown.
@@ -120,7 +120,7 @@ def read_efficiency(tables: Mapping[str, Any]) -> Efficiency:
 
 @functools.cache
 def shipped_efficiency() -> Efficiency:
-    """Return the constants of ``efficiency.toml``. Read once: the file is part of the program."""
+    """Return the constants of ``efficiency.toml``; cached, since the file is part of the program."""
     text = resources.files("cost_model.kernels").joinpath("efficiency.toml").read_text(encoding="utf-8")
     return read_efficiency(tomllib.loads(text))
 

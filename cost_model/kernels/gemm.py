@@ -1,14 +1,17 @@
-"""Seconds of a matrix multiplication on one device, by shape: tiles, waves of tiles, split depth, bytes.
+"""Seconds of a GEMM on one device by its shape: tiles, waves of tiles, split depth, bytes.
 
-A device of ``p`` processors (SMs) computes ``[m, n] = [m, k] @ [k, n]`` in tiles of ``t_m x t_n``. All processors
-together do one wave of ``p`` tiles at a time, so with ``w = batch ceil(m/t_m) ceil(n/t_n) / p``
+A device with ``p`` processors (SMs) computes ``[m, n] = [m, k] @ [k, n]`` in tiles of ``t_m x t_n``. All processors
+compute one wave of ``p`` tiles at a time. With ``w = batch ceil(m/t_m) ceil(n/t_n) / p``
 
     seconds = waves(w) * 2 t_m t_n k / (rate / p * tile_rate),   waves(w) = a ceil(w) + (1 - a) max(w, 1)
 
-or, with the depth split in ``s`` where tiles leave processors idle, ``s`` times the tiles, ``k / s`` each, and the
-partial sums written and read once. The least over tiles and splits holds, and no less than the bytes need. Each term
-grows with m, n, k and batch, so their least does too. After NVIDIA, "Matrix Multiplication Background User's Guide"
-(tile and wave quantization); constants in ``efficiency.toml``. Known error: benchmarks/published/gemm.py, check 8.
+Where tiles leave processors idle, the depth may be split in ``s``: ``s`` times the tiles, with depth ``k / s`` each,
+and the partial sums written and read once. The least over tiles and splits counts, and at least the seconds of the
+bytes. Each term grows with m, n, k and batch, and so does their least.
+
+Source: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantization); constants fitted to
+published rows, see ``efficiency.toml``. Known error: check 8 of benchmarks/accuracy.py, mean 5 % on rows that nothing
+was fitted to (2026-11).
 """
 
 from __future__ import annotations
@@ -26,12 +29,12 @@ _PARTIAL_NBYTES = 8  # a partial sum in float32, written and read
 
 
 def gemm_flops(*, m: int, n: int, k: int, batch: int = 1) -> int:
-    """Return the FLOPs of ``batch`` products ``[m, k] @ [k, n]``: two for each multiply-add."""
+    """Return the FLOPs of ``batch`` GEMMs ``[m, k] @ [k, n]``: two per multiply-add."""
     return 2 * batch * m * n * k
 
 
 def gemm_rate_flops_per_s(device: DeviceSpec, dtype: str, efficiency: GemmEfficiency | None = None) -> float:
-    """Return the FLOP/s of a large matrix multiplication of a usual shape.
+    """Return the FLOP/s of a large GEMM of a usual shape.
 
     Raises:
         ClusterError: the device has no rate for the dtype.
@@ -55,14 +58,14 @@ def gemm_time_s(
     aligned: bool = True,
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of ``batch`` products ``[m, k] @ [k, n]`` in one kernel of a full queue; 0.0 for an empty one.
+    """Return the seconds of ``batch`` GEMMs ``[m, k] @ [k, n]`` in one kernel of a full queue; 0.0 for an empty one.
 
     Args:
         m, n, k, batch: the shape; the larger of m and n may be either.
-        device: the device; where its ``processors`` are not known, no tile is rounded up.
-        dtype: of the operands; the product of fp8 is written in two bytes.
-        aligned: whether the rows of both operands are multiples of 16 bytes. Said by the caller, not seen in the
-            shape, so that seconds never fall as a size grows.
+        device: the device; where its ``processors`` are not known, tiles are not rounded up.
+        dtype: of the operands; the result of fp8 is written in two bytes.
+        aligned: whether the rows of both operands are multiples of 16 bytes. The caller states it, so that seconds
+            never fall as a size grows.
         efficiency: the constants; None for those that ship.
 
     Raises:
@@ -70,7 +73,7 @@ def gemm_time_s(
         ValueError: a size is negative.
     """
     if min(m, n, k, batch) < 0:
-        raise ValueError(f"a size of [{batch}, {m}, {k}] @ [{batch}, {k}, {n}] is negative")
+        raise ValueError(f"a size of [{batch}, {m}, {k}] @ [{batch}, {k}, {n}] is negative; give 0 or more")
     if not (m and n and k and batch):
         return 0.0
     constants = efficiency or shipped_efficiency().gemm
@@ -96,12 +99,12 @@ def grouped_gemm_time_s(
     kernel: str = "streams",
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of the experts' products ``[tokens / groups, k] @ [k, n]``, tokens shared out evenly.
+    """Return the seconds of the experts' GEMMs ``[tokens / groups, k] @ [k, n]``, with tokens spread evenly.
 
     Args:
         tokens: rows of all groups together.
-        kernel: ``streams``, a multiplication for each group on a few streams (Transformer Engine's way),
-            ``one by one``, on one stream, or ``grouped``, torch's one kernel for all.
+        kernel: ``streams``, a GEMM per group on a few streams (Transformer Engine), ``one by one`` on one stream, or
+            ``grouped``, torch's one kernel for all.
         efficiency: the constants; None for those that ship.
     """
     if kernel not in ("streams", "one by one", "grouped"):
@@ -120,11 +123,11 @@ def grouped_gradient_time_s(
     kernel: str = "grouped",
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of the gradients of experts' matrices, ``[n, tokens / groups] @ [tokens / groups, k]``.
+    """Return the seconds of the weight gradients of experts, ``[n, tokens / groups] @ [tokens / groups, k]``.
 
     Args:
         tokens: rows of all groups together.
-        kernel: ``one by one`` or ``grouped``, as of `grouped_gemm_time_s`.
+        kernel: ``one by one`` or ``grouped``, as in `grouped_gemm_time_s`.
         efficiency: the constants; None for those that ship.
     """
     if kernel not in ("one by one", "grouped"):
@@ -140,7 +143,7 @@ def _groups_time_s(
     kernel: str,
     efficiency: GemmEfficiency | None,
 ) -> float:
-    """Return the seconds of ``groups`` products ``[m, k] @ [k, n]`` of one ``shape`` (m, n, k)."""
+    """Return the seconds of ``groups`` GEMMs ``[m, k] @ [k, n]`` of one ``shape`` (m, n, k)."""
     constants = efficiency or shipped_efficiency().gemm
     m, n, k = shape
     if kernel == "one by one":
@@ -152,15 +155,15 @@ def _groups_time_s(
 
 
 def runs_one_by_one(*, tokens: float, n: float, groups: int, architecture: str, processors: int) -> bool:
-    """Tell whether experts' products ``[tokens / groups, k] @ [k, n]`` are to run one after the other.
+    """Return whether experts' GEMMs ``[tokens / groups, k] @ [k, n]`` should run one after the other.
 
-    That is, where an expert's product alone has tiles for a larger share of the processors than the share of their rate
-    that torch's one kernel for all reaches: on Blackwell half of it, elsewhere all.
+    They should where one expert's GEMM has tiles for a larger share of the processors than the share of the rate that
+    torch's grouped kernel reaches: about half on Blackwell, all of it elsewhere.
 
     Args:
         tokens: rows of all groups together.
-        n: the fewest columns of any of the products.
-        architecture: of the device, ``sm100`` for example.
+        n: the fewest columns of any of the GEMMs.
+        architecture: of the device, for example ``sm100``.
         processors: of the device; 0 if not known.
     """
     share = by_architecture(shipped_efficiency().gemm.grouped, architecture)
@@ -187,8 +190,8 @@ def _tiled_time_s(
         partial_s = 0.0
         while True:
             waves = tiles * splits / processors
-            paid = rounded * math.ceil(waves) + (1 - rounded) * max(waves, 1.0)
-            least_s = min(least_s, paid * k / splits * tile_s_per_k + partial_s)
+            counted = rounded * math.ceil(waves) + (1 - rounded) * max(waves, 1.0)
+            least_s = min(least_s, counted * k / splits * tile_s_per_k + partial_s)
             splits *= 2
             if tiles * splits > processors or splits > _MOST_SPLITS:
                 break

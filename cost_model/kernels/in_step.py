@@ -1,6 +1,8 @@
-"""What kernels lose inside a step against kernels alone on an idle device: heat, cold caches, NCCL beside them.
+"""The rates of kernels inside a training step, relative to their stand-alone rates on an idle device.
 
-The shares are those of ``step_constants.toml``, fitted to whole published runs; what NCCL takes is counted.
+Kernels are slower because of heat, cold caches, and NCCL's kernels on the same processors. Sources: the shares of
+``step_constants.toml``, fitted to published training runs; the processors of NCCL's kernels, from its logs. Known
+error: see ``cost_model.configuration.step``.
 """
 
 from __future__ import annotations
@@ -12,26 +14,26 @@ from cost_model.hardware.devices import DeviceSpec
 from cost_model.kernels.step_constants import gemm_share, shipped_constants
 
 NCCL_PROCESSORS = 24
-"""Processors that a collective's kernel holds: one for each channel, and NCCL's logs of nodes of eight devices say
-"24 coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). Fitted freely the slow-down came out as
-nothing: calibration rows cannot tell it from a lower share of the matrix rate."""
+"""Processors that a collective's kernel occupies: one per channel. Source: NCCL's logs of nodes of eight devices, "24
+coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). It is not fitted: calibration rows cannot
+distinguish it from a lower GEMM rate."""
 
 MESSAGE_PROCESSORS = 4
-"""The same of messages between nodes, one that comes and one that goes: logs of several nodes say "2 p2p channels per
-peer" (NVIDIA/nccl issue 1189, seen 2026-11-24). Inside a node messages take all channels (issue 892)."""
+"""Processors that messages between nodes occupy, one received and one sent. Source: logs of several nodes, "2 p2p
+channels per peer" (NVIDIA/nccl issue 1189, seen 2026-11-24). Inside a node messages use all channels (issue 892)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InStep:
-    """How a device computes inside a step.
+    """The rates of a device's kernels inside a step.
 
     Attributes:
-        gemm_share: share of a matrix product's rate alone.
-        expert_share: the same of products of experts.
-        stream_share, fused_stream_share: share of the streaming rate that element-wise kernels reach, one by one and
+        gemm_share: fraction of the stand-alone GEMM rate that is reached.
+        expert_share: the same fraction for the GEMMs of experts.
+        stream_share, fused_stream_share: fraction of the streaming rate that element-wise kernels reach, unfused and
             fused.
-        taken_share: share of compute that is lost while a collective runs beside it.
-        message_share: the same of messages between nodes.
+        taken_share: fraction of compute that is lost while a collective overlaps with it.
+        message_share: the same fraction for messages between nodes.
     """
 
     gemm_share: float = 1.0
@@ -42,19 +44,19 @@ class InStep:
     message_share: float = 0.0
 
 
-AS_ALONE = InStep()
-"""A step's kernels are as fast as they were measured, in a step or on a device that is only there for tests."""
+STAND_ALONE = InStep()
+"""Kernels inside a step are as fast as their measurements: for measured devices, and for those of tests."""
 
 
 @functools.lru_cache(maxsize=256)
 def in_step(device: DeviceSpec) -> InStep:
-    """Return how ``device`` computes inside a step, by the constants that ship.
+    """Return the rates of ``device`` inside a step, by the shipped constants.
 
-    Devices without an architecture (CPUs, ``toy``) and those whose host was measured (``host_op_s``) are as alone:
-    nothing was fitted to them.
+    Devices without an architecture (CPUs, ``toy``) and those whose host was measured (``host_op_s``) have stand-alone
+    rates: no constant was fitted to them.
     """
     if not device.architecture or device.host_op_s:
-        return AS_ALONE
+        return STAND_ALONE
     constants = shipped_constants()
     share = gemm_share(constants, device)
     return InStep(
@@ -68,12 +70,12 @@ def in_step(device: DeviceSpec) -> InStep:
 
 
 def taken_share(device: DeviceSpec) -> float:
-    """Return the share of the device's processors that a collective keeps from compute while it runs."""
+    """Return the share of the device's processors that a collective occupies."""
     return _share_of(NCCL_PROCESSORS, device)
 
 
 def message_share(device: DeviceSpec, *, nodes: int) -> float:
-    """Return the share that messages among ranks on so many nodes keep from compute while they are on their way."""
+    """Return the share of the device's processors that messages among ranks on ``nodes`` nodes occupy."""
     return _share_of(MESSAGE_PROCESSORS if nodes > 1 else NCCL_PROCESSORS, device)
 
 

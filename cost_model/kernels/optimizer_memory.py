@@ -1,6 +1,6 @@
-"""Bytes that parameters, gradients and optimizer state hold on one device, the reserve, and the optimizer's step.
+"""Bytes of parameters, gradients and optimizer state on one device, the reserve, and seconds of the optimizer's step.
 
-Activations and communication buffers depend on the graph; the planner counts them.
+The planner counts activations and communication buffers, which depend on the graph.
 """
 
 from __future__ import annotations
@@ -12,25 +12,26 @@ from cost_model.hardware.reading import ClusterError, close_matches
 from cost_model.kernels.compute import dtype_nbytes, stream_bytes_per_s
 
 CONTEXT_BYTES = 800_000_000
-"""CUDA context and kernels of one PyTorch process: 781 MB (pytorch issue #34323, 2020). Assumed alike on every GPU."""
+"""Bytes of the CUDA context and the kernels of one PyTorch process: 781 MB (pytorch issue #34323, 2020). Assumed equal
+on every GPU."""
 
 NCCL_BYTES = 1_000_000_000
-"""Communicators' buffers: 4 MiB (NCCL_BUFFSIZE's default) per channel, peer and direction. The sum is assumed: 4
+"""Bytes of the communicators' buffers: 4 MiB (default of NCCL_BUFFSIZE) per channel, peer and direction. Assumed sum: 4
 communicators of 250 MB."""
 
 ALLOCATOR_SHARE = 0.05
-"""Share of the device's memory that the caching allocator cannot hand out because it is split up. Assumed: where
-memory is plentiful torchtitan reserved 1.20 x what was active (row M0934 of shared/truth/memory.csv), but under
-pressure the allocator gives back."""
+"""Share of the device's memory that fragmentation makes unusable for the caching allocator. Assumed, 2026-11:
+torchtitan reserved 1.20 times its active bytes where memory was plentiful (row M0934 of memory.csv), but the allocator
+frees cached blocks when memory is short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What an optimizer keeps for each parameter, and how often its fused step passes over it.
+    """The states of an optimizer.
 
     Attributes:
-        states: values kept per parameter, each in the master dtype.
-        source: where that is written.
+        states: values per parameter, each in the master dtype.
+        source: the class that defines them.
     """
 
     name: str
@@ -51,10 +52,10 @@ OPTIMIZERS = {
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer of that name, in whatever case.
+    """Return the optimizer of that name; upper and lower case are alike.
 
     Raises:
-        ClusterError: there is none; the message lists those that are known.
+        ClusterError: there is none; the message lists all names.
     """
     if name.lower() not in OPTIMIZERS:
         near = close_matches(name.lower(), OPTIMIZERS)
@@ -72,11 +73,11 @@ def parameter_state_bytes(
     gradient_dtype: str = "fp32",
     training: bool = True,
 ) -> dict[str, int]:
-    """Return the bytes that ``numel_local`` parameters hold between steps, by role.
+    """Return the bytes of ``numel_local`` parameters between steps, by role.
 
-    In mixed precision 18 bytes per parameter with AdamW: 2 parameter, 4 gradient, 4 master copy, 8 states
+    Mixed precision with AdamW takes 18 bytes per parameter: 2 parameter, 4 gradient, 4 master copy, 8 states
     (Rajbhandari et al., ZeRO, 2020, section 3.1, counts 16 with 2 bytes of gradient). The master copy counts as
-    optimizer state and exists where its dtype differs.
+    optimizer state; it exists where its dtype differs.
 
     Args:
         numel_local: elements on this device.
@@ -84,13 +85,13 @@ def parameter_state_bytes(
         dtype: of the parameters.
         master_dtype: of the optimizer's copy and states.
         gradient_dtype: in which gradients are accumulated.
-        training: False leaves gradients and optimizer state at 0.
+        training: whether there are gradients and optimizer state.
 
     Returns:
         ``parameters``, ``gradients`` and ``optimizer_state``.
     """
     if numel_local < 0:
-        raise ValueError(f"numel_local is {numel_local}; it cannot be negative")
+        raise ValueError(f"numel_local is {numel_local}; give 0 or more")
     spec = find_optimizer(optimizer)
     master_values = spec.states + (dtype != master_dtype)
     return {
@@ -114,7 +115,7 @@ def optimizer_step_time_s(
     Known error: an unfused step (``foreach``) passes over memory several times and takes about three times as long.
     """
     if numel_local < 0:
-        raise ValueError(f"numel_local is {numel_local}; it cannot be negative")
+        raise ValueError(f"numel_local is {numel_local}; give 0 or more")
     if numel_local == 0:
         return 0.0
     each = optimizer_time_per_parameter_s(
@@ -126,10 +127,10 @@ def optimizer_step_time_s(
 def optimizer_time_per_parameter_s(
     *, device: DeviceSpec, optimizer: str, dtype: str, master_dtype: str, gradient_dtype: str
 ) -> float:
-    """Return the seconds that a fused optimizer step takes for one more parameter: the kernel is launched anyway.
+    """Return the seconds of a fused optimizer step per parameter, without the launch.
 
-    The gradient is read; states and the copy that is updated are read and written; where parameters are not that copy
-    they are written too.
+    The step reads the gradient, reads and writes the states and the updated copy, and writes the parameter where that
+    is not the updated copy.
     """
     updated = (find_optimizer(optimizer).states + 1) * dtype_nbytes(master_dtype)
     nbytes = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)
@@ -137,7 +138,7 @@ def optimizer_time_per_parameter_s(
 
 
 def reserve_bytes(device: DeviceSpec) -> int:
-    """Return the bytes of a device that a plan leaves to context, NCCL and allocator; 0 without a GPU."""
+    """Return the bytes of a device that a plan reserves for context, NCCL and allocator; 0 without a GPU."""
     if device.kind == "cpu":
         return 0
     return CONTEXT_BYTES + NCCL_BYTES + round(ALLOCATOR_SHARE * device.memory_bytes)

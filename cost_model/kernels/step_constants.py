@@ -1,7 +1,7 @@
-"""The few constants of a whole step that no kernel's measurement gives; fitted to published runs.
+"""The constants of a whole training step, which measurements of single kernels do not give.
 
-The values and the rows that decided each are in ``step_constants.toml``, written by
-``benchmarks/calibrate_from_published.py``.
+``benchmarks/calibrate_from_published.py`` fits them to published training runs; ``step_constants.toml`` has the values,
+the date and the sources. Known error: see ``cost_model.configuration.step``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cost_model.hardware.devices import DeviceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StepConstants:
-    """What decides a step beside kernels and links.
+    """The constants of a step.
 
     Attributes:
-        gemm_share: by architecture, share of a matrix product's rate alone that it reaches inside a step.
-        expert_share: share of their rate that products of experts, and moving tokens between them, reach.
-        stream_share, fused_stream_share: share of the streaming rate that element-wise kernels of a step reach, one
-            by one and fused; kernels too small to be counted are in it.
+        gemm_share: by architecture, fraction of the stand-alone GEMM rate that is reached inside a step.
+        expert_share: fraction of their rate that the GEMMs of experts, and the moving of tokens between them, reach.
+        stream_share, fused_stream_share: fraction of the streaming rate that element-wise kernels of a step reach,
+            unfused and fused; kernels that are too small to count are included.
         host_op_s: seconds in which Python and the dispatcher launch one kernel.
         power_exponent: a device capped at share p of its kind's power computes at rate p to this exponent.
-        fragmentation_share: bytes that the caching allocator cannot hand out as its segments are split, over what is
-            allocated of the default stream at most; nothing is lost where segments are expandable.
+        fragmentation_share: bytes that split segments make unusable for the caching allocator, over the allocated peak
+            of the default stream; 0 with expandable segments.
     """
 
     gemm_share: Mapping[str, float]
@@ -48,13 +48,13 @@ def read_constants(table: Mapping[str, Any]) -> StepConstants:
 
 @functools.cache
 def shipped_constants() -> StepConstants:
-    """Return the constants that ship with the package. Read once: the file is part of the program."""
+    """Return the constants of ``step_constants.toml``; cached, since the file is part of the program."""
     text = resources.files("cost_model.kernels").joinpath("step_constants.toml").read_text(encoding="utf-8")
     return read_constants(tomllib.loads(text))
 
 
 def gemm_share(constants: StepConstants, device: DeviceSpec) -> float:
-    """Return the share that holds for ``device``: its architecture's, else that of the generation before it."""
+    """Return the GEMM share of ``device``: of its architecture, else of a related one, else 1."""
     shares = constants.gemm_share
     same = {"sm103": "sm100", "gfx950": "gfx942", "gfx90a": "gfx942", "sm89": "sm80", "sm86": "sm80", "sm70": "sm80"}
     return shares.get(device.architecture, shares.get(same.get(device.architecture, ""), 1.0))

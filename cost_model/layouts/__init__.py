@@ -1,1 +1,1 @@
-"""How can a tensor lie on a mesh? Layouts, meshes and their text form."""
+"""Layouts of a tensor on a mesh, meshes, and their text form."""

@@ -1,4 +1,4 @@
-"""Device meshes and tensor layouts as plain values: no process group and no device is needed to reason about them."""
+"""Device meshes and tensor layouts as plain values, without process group or device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Layout = tuple[Placement, ...]
 """One placement per mesh axis, outermost axis first."""
 
 _PLACEMENT = re.compile(r"^(?:(R)|S\(([0-9]{1,9})\)|P\((sum|avg)\)|SS\(([0-9]{1,9}),([0-9]{1,9})\))$")
-_SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit takes "²", and int() no text of thousands of digits
+_SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit accepts "²", and int() rejects text of thousands of digits
 
 
 class LayoutError(ValueError):
-    """A mesh or a layout that cannot be: the message says which, and what is accepted."""
+    """A mesh or a layout that is not possible; the message names it and the accepted forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class MeshSpec:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise LayoutError(f"axis name {name!r} is not an identifier; write for example dp=2,tp=8")
             if size < 1:
-                raise LayoutError(f"axis {name} has size {size}; sizes start at 1")
+                raise LayoutError(f"axis {name} has size {size}; give 1 or more")
         if len(set(names)) != len(names):
             raise LayoutError(f"axis names repeat in {','.join(names)}; give each axis its own name")
 
@@ -127,13 +127,13 @@ def replicated(axes: int) -> Layout:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """Return the tensor dim that a placement splits, or None where it splits none."""
+    """Return the tensor dim that a placement shards, None for a placement that shards none."""
     dim = getattr(placement, "dim", None)
     return dim if isinstance(dim, int) else None
 
 
 def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return into how many pieces each dim of an ``ndim``-dimensional tensor is split."""
+    """Return the number of shards along each dim of an ``ndim``-dimensional tensor."""
     counts = [1] * ndim
     for placement, size in zip(layout, mesh_shape, strict=True):
         dim = sharded_dim(placement)
@@ -143,7 +143,7 @@ def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Tell whether every split of ``shape`` under ``layout`` is even."""
+    """Return whether ``layout`` shards ``shape`` evenly."""
     if any(dim is not None and dim >= len(shape) for dim in map(sharded_dim, layout)):
         return False
     return all(
@@ -152,14 +152,15 @@ def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> 
 
 
 def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one rank's piece of a tensor of ``shape``.
+    """Return the shape of one rank's shard of a tensor of ``shape``.
 
     Raises:
         LayoutError: a dim does not divide evenly.
     """
     if not divides(shape, layout, mesh_shape):
         raise LayoutError(
-            f"shape {tuple(shape)} does not divide evenly under {format_layout(layout)} on mesh {tuple(mesh_shape)}"
+            f"shape {tuple(shape)} does not divide evenly under {format_layout(layout)} on mesh {tuple(mesh_shape)}; "
+            "shard a dim that is a multiple of the ranks"
         )
     return tuple(
         length // count for length, count in zip(shape, shard_counts(layout, mesh_shape, len(shape)), strict=True)
@@ -167,7 +168,7 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
 
 
 def split_factor(layout: Layout, mesh_shape: Sequence[int]) -> int:
-    """Return into how many pieces a tensor is split in all."""
+    """Return the number of shards of a tensor."""
     return math.prod(
         size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None
     )

@@ -36,7 +36,7 @@ def test_short_form(text: str, nodes: int, devices_per_node: int, device: str) -
     [
         ("4x8xh100", ["unknown device 'h100'", "did you mean h100-sxm-80gb", "a100-sxm-40gb"]),
         ("8xh100-smx-80gb", ["did you mean h100-sxm-80gb"]),
-        ("h100-sxm-80gb", ["say how many, for example 8xh100-sxm-80gb"]),
+        ("h100-sxm-80gb", ["write how many, as in 8xh100-sxm-80gb"]),
         ("8 gpus", ["cannot read cluster '8 gpus'", "4x8xh100-sxm-80gb", "toy"]),
         ("0x8xtoy", ["cluster.nodes is 0", "above 0"]),
         ("nowhere.yaml", ["cannot read cluster file nowhere.yaml", "exists"]),

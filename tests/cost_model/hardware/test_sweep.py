@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.collectives.price import AxisGroup, CollectiveKind, collective_time_s
-from cost_model.collectives.sweep_prices import never_falling
+from cost_model.collectives.sweep_prices import non_decreasing
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
 from cost_model.hardware.sweep import Sweep, make_sweep, read_sweep, read_sweep_file
 
@@ -61,7 +61,7 @@ def test_nccl_tests_output_of_all_reduce_with_its_older_header(tmp_path: Path) -
     path.write_text("# nThread 1 nGpus 8 minBytes 1024\n" + lines)
     (sweep,) = read_sweep_file(path, nodes=1, ranks_per_node=8)
     assert (sweep.kind, sweep.nbytes, sweep.times_s) == ("all_reduce", (33554432,), pytest.approx((203.1e-6,)))
-    with pytest.raises(ClusterError, match="does not say its nodes, ranks_per_node; give that beside the file"):
+    with pytest.raises(ClusterError, match="does not state nodes, ranks_per_node; give it next to the file's name"):
         read_sweep_file(path)
 
 
@@ -92,7 +92,7 @@ def test_csv_and_json_are_read(tmp_path: Path) -> None:
             '[{"kind": "all_reduce", "nodes": 1, "ranks_per_node": 1, "nbytes": [1], "times_s": [1]}]',
             "1 x 1 ranks",
         ),
-        ("all_reduce_2x8.txt", "# nothing measured\n", "does not say its nodes, ranks_per_node"),
+        ("all_reduce_2x8.txt", "# nothing measured\n", "does not state nodes, ranks_per_node"),
     ],
 )
 def test_refused_files_say_what_and_where(tmp_path: Path, name: str, text: str, part: str) -> None:
@@ -105,7 +105,7 @@ def test_refused_files_say_what_and_where(tmp_path: Path, name: str, text: str, 
 
 
 def test_refused_sweeps() -> None:
-    with pytest.raises(ClusterError, match="sizes must rise"):
+    with pytest.raises(ClusterError, match="sizes must increase"):
         Sweep(kind="all_reduce", nodes=1, ranks_per_node=2, nbytes=(2.0, 1.0), times_s=(1.0, 1.0))
     with pytest.raises(ClusterError, match="2 sizes and 1 times"):
         Sweep(kind="all_reduce", nodes=1, ranks_per_node=2, nbytes=(1.0, 2.0), times_s=(1.0,))
@@ -179,11 +179,11 @@ def test_a_later_sweep_replaces_an_earlier_one_of_the_same_shape() -> None:
 
 
 @given(values=st.lists(st.floats(-50, 50), max_size=12))
-def test_never_falling_keeps_what_rises_and_the_mean(values: list[float]) -> None:
-    found = never_falling(values)
+def test_non_decreasing_keeps_what_rises_and_the_mean(values: list[float]) -> None:
+    found = non_decreasing(values)
     assert list(found) == sorted(found)
     assert sum(found) == pytest.approx(sum(values), abs=1e-9)
-    assert never_falling(sorted(values)) == pytest.approx(sorted(values))
+    assert non_decreasing(sorted(values)) == pytest.approx(sorted(values))
 
 
 points = st.dictionaries(st.integers(1, 1 << 34), st.floats(1e-6, 1.0), min_size=1, max_size=8)

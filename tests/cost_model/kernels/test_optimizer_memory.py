@@ -55,9 +55,9 @@ def test_shards_add_up_to_the_whole(numel: int, parts: int) -> None:
 def test_unknown_optimizer_lists_the_known() -> None:
     with pytest.raises(ClusterError, match=r"unknown optimizer 'adamv'; did you mean adam or adamw"):
         parameter_state_bytes(1, optimizer="adamv")
-    with pytest.raises(ValueError, match="cannot be negative"):
+    with pytest.raises(ValueError, match="give 0 or more"):
         parameter_state_bytes(-1)
-    with pytest.raises(ValueError, match="cannot be negative"):
+    with pytest.raises(ValueError, match="give 0 or more"):
         optimizer_step_time_s(-1, device=find_device("toy"))
 
 
