@@ -75,7 +75,7 @@ def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, ma
         matmul: whether matrix units compute; else the device's fp32 vector rate holds.
     """
     if flops < 0 or nbytes < 0:
-        raise ValueError(f"flops ({flops}) and nbytes ({nbytes}) cannot be negative")
+        raise ValueError(f"flops is {flops} and nbytes {nbytes}; give 0 or more")
     if flops == 0 and nbytes == 0:
         return 0.0
     rate = matmul_flops_per_s(device, dtype) if matmul else device.peak_flops["fp32"]
@@ -98,7 +98,7 @@ def elementwise_time_s(
     """
     if min(numel, reads, writes) < 0 or ops < 1:
         raise ValueError(
-            f"numel ({numel}), reads ({reads}) and writes ({writes}) cannot be negative, nor ops ({ops}) 0"
+            f"numel is {numel}, reads {reads} and writes {writes}; give 0 or more, and for ops ({ops}) 1 or more"
         )
     if numel == 0:
         return 0.0

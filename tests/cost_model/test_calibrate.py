@@ -1,4 +1,4 @@
-"""Fitting a cluster to measurements: constants that made them come back, and the file is read as it was written."""
+"""Fitting a cluster to measurements: the fit recovers the constants, and a file round-trips."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ SHAPES = ((512, 512, 512), (1024, 4096, 4096), (4096, 4096, 4096), (8192, 8192, 
 
 
 def measured_on(device: DeviceSpec, reported: str, dtypes: tuple[str, ...]) -> Measurements:
-    """What a machine that is exactly as ``device`` says would measure."""
+    """Return the measurements of a machine whose figures are those of ``device``."""
     bandwidth = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     return Measurements(
         device=reported,
@@ -96,7 +96,7 @@ def test_constants_that_made_the_measurements_come_back(name: str, reported: str
     assert max(residual.mean_error for residual in residuals if residual.what != "attention forward") < 0.02
 
 
-def test_residuals_tell_what_is_mispredicted() -> None:
+def test_residuals_show_mispredicted_kinds() -> None:
     measured = measured_on(find_device("cpu"), "cpu", ("fp32",))
     slow = tuple(dataclasses.replace(point, time_s=2 * point.time_s) for point in measured.attention)
     _, residuals = fit_cluster(dataclasses.replace(measured, attention=slow))
@@ -118,7 +118,7 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert collective_time_s("all_reduce", 2.0**20, group, read) == pytest.approx(1e-3)
 
 
-def test_what_the_host_takes_is_kept_as_measured_and_a_file_from_before_has_none() -> None:
+def test_host_seconds_are_as_measured_and_older_files_have_none() -> None:
     measured = measured_on(find_device("cpu"), "cpu", ("fp32",))
     slow = dataclasses.replace(measured, host_op_s=2e-5, first_touch_s_per_byte=1e-9)
     cluster, residuals = fit_cluster(slow)
@@ -135,7 +135,7 @@ def test_no_device_of_the_catalogue_waits_for_its_host() -> None:
     assert not any(find_device(name).host_op_s or find_device(name).first_touch_s_per_byte for name in device_names())
 
 
-def test_what_cannot_be_fitted() -> None:
+def test_measurements_that_cannot_be_fitted_are_rejected() -> None:
     measured = measured_on(find_device("cpu"), "cpu", ("fp32",))
     with pytest.raises(ClusterError, match="nothing to fit"):
         fit_cluster(dataclasses.replace(measured, gemms=()))

@@ -18,7 +18,7 @@ WHOLE = 8 * 8 * 4
 
 
 def price(kind: str, axis: int, nbytes: int) -> float:
-    """Bandwidth only, on 2 ranks: what a ring moves."""
+    """The bandwidth term of a ring on 2 ranks."""
     return {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}[kind] * nbytes / 2
 
 
@@ -35,7 +35,7 @@ def steps(path: Redistribution) -> list[tuple[str, int, int]]:
     return [(step.kind, step.axis, step.nbytes) for step in path.steps]
 
 
-def test_two_partials_are_scattered_and_gathered_where_bytes_cost() -> None:
+def test_two_partials_are_reduce_scattered_and_all_gathered_where_bytes_dominate() -> None:
     path = walk((P, P), (R, R))
     assert [kind for kind, _, _ in steps(path)] == ["reduce_scatter", "reduce_scatter", "all_gather", "all_gather"] or [
         kind for kind, _, _ in steps(path)
@@ -49,7 +49,7 @@ def test_two_partials_are_all_reduced_where_latency_rules() -> None:
 
 
 def test_the_inner_split_is_closed_first() -> None:
-    """(S0,S0) -> (R,S0) is not one gather on the outer axis: its pieces are not neighbours."""
+    """(S0,S0) -> (R,S0) is not one all-gather on the outer axis: its pieces are not neighbours."""
     path = walk((S0, S0), (R, S0))
     assert [step.kind for step in path.collectives] != ["all_gather"]
     assert path.steps[0].axis == 1
@@ -78,7 +78,7 @@ def test_axes_of_one_rank_take_no_steps() -> None:
     assert steps(planner.path(SHAPE, ITEMSIZE, (R, S0), (R, R))) == [("all_gather", 1, WHOLE)]
 
 
-def test_impossible_targets_are_refused() -> None:
+def test_unreachable_targets_are_rejected() -> None:
     with pytest.raises(NoPathError, match=r"no redistribution from \('R', 'R'\) to \('P\(sum\)', 'R'\)"):
         walk((R, R), (P, R))
     with pytest.raises(NoPathError):

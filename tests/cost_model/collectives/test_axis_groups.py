@@ -1,4 +1,4 @@
-"""Groups of ranks: where the ranks of an axis lie, and what each has of the network cards of its node."""
+"""Groups of ranks: the nodes of an axis, and its share of the network cards of a node."""
 
 import dataclasses
 
@@ -77,7 +77,7 @@ def test_axis_group_accounts_for_every_rank(axes: list[int], devices: int) -> No
         assert group.ranks_per_node * group.groups_per_node == ranks_on_node
 
 
-def test_axis_group_refuses() -> None:
+def test_axis_group_rejects_meshes_that_do_not_fit() -> None:
     cluster = ClusterSpec.parse("4xtoy")
     with pytest.raises(ClusterError, match=r"mesh dp=8 has 8 devices, the cluster 1x4xtoy only 4"):
         axis_group(MeshSpec.parse("dp=8"), "dp", cluster)

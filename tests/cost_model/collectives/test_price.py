@@ -1,4 +1,4 @@
-"""Collectives: numbers worked by hand, which algorithm is taken, and bad arguments."""
+"""Collectives: numbers worked by hand, the chosen algorithm, and bad arguments."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Collectives: what must hold of their times on any cluster."""
+"""Collectives: properties of their times that hold on any cluster."""
 
 import dataclasses
 from itertools import pairwise, product

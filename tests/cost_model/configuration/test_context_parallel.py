@@ -24,13 +24,13 @@ PARALLEL = ParallelSpec(micro_batch=1, seq=8192, context=4)
 MERGES = dataclasses.replace(PARALLEL, implementation=Implementation(kernels=KernelOptions(torch_ring_attention=True)))
 
 
-AT_WORK = (1.0, 1.0)
-"""Seconds of attention that hide any hop."""
+LONG_ATTENTION = (1.0, 1.0)
+"""Seconds of attention that are longer than any hop."""
 
 
 def test_an_axis_of_one_costs_nothing() -> None:
     alone = dataclasses.replace(MERGES, context=1)
-    assert context_seconds(SPEC, alone, CLUSTER, AT_WORK) == (0.0, 0.0)
+    assert context_seconds(SPEC, alone, CLUSTER, LONG_ATTENTION) == (0.0, 0.0)
     assert merge_seconds(SPEC, alone, CLUSTER, shipped_constants()) == (0.0, 0.0)
 
 
@@ -44,17 +44,17 @@ def test_keys_and_values_of_every_head_are_more_bytes_where_torch_merges_blocks(
     assert with_merges[0] > context_seconds(SPEC, PARALLEL, CLUSTER, (0.0, 0.0))[0]
 
 
-def test_each_hop_hides_behind_the_attention_to_one_block_and_slows_it() -> None:
+def test_each_hop_overlaps_with_the_attention_to_one_block_and_slows_it() -> None:
     alone_s = context_seconds(SPEC, PARALLEL, CLUSTER, (0.0, 0.0))[0]
     hop_s = alone_s / 3
     taken = message_share(CLUSTER.device, nodes=1)
-    assert context_seconds(SPEC, PARALLEL, CLUSTER, AT_WORK)[0] == pytest.approx(taken * alone_s)
+    assert context_seconds(SPEC, PARALLEL, CLUSTER, LONG_ATTENTION)[0] == pytest.approx(taken * alone_s)
     half = context_seconds(SPEC, PARALLEL, CLUSTER, (4 * hop_s / 2, 0.0))[0]
     assert half == pytest.approx((1 + taken) * alone_s / 2)
-    # Between nodes a message keeps few processors from computing.
+    # Between nodes a message occupies few processors.
     nodes = ClusterSpec.from_dict({"nodes": 4, "devices_per_node": 1, "device": "h100-sxm-80gb"})
     apart_s = context_seconds(SPEC, PARALLEL, nodes, (0.0, 0.0))[0]
-    slowed_s = context_seconds(SPEC, PARALLEL, nodes, AT_WORK)[0]
+    slowed_s = context_seconds(SPEC, PARALLEL, nodes, LONG_ATTENTION)[0]
     assert 0 < slowed_s / apart_s < taken / 2
 
 

@@ -16,7 +16,7 @@ PARALLEL = ParallelSpec(micro_batch=2, seq=32, dtype="fp8", shard=4, zero=3)
 TOKENS = 64
 WEIGHTS = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 128
 INPUTS = TOKENS * (64 + 64 + 64 + 128)
-"""Of attention, its projection, the MLP, and its last product."""
+"""Of attention, its projection, the MLP, and its last GEMM."""
 
 
 def counted(parallel: ParallelSpec, **casts: Any) -> tuple[float, float]:
@@ -37,20 +37,20 @@ def test_linears_of_one_input_may_share_its_cast() -> None:
     assert counted(PARALLEL, shares_casts=True)[0] == INPUTS + WEIGHTS
 
 
-def test_weights_are_cast_once_a_step_and_by_their_owner_alone_where_gathered_cast() -> None:
+def test_weights_are_cast_once_a_step_and_as_shards_where_shards_are_cast() -> None:
     several = dataclasses.replace(PARALLEL, micro_batches=2)
     assert counted(several, shares_casts=True)[0] == INPUTS + WEIGHTS / 2
     assert counted(PARALLEL, shares_casts=True, casts_shards=True)[0] == INPUTS + WEIGHTS / 4
 
 
-def test_a_tensor_rank_casts_its_own_tokens_where_they_are_gathered_cast() -> None:
+def test_a_tensor_rank_casts_its_own_tokens_where_the_cast_precedes_the_all_gather() -> None:
     cut = dataclasses.replace(PARALLEL, tensor=2, sequence_parallel=True)
     forward, backward = counted(cut, shares_casts=True, casts_before_gather=True)
     assert forward == TOKENS * (32 + 32 + 32 + 64) + WEIGHTS / 2
     assert backward == TOKENS * ((64 + 32 + 32 + 128 + 128) / 2 + 32 + 32)
 
 
-def test_rescaled_results_are_those_of_both_products_of_backward() -> None:
+def test_rescaled_results_are_those_of_both_gemms_of_backward() -> None:
     plain, scaled = counted(PARALLEL)[1], counted(PARALLEL, rescale_nbytes=1.0)[1]
     gradients_of_inputs = TOKENS * (64 * 3 + 64 + 64 * 2 + 128)
     assert scaled - plain == pytest.approx(gradients_of_inputs + WEIGHTS)

@@ -6,7 +6,7 @@ from cost_model.configuration.rank_groups import strided_group
 from cost_model.hardware.reading import ClusterError
 
 
-def test_ranks_and_batch_are_products():
+def test_ranks_and_batch_multiply_their_degrees():
     spec = ParallelSpec(
         micro_batch=2, micro_batches=3, seq=8, replicate=2, shard=4, zero=3, tensor=2, pipeline=5, context=2
     )
@@ -14,7 +14,7 @@ def test_ranks_and_batch_are_products():
 
 
 @pytest.mark.parametrize("wrong", [{"tensor": 0}, {"micro_batch": 0}, {"zero": 4}])
-def test_what_cannot_be_is_refused(wrong):
+def test_degrees_below_one_are_rejected(wrong):
     with pytest.raises(ValueError, match=r"below 1|zero is"):
         ParallelSpec(**{"micro_batch": 1, "seq": 8, **wrong})
 

@@ -37,7 +37,7 @@ def test_interleaving_never_idles_longer(ranks, chunks):
     assert idle_share(of(pipeline=ranks, schedule="interleaved", virtual_stages=chunks)) <= idle_share(plain)
 
 
-def test_a_rank_outside_the_pipeline_is_refused():
+def test_a_rank_outside_the_pipeline_is_rejected():
     with pytest.raises(ValueError, match="pipeline has 4"):
         micro_batches_in_flight(FOUR, 4)
 

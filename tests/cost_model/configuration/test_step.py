@@ -183,7 +183,7 @@ def test_the_share_of_experts_counts_where_a_rank_has_one_of_them():
     assert slow.compute_s > fast.compute_s
 
 
-def test_reductions_of_the_last_micro_batch_alone_lie_between_none_and_all():
+def test_reducing_only_with_the_last_micro_batch_costs_between_none_and_all():
     def data_s(micro_batches, **options):
         implementation = Implementation(data_parallel=DataParallelOptions(overlaps=False, **options))
         parallel = dataclasses.replace(ONE, shard=16, zero=3, micro_batches=micro_batches)
@@ -193,7 +193,7 @@ def test_reductions_of_the_last_micro_batch_alone_lie_between_none_and_all():
     assert data_s(1) < data_s(4, defers_reduction=True) < data_s(4)
 
 
-def test_a_gather_in_8_bits_is_shorter():
+def test_an_all_gather_in_8_bits_is_shorter():
     tensor = {"tensor": 8, "replicate": 2, "sequence_parallel": True, "dtype": "fp8"}
 
     def tensor_s(**implementation):

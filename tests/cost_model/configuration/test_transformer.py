@@ -49,7 +49,7 @@ def test_flops_by_hand():
     assert spec.model_flops(16, 8) == 3 * 16 * (2 * linear + attention)
 
 
-def test_half_of_the_layers_see_a_window():
+def test_half_of_the_layers_have_a_window():
     spec = TransformerSpec(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=100, window=10)
     assert spec.attended_keys(100) == pytest.approx((50 + 9.5) / 2)
     assert spec.attended_keys(8) == 4
@@ -60,7 +60,7 @@ def test_flops_rise_with_the_sequence(seq, more):
     assert LLAMA_8B.model_flops(1, seq + more) >= LLAMA_8B.model_flops(1, seq)
 
 
-def test_dimensions_below_one_are_refused():
+def test_dimensions_below_one_are_rejected():
     with pytest.raises(ValueError, match="below 1"):
         TransformerSpec(layers=0, hidden=4, heads=2, kv_heads=1, head_dim=2, ffn=8, vocab=10)
     with pytest.raises(ValueError, match="multiple"):

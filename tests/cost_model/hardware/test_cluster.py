@@ -1,4 +1,4 @@
-"""Clusters and devices: what is read, what is refused and how, and that nothing is lost on the way to JSON and back."""
+"""Clusters and devices: accepted and rejected forms, and the round trip through JSON."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ def test_short_form(text: str, nodes: int, devices_per_node: int, device: str) -
         ("", ["cannot read cluster ''"]),
     ],
 )
-def test_refused_text_says_what_and_what_to_do(text: str, parts: list[str]) -> None:
+def test_rejected_text_says_what_is_wrong_and_what_to_do(text: str, parts: list[str]) -> None:
     with pytest.raises(ClusterError) as caught:
         ClusterSpec.parse(text)
     for part in parts:
@@ -86,7 +86,7 @@ def test_refused_text_says_what_and_what_to_do(text: str, parts: list[str]) -> N
         ({"intra_node": {"rank_shares": [[2, 1.5]]}}, "above 0 and at most 1"),
     ],
 )
-def test_refused_mapping_names_the_place(change: dict[str, object], part: str) -> None:
+def test_rejected_mappings_name_the_place(change: dict[str, object], part: str) -> None:
     data: dict[str, object] = {"nodes": 2, "devices_per_node": 8, "device": "toy"}
     with pytest.raises(ClusterError) as caught:
         ClusterSpec.from_dict({**data, **change})
@@ -147,7 +147,7 @@ def test_fabric_round_trips_and_is_left_out_where_usual() -> None:
     assert {"oversubscription", "rail_optimized", "sweeps"}.isdisjoint(ClusterSpec.parse("2x8xtoy").to_dict())
 
 
-def test_where_others_hold_most_decides_what_is_left_on_all() -> None:
+def test_the_node_with_the_most_reserved_memory_decides_for_all() -> None:
     data = {"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb"}
     cluster = ClusterSpec.from_dict({**data, "reserved_gb": [2.5, 10]})
     assert cluster.memory_bytes == 70_000_000_000
@@ -185,7 +185,7 @@ def test_every_device_round_trips(name: str) -> None:
     efficiency=st.floats(1e-3, 1),
     rates=st.dictionaries(st.sampled_from(["bf16", "fp16", "fp8"]), positive),
 )
-def test_round_trip_keeps_every_figure(
+def test_a_round_trip_preserves_every_figure(
     nodes: int,
     devices_per_node: int,
     cards: int,
@@ -210,7 +210,7 @@ def test_round_trip_keeps_every_figure(
     assert ClusterSpec.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
 
 
-def test_catalogue_holds_what_is_promised_and_every_figure_has_a_source() -> None:
+def test_the_catalogue_is_complete_and_every_figure_has_a_source() -> None:
     promised = "a100-sxm-80gb h100-sxm-80gb h200-sxm-141gb b200-sxm-180gb mi300x-192gb l40s-48gb toy cpu"
     assert set(promised.split()) <= set(device_names())
     for name in device_names():

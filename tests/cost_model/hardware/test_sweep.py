@@ -1,4 +1,4 @@
-"""Measured sweeps: files that are read, prices between and beyond the points, other shapes, and what is refused."""
+"""Measured sweeps: accepted files, prices between and beyond the points, other shapes, and rejected files."""
 
 import dataclasses
 import json
@@ -95,7 +95,7 @@ def test_csv_and_json_are_read(tmp_path: Path) -> None:
         ("all_reduce_2x8.txt", "# nothing measured\n", "does not state nodes, ranks_per_node"),
     ],
 )
-def test_refused_files_say_what_and_where(tmp_path: Path, name: str, text: str, part: str) -> None:
+def test_rejected_files_say_what_is_wrong_and_where(tmp_path: Path, name: str, text: str, part: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ClusterError) as caught:
@@ -104,7 +104,7 @@ def test_refused_files_say_what_and_where(tmp_path: Path, name: str, text: str, 
     assert name in str(caught.value)
 
 
-def test_refused_sweeps() -> None:
+def test_invalid_sweeps_are_rejected() -> None:
     with pytest.raises(ClusterError, match="sizes must increase"):
         Sweep(kind="all_reduce", nodes=1, ranks_per_node=2, nbytes=(2.0, 1.0), times_s=(1.0, 1.0))
     with pytest.raises(ClusterError, match="2 sizes and 1 times"):
@@ -163,7 +163,7 @@ def test_other_shapes_are_scaled_and_one_node_does_not_speak_for_several() -> No
     assert collective_time_s("all_reduce", 1, four, cluster) == collective_time_s("all_reduce", 1, four, CLUSTER)
 
 
-def test_groups_that_share_cards_are_slower_than_the_swept_one_alone() -> None:
+def test_groups_that_share_cards_are_slower_than_the_swept_group() -> None:
     few_cards = dataclasses.replace(CLUSTER, cards_per_node=2)
     cluster = few_cards.with_sweep(make_sweep("all_gather", 4, 1, [(1 << 20, 1e-4), (1 << 30, 2e-2)]))
     alone, shared = (AxisGroup(nodes=4, ranks_per_node=1, groups_per_node=count) for count in (1, 8))
@@ -179,7 +179,7 @@ def test_a_later_sweep_replaces_an_earlier_one_of_the_same_shape() -> None:
 
 
 @given(values=st.lists(st.floats(-50, 50), max_size=12))
-def test_non_decreasing_keeps_what_rises_and_the_mean(values: list[float]) -> None:
+def test_non_decreasing_preserves_increasing_values_and_the_mean(values: list[float]) -> None:
     found = non_decreasing(values)
     assert list(found) == sorted(found)
     assert sum(found) == pytest.approx(sum(values), abs=1e-9)
@@ -245,7 +245,7 @@ def test_time_never_rises_when_a_link_becomes_faster_than_it_was_swept(
     assert collective_time_s(kind, nbytes, at, faster) <= collective_time_s(kind, nbytes, at, cluster) * (1 + 1e-12)
 
 
-def test_round_trip_keeps_links_that_it_was_measured_on() -> None:
+def test_a_round_trip_preserves_the_measured_links() -> None:
     sweep = swept((1024, 30e-6), (2048, 31e-6)).sweeps[0]
     assert sweep.inter_node == CLUSTER.inter_node
     assert read_sweep(json.loads(json.dumps(sweep.to_dict()))) == sweep

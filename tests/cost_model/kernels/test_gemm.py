@@ -1,4 +1,4 @@
-"""Matrix multiplication by shape: numbers worked by hand, and that more work never takes less time."""
+"""GEMMs by shape: numbers worked by hand, and that more work never takes less time."""
 
 import dataclasses
 
@@ -98,7 +98,7 @@ def test_grouped_is_a_batch_with_its_launches() -> None:
     assert grouped_gemm_time_s(tokens=0, groups=8, **shape) == 0.0
 
 
-def test_experts_products_run_one_by_one_where_the_grouped_kernel_is_slow() -> None:
+def test_experts_gemms_run_one_by_one_where_the_grouped_kernel_is_slow() -> None:
     blackwell, groups, n, k = find_device("gb200-nvl72-186gb"), 4, 4096, 7168
     shape = {"groups": groups, "n": n, "k": k, "device": blackwell, "dtype": "bf16"}
     for tokens in (groups * 2048, groups * 8192, groups * 10_000):
@@ -119,7 +119,7 @@ def test_experts_products_run_one_by_one_where_the_grouped_kernel_is_slow() -> N
 @pytest.mark.parametrize("inner", [512, 2048])
 @pytest.mark.parametrize("tokens", [4096 * 8, 32768 * 8])
 def test_parts_of_experts_take_as_long_as_the_whole_at_least(tokens: int, inner: int) -> None:
-    """However products run: a search's bounds rest on it."""
+    """Bounds of the search need this for every kernel of grouped GEMMs."""
     device, experts, width = find_device("gb200-nvl72-186gb"), 64, 4096
 
     def forward_s(tokens: int, experts: int, inner: int) -> float:

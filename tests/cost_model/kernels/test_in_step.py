@@ -1,4 +1,4 @@
-"""What kernels lose inside a step."""
+"""The rates of kernels inside a step."""
 
 from __future__ import annotations
 

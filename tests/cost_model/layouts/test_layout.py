@@ -30,7 +30,7 @@ def test_a_mesh_reads_as_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp=", "dp=x", "dp=0", "dp=2,dp=2", "2dp=2", "dp=-1", "dp=2;tp=2"])
-def test_what_is_no_mesh_is_refused(text: str) -> None:
+def test_invalid_meshes_are_rejected(text: str) -> None:
     with pytest.raises(LayoutError):
         MeshSpec.parse(text)
 
@@ -49,7 +49,7 @@ def test_layouts_survive_their_text(layout: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "S", "S(-1)", "s(0)", "P", "P(max)", "SS(0)", "R ", "S(0)x"])
-def test_what_is_no_placement_is_refused(text: str) -> None:
+def test_invalid_placements_are_rejected(text: str) -> None:
     with pytest.raises(LayoutError, match="cannot read placement"):
         parse_placement(text)
 
