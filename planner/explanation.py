@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,13 +21,13 @@ from planner.liveness.structure import Structure
 from planner.plan.estimate import Estimate
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.storage_options import stored_layouts
+from planner.progress import AlternativePricing, Progress
 from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.strategies.enumerate import Strategy
 from planner.writing.reprice import PricingContext, open_for_pricing
 
 Aspect = Literal["stored", "computed"]
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +176,16 @@ def _alternatives(
     for aspect, layout, chosen in options:
         text = tuple(format_layout(layout))
         if progress is not None:
-            progress(f"{aspect} as {', '.join(text)}")
+            progress(AlternativePricing(aspect=aspect, layout=text))
         if chosen:
             fits = own.peak_memory_bytes <= opened.search.memory_bytes
             yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=own, fits=fits)
             continue
-        candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout))
+        run, restriction = opened.read.run, subject.restrict(aspect, layout)
+        candidate = opened.search.solve(run, restriction, memory_bytes=opened.search.memory_bytes)
         fits = candidate is not None
         if candidate is None:
-            candidate = opened.search.solve(opened.read.run, subject.restrict(aspect, layout), capped=False)
+            candidate = opened.search.solve(run, restriction, memory_bytes=None)
         found = None if candidate is None else candidate.estimate
         yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=found, fits=fits)
 

@@ -30,20 +30,20 @@ from planner.plan.job import Checkpointing, checked_time_limit_s, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
+from planner.progress import TRACING, Progress
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
 from planner.run.mesh_space import check_mesh, checked_axes, meshes_of, modes_of
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pins
-from planner.run.run_planner import Candidate, RunPlanner
+from planner.run.run_planner import RunPlanner
+from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
-from planner.search.co_search import walk_together
-from planner.search.heterogeneous_blocks import improve_with_heterogeneous_blocks
+from planner.search.branch_and_bound import SearchResult, SearchSpec
 from planner.search.infeasibility import infeasibility_report, least_memory_run
-from planner.search.mesh_search import MeshSearch, MeshSearchResult, Progress
+from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
-from planner.search.pipeline.search import PipelineSearch, PipelineSearchResult
 from planner.search.pipeline.split_graph import obstacle
 from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
 from planner.search.task_pool import Pool, checked_jobs, start_workers
@@ -104,7 +104,7 @@ class PlanningSession:
             self._module = model
         else:
             if progress is not None:
-                progress("tracing")
+                progress(TRACING)
             alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = trace_at_batch(
@@ -120,7 +120,8 @@ class PlanningSession:
             zigzag=self.job.zigzag,
         )
         self._search = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._pool = Pool(WorkerContext(self._search), spec.jobs)
+        self._context = WorkerContext(self._search)
+        self._pool = Pool(self._context, spec.jobs)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
@@ -136,9 +137,9 @@ class PlanningSession:
         """
         plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
-            raise no_pipeline(str(mesh), self._search.memory_bytes)
+            raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes)
         if plan is None:
-            raise self._refusal(self._meshes(mesh, planner), planner)
+            raise self._infeasibility(self._meshes(mesh, planner), planner, memory_bytes or self._memory_bytes)
         return plan
 
     def plan_if_any(
@@ -149,23 +150,23 @@ class PlanningSession:
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
-            modes = modes_of(self._traced, self.job.ac)
-            self._search.memory_bytes = memory_bytes or self._memory_bytes
+            memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
-                candidate, report = self._random(meshes[-1], modes, seed), SolverReport(name=planner, status="given")
+                candidate, report = self._random(meshes[-1], seed), SolverReport(name=planner, status="given")
             else:
                 restrict = self._restrict(name, self._pins(meshes))
-                deadline = None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s
-                found, piped = self._found(meshes, modes, name, restrict, deadline, stages, only=mesh is not None)
+                constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict)
+                found, piped = self._searched(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
                 if piped is not None and piped.plan is not None:
-                    return self._piped_plan(piped.plan, solver_report(found, piped, planner))
-                if found is None or found.candidate is None:
+                    return self._piped_plan(piped.plan, memory_bytes, solver_report(found, piped, planner))
+                if found is None or found.plan is None:
                     if piped is not None and not piped.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
-                candidate, report = found.candidate, solver_report(found, piped, planner)
+                candidate, report = found.plan, solver_report(found, piped, planner)
             with self._clock.stage("write_s"):
-                plan = write_plan(self._search, self._module, candidate, report, self._notes(candidate.run))
+                notes = self._notes(candidate.run)
+                plan = write_plan(self._search, self._module, candidate, memory_bytes, report, notes)
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
@@ -199,69 +200,46 @@ class PlanningSession:
             found.append(f"no pipeline was tried: {self._uncut}.")
         return found
 
-    def _random(self, mesh: MeshSpec, modes: Sequence[str], seed: int) -> Candidate:
-        restriction = self._pins([mesh]).restrict(mesh, None)
-        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], modes[0]), seed, restriction)
+    def _random(self, mesh: MeshSpec, seed: int) -> Candidate:
+        restriction, mode = self._pins([mesh]).restrict(mesh, None), modes_of(self._traced, self.job.ac)[0]
+        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], mode), seed, restriction)
         if candidate is None:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _found(
+    def _searched(
         self,
         meshes: Sequence[MeshSpec],
-        modes: Sequence[str],
         name: str,
-        restrict: Callable[[MeshSpec], Restriction | None],
-        deadline: float | None,
+        constraints: SearchConstraints,
         stages: tuple[int, MeshSpec] | None,
         *,
-        only: bool,
-    ) -> tuple[MeshSearchResult | None, PipelineSearchResult | None]:
-        """Return what came of the meshes and of pipelines, of which at most the faster one has a plan.
+        mesh_is_given: bool,
+    ) -> tuple[SearchResult[Candidate] | None, SearchResult[PlannedPipeline] | None]:
+        """Return the outcomes of the searches without and with pipeline stages, of which the faster one has a plan.
 
         Args:
-            stages: their number and the mesh of each, where the job says them: nothing else is searched.
-            only: whether the job says its mesh.
+            meshes: to choose from.
+            name: of the planner.
+            constraints: that every plan has to keep.
+            stages: the number of stages and the mesh of one, where the job gives them: nothing else is searched.
+            mesh_is_given: whether the job gives its mesh.
         """
-        pool = self._pooled(restrict) if name == "ilp" else None
-        outer = MeshSearch(self._search, self._counts_for(name), modes, restrict, self._progress, deadline, pool)
-        if stages is None and (name != "ilp" or only or self._uncut is not None):
-            return self._varied(outer.best(meshes), name, modes, restrict, deadline), None
-        assert pool is not None
-        pipes = PipelineSearch(
-            self._search, self._counts, modes, restrict, self._progress, deadline, pool, stages, axes=self._axes
+        spec = SearchSpec(
+            context=self._context,
+            micro_batch_counts=self._counts_for(name),
+            modes=modes_of(self._traced, self.job.ac),
+            constraints=constraints,
+            pool=self._pool if name == "ilp" else self._pool.in_this_process(),
+            deadline=None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s,
+            progress=self._progress,
         )
+        heterogeneous = self.spec.heterogeneous_blocks and name == "ilp"
         if stages is not None:
-            return None, pipes.best()
-        if self.spec.heterogeneous_blocks:
-            found = self._varied(outer.best(meshes), name, modes, restrict, deadline)
-            return found, pipes.best(self._wanted_s(found))
-        outer.start(meshes)
-        pipes.start(outer.wanted_s)
-        walk_together(pool, (outer, pipes))
-        found, piped = outer.found(), pipes.found()
-        if piped.plan is not None and piped.plan.step_time_s >= self._wanted_s(found):
-            piped = dataclasses.replace(piped, plan=None)
-        return found, piped
-
-    def _varied(
-        self,
-        found: MeshSearchResult | None,
-        name: str,
-        modes: Sequence[str],
-        restrict: Callable[[MeshSpec], Restriction | None],
-        deadline: float | None,
-    ) -> MeshSearchResult | None:
-        """Return what was ``found``, or what is better of it where blocks differ, if they may."""
-        if found is None or name != "ilp" or not self.spec.heterogeneous_blocks:
-            return found
-        return improve_with_heterogeneous_blocks(self._search, found, modes, restrict, self._progress, deadline)
-
-    def _wanted_s(self, found: MeshSearchResult | None) -> float:
-        """Return the step time from which on another plan is no better."""
-        if found is None or found.candidate is None:
-            return math.inf
-        return found.candidate.estimate.step_time_s * (1.0 - self.job.mip_gap)
+            return None, search_pipelines(spec, axes=self._axes, only=stages)
+        if name != "ilp" or mesh_is_given or self._uncut is not None:
+            return search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous), None
+        return search_meshes_and_pipelines(spec, meshes, axes=self._axes, heterogeneous_blocks=heterogeneous)
 
     @functools.cached_property
     def _uncut(self) -> str | None:
@@ -274,12 +252,10 @@ class PlanningSession:
             return "only the first blocks are to be checkpointed"
         return obstacle(self._traced.graph, self._traced.blocks)
 
-    def _pooled(self, restrict: Callable[[MeshSpec], Restriction | None]) -> Pool:
-        return self._pool.under(SearchConstraints(memory_bytes=self._search.memory_bytes, restrict=restrict))
-
-    def _piped_plan(self, found: PlannedPipeline, report: SolverReport) -> ShardingPlan:
+    def _piped_plan(self, found: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
-            plan = write_pipeline_plan(self._search, self._module, found, report, self._notes(found.stages()[0].run))
+            notes = self._notes(found.stages()[0].run)
+            plan = write_pipeline_plan(self._search, self._module, found, memory_bytes, report, notes)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
@@ -290,21 +266,21 @@ class PlanningSession:
 
         return restrict if name in baselines.NAMES else pins.on
 
-    def _refusal(self, meshes: Sequence[MeshSpec], name: str) -> PlannerError:
+    def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
         """Return why no plan of a planner fits."""
         pins = self._pins(meshes)
         modes = modes_of(self._traced, self.job.ac)
-        restrict = self._restrict(name, pins)
+        constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
-            refusal = infeasibility_report(
-                self._search, meshes, self._counts_for(name), modes, restrict, lambda other: self._space(name, other)
+            report = infeasibility_report(
+                self._search, meshes, self._counts_for(name), modes, constraints, lambda other: self._space(name, other)
             )
-        if refusal.least_bytes is None and pins:
+        if report.least_bytes is None and pins:
             return MeshError(
                 f"no layout on these meshes keeps the pins: {pins}.",
                 what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
             )
-        return refusal
+        return report
 
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
         """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""

@@ -15,7 +15,7 @@ from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule, trace_module
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
-from planner.search.mesh_search import Progress
+from planner.progress import Progress, SweepProgress
 from planner.session import PlanningSession
 
 Objective = Literal["step-time", "cost", "fewest-devices"]
@@ -156,7 +156,7 @@ def sweep(
     sizes = []
     for part in parts_of(largest):
         session = PlanningSession(
-            model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_on(part, progress)
+            model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_for(part.name, progress)
         )
         try:
             sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
@@ -165,8 +165,8 @@ def sweep(
     return sizes
 
 
-def _on(cluster: ClusterSpec, progress: Progress | None) -> Progress | None:
-    return None if progress is None else lambda stage: progress(f"{cluster.name}: {stage}")
+def _for(subject: str, progress: Progress | None) -> Progress | None:
+    return None if progress is None else lambda event: progress(SweepProgress(subject=subject, event=event))
 
 
 def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
@@ -261,7 +261,10 @@ def batches(
     batch = 1
     while batch <= most and (not sizes or sizes[-1].plan is not None):
         session = PlanningSession(
-            model, spec=dataclasses.replace(spec, batch=batch), tp_plan=tp_plan, progress=_at(batch, progress)
+            model,
+            spec=dataclasses.replace(spec, batch=batch),
+            tp_plan=tp_plan,
+            progress=_for(f"batch {batch}", progress),
         )
         try:
             sizes.append(BatchSize(batch=batch, plan=session.plan_if_any(mesh=spec.mesh)))
@@ -269,10 +272,6 @@ def batches(
             sizes.append(BatchSize(batch=batch, plan=None, in_time=False))
         batch *= 2
     return sizes
-
-
-def _at(batch: int, progress: Progress | None) -> Progress | None:
-    return None if progress is None else lambda stage: progress(f"batch {batch}: {stage}")
 
 
 def best_batch(found: list[BatchSize], *, within_s: float | None = None) -> BatchSize | None:

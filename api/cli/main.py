@@ -27,6 +27,7 @@ from api.cli.requests import (
 from api.cli.service import add_service_commands
 from api.cli.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
 from api.cli.tradeoffs import add_tradeoff_commands
+from planner.progress import BUILDING_MODEL, RUNNING_ON_FAKE_PROCESSES
 
 CONFIGURATION = "A configuration by its degrees"
 _PRICED = (
@@ -140,9 +141,9 @@ def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
 
         loaded = ShardingPlan.load(plan)
         with watched() as progress:
-            progress("building the model")
+            progress(BUILDING_MODEL)
             source = load_for_plan(model, loaded)
-            progress("running the plan on fake processes")
+            progress(RUNNING_ON_FAKE_PROCESSES)
             from api.requests.plan_request import verification
 
             report = verification(source, loaded).to_dict()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from api.cli.terminal import terminal, watched
+from planner.progress import BUILDING_MODEL, PRICING
 
 if TYPE_CHECKING:
     from api.requests.schemas import PlanRequest
@@ -134,9 +135,9 @@ def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     plan = ShardingPlan.load(file)
     where = None if cluster is None else ClusterSpec.parse(cluster)
     with watched() as progress:
-        progress("building the model")
+        progress(BUILDING_MODEL)
         source = load_for_plan(model, plan)
-        progress("pricing")
+        progress(PRICING)
         with quiet_libraries():
             priced: ShardingPlan = estimate_plan(
                 source.module, plan, example_inputs=source.example_inputs, cluster=where

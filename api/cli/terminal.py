@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from api.requests.plan_request import Progress
     from planner.plan.sharding_plan import ShardingPlan
+    from planner.progress import Progress, ProgressEvent
 
 
 def print_plan(plan: ShardingPlan, *, as_json: bool) -> None:
@@ -36,15 +36,15 @@ def terminal() -> Any:
 
 @contextmanager
 def watched() -> Iterator[Progress]:
-    """Give a function that shows the stage at work, on standard error where a person watches it."""
+    """Give a function that shows each event on standard error, if that is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else nullcontext() as status:
 
-        def show(stage: str) -> None:
+        def show(event: ProgressEvent) -> None:
             if status is not None:
-                status.update(f"{stage} ...")
+                status.update(f"{event} ...")
 
         yield show
 

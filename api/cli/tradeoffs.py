@@ -15,7 +15,8 @@ from api.cli.terminal import check_folder, reported, save_plan, terminal, watche
 
 if TYPE_CHECKING:
     from api.render.tradeoff_rows import TradeoffRow
-    from api.requests.plan_request import OpenedRequest, Progress
+    from api.requests.plan_request import OpenedRequest
+    from planner.progress import Progress
 
 _NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")
 _NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")

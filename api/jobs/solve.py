@@ -6,25 +6,25 @@ from typing import Any
 
 import structlog
 
-from api.jobs.progress_events import ProgressReader
 from api.jobs.solver_main import OUT_OF_MEMORY, Outcome, Report
 from api.requests.errors import UserError, problem_of
 from api.requests.plan_request import plan_request
 from api.requests.schemas import PlanRequest
+from planner.plan.sharding_plan import ShardingPlan
+from planner.progress import Planned
 
 
 def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outcome:
     """Return the outcome of a request that a client sent; after ``time_limit_s`` the best plan so far."""
     try:
         asked = PlanRequest.model_validate(request)
-        reader = ProgressReader(asked)
         plan = plan_request(
             asked,
             allow_local=False,
-            progress=lambda line: report(reader.event(line)),
+            progress=lambda event: report(event.to_dict()),
             time_limit_s=time_limit_s,
         )
-        report(reader.end(plan))
+        report(_planned(plan).to_dict())
         return {"plan": plan.to_dict()}
     except UserError as error:
         return {"error": problem_of(error)}
@@ -34,3 +34,12 @@ def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outco
         # The boundary of the process: whatever it was is recorded with the job, and the worker lives on.
         structlog.get_logger().exception("job failed", model=str(request.get("model"))[:100])
         return {"error": problem_of(error)}
+
+
+def _planned(plan: ShardingPlan) -> Planned:
+    """Return the event that ends a solve."""
+    return Planned(
+        mesh=str(plan.mesh.spec),
+        step_time_s=None if plan.estimate is None else plan.estimate.step_time_s,
+        gap=None if plan.solver is None else plan.solver.gap,
+    )

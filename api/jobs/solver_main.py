@@ -27,9 +27,6 @@ Report = Callable[[dict[str, Any]], None]
 Solve = Callable[[dict[str, Any], Report, float], Outcome]
 """From a request, and the seconds that its search may take, to its outcome."""
 
-SEARCHING = ("bounding", "solving")
-"""The stages of a search: with the first of them begins the time that it may take."""
-
 OUT_OF_MEMORY = {
     "type": "urn:shardplan:memory-limit",
     "title": "Planning took too much memory",

@@ -12,9 +12,10 @@ import structlog
 
 from api.jobs.database import UNREACHABLE
 from api.jobs.metrics import Metrics
-from api.jobs.solver_main import OUT_OF_MEMORY, SEARCHING, Outcome
+from api.jobs.solver_main import OUT_OF_MEMORY, Outcome
 from api.jobs.solver_process import ProcessDiedError, SolverProcess
 from api.jobs.store import JobRecord, JobStore
+from planner.progress import SEARCH_STAGES
 
 _LOOK_S = 0.1
 _ASK_S = 0.5
@@ -112,7 +113,7 @@ class Supervisor:
                 return outcome
             if message is not None:
                 events.append(message["event"])
-                if not searching and message["event"]["stage"] in SEARCHING:
+                if not searching and message["event"]["stage"] in SEARCH_STAGES:
                     searching, since = True, time.monotonic()  # as the search itself counts: it is to end before us
             excess = self._excess(since)
             if excess is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx2
@@ -15,6 +15,7 @@ from planner.graph.example_inputs import GivenInputs
 from planner.plan.former_names import with_current_names
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
+from planner.progress import ASKING_SERVER, TRACING, Progress, ProgressEvent, event_from_dict
 
 __all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
 
@@ -37,7 +38,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         tp_plan: the expert plan for "tensor-parallel"; None takes the module's own.
         timeout_s: for the whole of it; None waits as long as it takes.
         retries: how often in a row a request is sent again, when the server is not reached or is busy.
-        progress: told of each stage.
+        progress: called with each event of planning, here and at the server.
         transport: what carries the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
             reduce_dtype, planner, pins, data_axes, axes, heterogeneous_blocks, executable_only, async_tp, reallgather,
@@ -55,7 +56,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         tp_plan: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         retries: int = 6,
-        progress: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
         transport: httpx2.BaseTransport | None = None,
         **options: Any,
     ) -> None:
@@ -89,7 +90,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             retries=self._retries,
             transport=self._transport,
         ) as server:
-            self._say("asking the server")
+            self._report(ASKING_SERVER)
             key = {"Idempotency-Key": str(uuid.uuid4())}
             job = server.ask("POST", "/v1/plans", headers=key, json={"model": model, **self._request})
             job = self._until_ended(server, job)
@@ -102,7 +103,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         from planner.run.baselines import micro_batches_for
         from planner.wire.codec import write_graph
 
-        self._say("tracing")
+        self._report(TRACING)
         options = self._request
         micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
         traced = trace_module(
@@ -122,7 +123,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         path = f"/v1/plans/{job['id']}"
         if self._progress is not None and job["status"] in {"queued", "running"}:
             for event in server.events(f"{path}/events"):
-                self._say(_told(event))
+                self._report(event_from_dict(event))
             job = server.ask("GET", path)
         look_s = _FIRST_LOOK_S
         while job["status"] in {"queued", "running"}:
@@ -131,12 +132,6 @@ class RemoteShardingPlanner(ShardingPlanner):
             job = server.ask("GET", path)
         return job
 
-    def _say(self, stage: str) -> None:
+    def _report(self, event: ProgressEvent) -> None:
         if self._progress is not None:
-            self._progress(stage)
-
-
-def _told(event: Mapping[str, Any]) -> str:
-    """Return an event of a job as a line for a person."""
-    rest = [f"{name} {value}" for name, value in event.items() if name != "stage" and value is not None]
-    return ", ".join([str(event.get("stage", "")), *rest])
+            self._progress(event)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from api.requests.schemas import PlanRequest
 from api.requests.traced_graphs import check_graph, graph_identity, load_graph
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
 from planner.errors import JobError, MeshError, PlanMismatchError
+from planner.progress import BUILDING_MODEL, READING_GRAPH, Progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from planner.plan.sharding_plan import ShardingPlan
     from planner.session import PlanningSession
 
-Progress = Callable[[str], None]
 """Called with the name of each stage of planning as it begins."""
 
 MOST_DEVICES = 2**17
@@ -51,7 +51,7 @@ def plan_request(
 
     Args:
         allow_local: True lets the request name files and Python functions of this machine; a client's may not.
-        progress: told of each stage.
+        progress: called with each event of planning.
         time_limit_s: for the search, which then gives the best plan so far.
         jobs: candidates that are looked at at once; see `planner.build_plan`.
 
@@ -114,15 +114,15 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
     from api.requests.model_registry import load_model
     from planner.run.baselines import micro_batches_for
 
-    say = progress or (lambda stage: None)
+    report = progress or (lambda event: None)
     cluster = read_cluster(request, allow_local=allow_local)
     spec = request.spec
     micro_batches = micro_batches_for(spec.planner, spec.micro_batches)
     spec = dataclasses.replace(spec, cluster=cluster, micro_batches=micro_batches)
     if request.graph is not None:
-        say("reading the graph")
+        report(READING_GRAPH)
         return OpenedRequest(model=load_graph(request.graph), cluster=cluster, spec=spec, progress=progress)
-    say("building the model")
+    report(BUILDING_MODEL)
     source = load_model(request.model_spec, batch=spec.batch, seq=spec.seq, allow_local=allow_local)
     if source.example_inputs is None:
         _require(spec, "batch")
@@ -178,7 +178,7 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
     from planner.plan.sharding_plan import ShardingPlan
 
     plan = ShardingPlan.load(file)
-    progress("building the model")
+    progress(BUILDING_MODEL)
     source = load_for_plan(model, plan)
     with quiet_libraries():
         return explain(source.module, plan, parameter, example_inputs=source.example_inputs, progress=progress)

@@ -1,9 +1,10 @@
-"""What no run on a mesh can beat: the relaxation in one micro-batch and without checkpointing, all but uncapped.
+"""Lower bounds on the step time of every run on a mesh, overall and by choice.
 
-Smaller micro-batches do the same work in more and smaller pieces, and layouts that divide them divide the larger ones;
-checkpointing adds work. So the relaxation there bounds every run on the mesh, and its reduced costs every run with a
-certain choice. Of memory it knows what rests in all of them alike, parameters and the optimizer's states: what does not
-fit has to be split, and gathered.
+The relaxation of the run in the fewest micro-batches, without checkpointing and without the cap on activations, bounds
+all runs on its mesh. Smaller micro-batches do the same work in more and smaller pieces; layouts that divide them also
+divide the larger ones; checkpointing adds work. Its reduced costs bound every run with a certain choice. Of memory it
+counts what rests in all runs alike: parameters and optimizer states. Where these do not fit whole they are split, and
+all-gathered.
 """
 
 from __future__ import annotations
@@ -22,92 +23,98 @@ from planner.strategies.enumerate import Strategy
 
 @dataclass(slots=True, kw_only=True)
 class MeshBound:
-    """What no run on a mesh can beat, in all and with any one choice.
+    """Lower bounds on the step time of every run on a mesh, in seconds.
 
     Attributes:
-        backward_s: that the backward of every run computes at least beside the model's own, as checkpointing makes it.
-        strategies: by region class, what a run with a strategy takes at least.
-        stored: by parameter class, the same for a stored layout and the axes over which it is gathered with its block.
+        mesh: that is bounded.
+        recompute_s: seconds per step that every run recomputes at least, as the bounds assume.
+        bound_s: of all runs.
+        strategies: by region class: strategy -> bound of the runs that choose it.
+        stored: by parameter class: (stored layout, axes over which FSDP all-gathers it with its block) -> the same.
     """
 
     mesh: MeshSpec
-    backward_s: float
+    recompute_s: float
     bound_s: float
     strategies: tuple[Mapping[Strategy, float], ...]
     stored: tuple[Mapping[tuple[Layout, tuple[int, ...] | None], float], ...]
     _relaxer: Relaxer | None
 
-    def below(self, time_s: float) -> ChoicesBelow:
-        """Return which choices could be part of a run that takes less than ``time_s``."""
-        return ChoicesBelow(floor=self, time_s=time_s)
+    def choices_below(self, cutoff_s: float) -> ChoicesBelow:
+        """Return the choices that could be part of a run that takes less than ``cutoff_s``."""
+        return ChoicesBelow(mesh_bound=self, cutoff_s=cutoff_s)
 
-    def with_work(self, backward_s: float) -> float:
-        """Return what no run can beat whose backward computes ``backward_s`` seconds more, whatever is chosen."""
-        if backward_s <= self.backward_s:
+    def with_recompute(self, recompute_s: float) -> float:
+        """Return a lower bound in seconds on the runs that recompute for ``recompute_s`` at least."""
+        if recompute_s <= self.recompute_s:
             return self.bound_s
         assert self._relaxer is not None
-        relaxed = self._relaxer.uncapped(backward_s)
+        relaxed = self._relaxer.uncapped(recompute_s)
         return self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
 
-    def within_cap(self, at_most_s: float) -> float:
-        """Return what the run that this is the floor of cannot beat within the cap, up to ``at_most_s``.
+    def within_cap(self, cutoff_s: float) -> float:
+        """Return a lower bound in seconds on the relaxed run within the memory cap, ``cutoff_s`` at most.
 
-        To be asked last.
+        It changes the program, so no other bound can be computed after it.
         """
         assert self._relaxer is not None
-        relaxed = self._relaxer.capped(at_most_s)
-        return at_most_s if relaxed is None else min(relaxed.bound_s, at_most_s)
+        relaxed = self._relaxer.capped(cutoff_s)
+        return cutoff_s if relaxed is None else min(relaxed.bound_s, cutoff_s)
 
-    def light(self) -> MeshBound:
-        """Return what is left to say without the problem: all but `with_work` and `within_cap`."""
+    def without_program(self) -> MeshBound:
+        """Return the bounds alone, small enough to send: `with_recompute` and `within_cap` need the program."""
         return dataclasses.replace(self, _relaxer=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicesBelow:
-    """The choices of a mesh that could be part of a run that takes less than ``time_s``."""
+    """A `ChoiceFilter`: the choices on a mesh that could be part of a run that takes less than ``cutoff_s``."""
 
-    floor: MeshBound
-    time_s: float
+    mesh_bound: MeshBound
+    cutoff_s: float
 
     def strategy(self, index: int, choice: Strategy) -> bool:
-        # To gather again takes no less than to keep.
-        kept = dataclasses.replace(choice, reallgathered=()) if choice.reallgathered else choice
-        return self.floor.strategies[index].get(kept, self.floor.bound_s) < self.time_s
+        # A variant that re-all-gathers its inputs in backward takes no less time than the one that saves them.
+        plain = dataclasses.replace(choice, reallgathered=()) if choice.reallgathered else choice
+        return self.mesh_bound.strategies[index].get(plain, self.mesh_bound.bound_s) < self.cutoff_s
 
     def stored(self, index: int, choice: StorageOption) -> bool:
         key = choice.stored, choice.fsdp_axes
-        return self.floor.stored[index].get(key, self.floor.bound_s) < self.time_s
+        return self.mesh_bound.stored[index].get(key, self.mesh_bound.bound_s) < self.cutoff_s
 
 
 def bound_mesh(
-    mesh: MeshSpec, formulation: Formulation, memory_bytes: float, backward_s: float = 0.0
+    mesh: MeshSpec, formulation: Formulation, memory_bytes: float, recompute_s: float = 0.0
 ) -> MeshBound | None:
-    """Return the floor of a mesh from the problem of its largest run; None where that has no solution.
+    """Return the lower bounds on a mesh, from the program of its run in the fewest micro-batches.
+
+    None where the program has no solution.
 
     Args:
-        memory_bytes: the cap on memory.
-        backward_s: that the backward of every run computes at least beside the model's own.
+        mesh: to be bounded.
+        formulation: of the run in the fewest micro-batches, without checkpointing.
+        memory_bytes: cap on the peak per device.
+        recompute_s: seconds per step that every run recomputes at least.
     """
     relaxer = Relaxer(formulation.problem, memory_bytes, static_bytes=memory_bytes)
-    relaxed = relaxer.uncapped(backward_s)
+    relaxed = relaxer.uncapped(recompute_s)
     if relaxed is None:
         return None
-    regions, axes_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
+    regions, parameters = len(formulation.strategies), len(formulation.stored)
     strategies = [
         dict(zip(choices, times, strict=True))
         for choices, times in zip(formulation.strategies, relaxed.choice_bounds_s[:regions], strict=True)
     ]
     stored: list[dict[tuple[Layout, tuple[int, ...] | None], float]] = []
-    for choices, times in zip(formulation.stored, relaxed.choice_bounds_s[regions:axes_node], strict=True):
-        least: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
+    for choices, times in zip(formulation.stored, relaxed.choice_bounds_s[regions : regions + parameters], strict=True):
+        least_s: dict[tuple[Layout, tuple[int, ...] | None], float] = {}
         for choice, time_s in zip(choices, times, strict=True):
             key = choice.stored, choice.fsdp_axes
-            least[key] = min(least.get(key, math.inf), time_s)
-        stored.append(least)
+            least_s[key] = min(least_s.get(key, math.inf), time_s)
+        stored.append(least_s)
     return MeshBound(
         mesh=mesh,
-        backward_s=backward_s,
+        recompute_s=recompute_s,
         bound_s=relaxed.bound_s,
         strategies=tuple(strategies),
         stored=tuple(stored),

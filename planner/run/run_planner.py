@@ -1,11 +1,10 @@
-"""One run after the other: its problem is formulated, solved, checked against DTensor, and priced as the plan it is."""
+"""One run: its integer program is formulated, relaxed or solved, checked against DTensor, and priced."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec
@@ -19,7 +18,6 @@ from planner.ilp.random_assignment import random_assignment
 from planner.ilp.relaxation import Relaxer
 from planner.ilp.solve import solve
 from planner.liveness.structure import Structure
-from planner.plan.estimate import Estimate
 from planner.plan.job import Job
 from planner.pricing.activation_costs import ActivationPricer
 from planner.pricing.op_times import OpTimes
@@ -32,67 +30,31 @@ from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_
 from planner.run.mesh_bound import MeshBound
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pin
+from planner.run.run_results import Candidate, RelaxedRun, SolvedRun
 from planner.run.stage_clock import Clock, left_s
 from planner.strategies.dtensor_rules import quiet_dtensor
 from planner.strategies.enumerate import StrategyTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A priced decision in one run."""
-
-    run: Run
-    structure: Structure
-    decision: Decision
-    estimate: Estimate
-    solution: Solution | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SolvedRun:
-    """A candidate without the structure of its run, which follows from the rest: small enough to be sent."""
-
-    run: Run
-    decision: Decision
-    estimate: Estimate
-    solution: Solution
-
-    @classmethod
-    def of(cls, candidate: Candidate | None) -> SolvedRun | None:
-        """Return what is to be sent of a candidate that was solved."""
-        if candidate is None or candidate.solution is None:
-            return None
-        return cls(
-            run=candidate.run,
-            decision=candidate.decision,
-            estimate=candidate.estimate,
-            solution=candidate.solution,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RelaxedRun:
-    """What relaxations say of a run.
+class FormulatedRun(NamedTuple):
+    """The integer program of a run.
 
     Attributes:
-        uncapped_s: no plan takes less on this mesh, in as many micro-batches or more, whatever memory it needs.
-        capped_s: no plan of the run that fits takes less; None where none fits, or none that fits is wanted.
+        formulator: builds the program, and prices decisions.
+        structure: the part of it that no mesh changes.
+        formulation: the program; None where some region or parameter has no choice left.
     """
 
-    uncapped_s: float
-    capped_s: float | None = None
-
-
-FormulatedRun = tuple[Formulator, Structure, Formulation | None]
-"""What builds a run's problem, what of it does not depend on the mesh, and the problem; None: nothing is to choose."""
+    formulator: Formulator
+    structure: Structure
+    formulation: Formulation | None
 
 
 class RunPlanner:
-    """One planning request: the model is traced once, and every run of it is formulated and solved from that.
+    """Plans runs of one job: the model is traced once, and each run is formulated, relaxed or solved from that.
 
     Attributes:
         batch: samples of the global batch.
-        memory_bytes: the cap on the peak per device.
     """
 
     def __init__(
@@ -102,48 +64,66 @@ class RunPlanner:
         cluster: ClusterSpec,
         batch: int,
         clock: Clock,
-        beside: RunPlanner | None = None,
+        share_with: RunPlanner | None = None,
     ) -> None:
-        """Take what is known of strategies and prices from ``beside``, where that is on the same kind of device."""
+        """Prepare to plan runs of a job.
+
+        Args:
+            model: to be planned.
+            job: to be planned for.
+            cluster: to be planned on.
+            batch: samples of the global batch.
+            clock: is told the seconds spent by stage.
+            share_with: a planner on the same device type, whose strategies and prices are reused.
+        """
         self.model = model
         self.job = job
         self.clock = clock
         self.cluster = cluster
         self.batch = batch
-        self._table: StrategyTable = StrategyTable() if beside is None else beside._table
-        self.memory_bytes = job.memory_bytes or cluster.memory_bytes
-        shared = beside is not None and beside.cluster == cluster
+        self._table: StrategyTable = StrategyTable() if share_with is None else share_with._table
+        same_cluster = share_with is not None and share_with.cluster == cluster
         self._redistribution_pricers: dict[MeshSpec, RedistributionPricer] = (
-            beside._redistribution_pricers if shared and beside else {}
+            share_with._redistribution_pricers if same_cluster and share_with else {}
         )
         self.op_times: OpTimes = (
-            OpTimes(cluster.device, model.flash_attention, job.attention_kernel) if beside is None else beside.op_times
+            OpTimes(cluster.device, model.flash_attention, job.attention_kernel)
+            if share_with is None
+            else share_with.op_times
         )
         self._state_bytes = self._sums_bytes = 0.0
         self._alive: dict[tuple[bool, Grouping], tuple[int, float, float]] = {}
-        self._last_random: tuple[Run, Formulator, Structure, Formulation | None] | None = None
+        self._last_random: tuple[Run, FormulatedRun] | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """The job's cap on the peak bytes per device; without one, the device's memory."""
+        return self.job.memory_bytes or self.cluster.memory_bytes
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a worker begins with; what else is remembered here follows from it.
-        bare = {"model": self.model.bare(), "clock": Clock(), "_communication": {}, "_alive": {}}
+        # A worker starts without caches: it recomputes what it needs.
+        bare = {"model": self.model.bare(), "clock": Clock(), "_redistribution_pricers": {}, "_alive": {}}
         return {**self.__dict__, **bare, "_last_random": None}
 
-    def candidate(self, priced: SolvedRun) -> Candidate:
-        """Return a candidate as a whole."""
-        run = priced.run
+    def candidate(self, solved: SolvedRun) -> Candidate:
+        """Return a solved run with its structure."""
+        run = solved.run
         return Candidate(
             run=run,
             structure=self.model.structure(self.micro_batch(run), run.grouping),
-            decision=priced.decision,
-            estimate=priced.estimate,
-            solution=priced.solution,
+            decision=solved.decision,
+            estimate=solved.estimate,
+            solution=solved.solution,
         )
 
-    def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, apart: int | None = None) -> Run:
+    def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, leading_blocks: int | None = None) -> Run:
         """Return the run of the job on ``mesh``.
 
         Args:
-            apart: how many blocks at the front of each list choose apart from the rest; see `group_first_blocks`.
+            mesh: of the run.
+            micro_batches: into which the batch is split.
+            ac: checkpointing mode.
+            leading_blocks: how many blocks at the front of each list have choices of their own.
         """
         return Run(
             job=self.job,
@@ -151,14 +131,14 @@ class RunPlanner:
             mesh=mesh,
             micro_batches=micro_batches,
             ac=ac,
-            grouping=self.model.grouping(ac, apart),
+            grouping=self.model.grouping(ac, leading_blocks),
             batch_axes=self.batch_axes(mesh),
         )
 
     def batch_axes(self, mesh: MeshSpec) -> tuple[int, ...]:
-        """Return the axes of ``mesh`` for the batch alone: all but the two innermost, which keeps programs small.
+        """Return the axes of ``mesh`` that split the batch alone: all but the two innermost (so programs stay small).
 
-        None are where they do not divide the batch, or where a parameter is pinned in computing on one of them.
+        Empty where their product does not divide the batch, or a pin fixes a compute layout on one of them.
         """
         outer = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)[:-2]
         pinned = {pin.axis for pin in map(Pin.parse, self.job.pins) if pin.used}
@@ -170,7 +150,7 @@ class RunPlanner:
         return self.batch // run.micro_batches
 
     def least_memory_bytes(self, run: Run) -> float:
-        """Return bytes per device that no plan of ``run`` can go below."""
+        """Return a lower bound on the peak bytes per device of every plan of ``run``."""
         batch = self.micro_batch(run)
         known, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
         if batch > known:
@@ -179,8 +159,8 @@ class RunPlanner:
             self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
             self._sums_bytes = least_sums_bytes(structure, self.job)
-        # A tensor grows with the batch or not at all, so a part of the batch has that part of the bytes at least. Of a
-        # single sample autograd may keep other tensors.
+        # A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes. For a
+        # single sample autograd may save other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes
         split = self._state_bytes + (alive_bytes * batch / known if self.job.training else 0.0)
         if run.micro_batches > 1:
@@ -188,7 +168,7 @@ class RunPlanner:
         return split / run.mesh.size + reserve_bytes(run.cluster.device)
 
     def formulator(self, run: Run, *, peak: bool = True) -> tuple[Formulator, Structure]:
-        """Return what builds the problem of ``run``, with its peak or without."""
+        """Return what builds the program of ``run``, with peak candidates or without."""
         micro_batch = self.micro_batch(run)
         structure = self.model.structure(micro_batch, run.grouping)
         if not peak:
@@ -204,98 +184,107 @@ class RunPlanner:
         self,
         run: Run,
         restriction: Restriction | None,
-        floor: MeshBound | None = None,
-        at_most_s: float | None = None,
+        mesh_bound: MeshBound | None = None,
+        cutoff_s: float = math.inf,
         *,
         peak: bool = True,
     ) -> FormulatedRun:
-        """Return the problem of ``run``, or None in its place where nothing is left to choose.
+        """Return the integer program of ``run``.
 
         Args:
-            floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
-            peak: whether its memory is asked about, beyond what rests.
+            run: to be formulated.
+            restriction: what a baseline and pins leave to choose; None: everything.
+            mesh_bound: lower bounds on the run's mesh. Choices that they show to take ``cutoff_s`` are left out.
+            cutoff_s: step time from which on a plan is not wanted.
+            peak: whether the program has the peak memory; otherwise only resting memory.
         """
+        is_filtered = mesh_bound is not None and math.isfinite(cutoff_s)
         with self.clock.stage("costs_s"), quiet_dtensor():
             formulator, structure = self.formulator(run, peak=peak)
             built = formulator.build(
                 None if restriction is None else restriction.accepts,
                 None if restriction is None else restriction.accepts_stored,
-                None if floor is None or at_most_s is None else floor.below(at_most_s),
+                mesh_bound.choices_below(cutoff_s) if is_filtered and mesh_bound is not None else None,
             )
-        return formulator, structure, built
+        return FormulatedRun(formulator, structure, built)
 
     def relax_run(
-        self, run: Run, restriction: Restriction | None, floor: MeshBound, at_most_s: float | None = None
+        self,
+        run: Run,
+        restriction: Restriction | None,
+        mesh_bound: MeshBound,
+        *,
+        memory_bytes: float,
+        cutoff_s: float = math.inf,
     ) -> RelaxedRun | None:
-        """Return what no plan of ``run`` can beat; None where none takes less than ``at_most_s`` seconds."""
-        _, _, formulation = self.formulate(run, restriction, floor, at_most_s)
-        wanted = math.inf if at_most_s is None else at_most_s
+        """Return lower bounds on the step time of ``run``; None where no plan takes less than ``cutoff_s``."""
+        formulation = self.formulate(run, restriction, mesh_bound, cutoff_s).formulation
         if formulation is None:
             return None
         with self.clock.stage("solve_s"):
-            relaxer = Relaxer(formulation.problem, self.memory_bytes)
+            relaxer = Relaxer(formulation.problem, memory_bytes)
             uncapped = relaxer.uncapped()
-            if uncapped is None or uncapped.bound_s >= wanted:
+            if uncapped is None or uncapped.bound_s >= cutoff_s:
                 return None
             try:
-                capped = relaxer.capped(wanted)
-            except SolverError:  # ended without an answer: what holds without the cap holds within it
+                capped = relaxer.capped(cutoff_s)
+            except SolverError:  # no answer: a bound without the cap holds within it
                 return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
-        if capped is None:
-            return RelaxedRun(uncapped_s=uncapped.bound_s)
-        return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=capped.bound_s)
+        return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=None if capped is None else capped.bound_s)
 
     def solve(
         self,
         run: Run,
         restriction: Restriction | None,
-        at_most_s: float | None = None,
-        floor: MeshBound | None = None,
         *,
+        memory_bytes: float | None,
+        cutoff_s: float = math.inf,
+        mesh_bound: MeshBound | None = None,
         mip_gap: float | None = None,
         deadline: float | None = None,
-        steps: int | None = None,
-        capped: bool = True,
-        solving_s: float = 0.0,
+        node_limit: int | None = None,
+        least_solve_s: float = 0.0,
         formulated: FormulatedRun | None = None,
     ) -> Candidate | None:
-        """Return the best decision in ``run``, None where none fits or takes less than ``at_most_s`` seconds.
+        """Return the best decision in ``run``; None where none fits and takes less than ``cutoff_s``.
 
         Args:
-            floor: of the run's mesh; choices that it shows to take ``at_most_s`` are left out.
-            mip_gap: relative gap at which the solver may stop; None takes the job's.
-            deadline: the best so far is returned at this time (of `time.perf_counter`).
-            steps: relaxations to branch through, after which the best so far is returned; None: all it takes.
-            capped: whether it has to fit.
-            solving_s: the solver gets as long at least, however long formulating took.
-            formulated: the problem, where it is stated already: with the same restriction.
+            run: to be solved.
+            restriction: what a baseline and pins leave to choose; None: everything.
+            memory_bytes: cap on the peak per device; None: no cap.
+            cutoff_s: step time from which on a plan is not wanted.
+            mesh_bound: lower bounds on the run's mesh. Choices that they show to take ``cutoff_s`` are left out.
+            mip_gap: relative gap at which the solver may stop; None: the job's.
+            deadline: time of `time.perf_counter` at which the incumbent is returned.
+            node_limit: relaxations to branch through, after which the incumbent is returned; None: no limit.
+            least_solve_s: seconds that the solver gets at least, however long formulating took.
+            formulated: the run's program under the same restriction, if it exists already.
 
         Raises:
             SolverError: time was up before any plan was found.
         """
-        stated = formulated or self.formulate(run, restriction, floor, at_most_s)
-        formulator, structure, formulation = stated
+        formulator, structure, formulation = formulated or self.formulate(run, restriction, mesh_bound, cutoff_s)
         while formulation is not None:
             with self.clock.stage("solve_s"):
                 solution = solve(
                     formulation.problem,
-                    memory_bytes=self.memory_bytes if capped else None,
+                    memory_bytes=memory_bytes,
                     mip_gap=self.job.mip_gap if mip_gap is None else mip_gap,
-                    time_limit_s=None if deadline is None else max(left_s(deadline) or 0.0, solving_s),
-                    cutoff_s=at_most_s,
-                    node_limit=steps,
+                    time_limit_s=None if deadline is None else max(left_s(deadline) or 0.0, least_solve_s),
+                    cutoff_s=None if math.isinf(cutoff_s) else cutoff_s,
+                    node_limit=node_limit,
                 )
             if solution is None:
                 return None
             decision = decision_from_assignment(formulation, solution.assignment)
-            refused = self.refused(run, formulation, decision)
-            if not refused:
+            mismatched = self.mismatched_regions(run, formulation, decision)
+            if not mismatched:
                 return self._candidate(run, formulator, structure, decision, solution, restriction)
-            formulation = without(formulator, formulation, decision, refused)
+            formulation = without_mismatched(formulator, formulation, decision, mismatched)
         return None
 
-    def refused(self, run: Run, formulation: Formulation, decision: Decision) -> list[int]:
-        """Return the region classes whose strategy DTensor would run otherwise on the whole mesh than axis by axis."""
+    def mismatched_regions(self, run: Run, formulation: Formulation, decision: Decision) -> list[int]:
+        """Return the region classes whose strategy DTensor runs differently on the whole mesh than axis by axis."""
         with self.clock.stage("check_s"), quiet_dtensor():
             return [
                 index
@@ -309,8 +298,8 @@ class RunPlanner:
     def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
         """Return a random decision, whatever it costs; None where none can be found."""
         if self._last_random is None or self._last_random[0] != run:
-            self._last_random = run, *self.formulate(run, restriction)
-        _, formulator, structure, formulation = self._last_random
+            self._last_random = run, self.formulate(run, restriction)
+        formulator, structure, formulation = self._last_random[1]
         if formulation is None:
             return None
 
@@ -337,18 +326,18 @@ class RunPlanner:
         restriction: Restriction | None = None,
     ) -> Candidate:
         if solution is not None:
-            kept = (None, None) if restriction is None else (restriction.accepts, restriction.accepts_stored)
-            decision = break_ties(formulator, structure, decision, *kept)
-        found = estimate(formulator, structure, decision)
-        return Candidate(run=run, structure=structure, decision=decision, estimate=found, solution=solution)
+            accepted = (None, None) if restriction is None else (restriction.accepts, restriction.accepts_stored)
+            decision = break_ties(formulator, structure, decision, *accepted)
+        price = estimate(formulator, structure, decision)
+        return Candidate(run=run, structure=structure, decision=decision, estimate=price, solution=solution)
 
 
-def without(
-    formulator: Formulator, formulation: Formulation, decision: Decision, refused: Sequence[int]
+def without_mismatched(
+    formulator: Formulator, formulation: Formulation, decision: Decision, mismatched: Sequence[int]
 ) -> Formulation | None:
-    """Return the problem without the strategies that were refused."""
+    """Return the program without the strategies chosen for ``mismatched`` regions; None where one has none left."""
     strategies = [
-        tuple(s for s in choices if index not in refused or s != decision.strategies[index])
+        tuple(s for s in choices if index not in mismatched or s != decision.strategies[index])
         for index, choices in enumerate(formulation.strategies)
     ]
     return formulator.with_choices(strategies, formulation.stored) if all(strategies) else None

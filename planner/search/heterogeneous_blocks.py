@@ -1,96 +1,76 @@
-"""The best plan in which blocks are alike, and what it gains where the first of them differ from the rest.
+"""A faster plan in which the first of equal blocks have layouts or checkpointing of their own, if there is one.
 
-The walk over meshes keeps equal blocks alike, which keeps its programs small. A cap on memory then asks all or nothing
-of them: all are run again, or all stored split, where a part would do. Here the best run is solved again with its
-first k blocks apart: fewer of them checkpointed, or laid out in another way. Each program has a part more to decide,
-and is asked only for what is faster than the best so far, which its relaxation mostly refutes.
+The search over meshes lets equal blocks share their decisions, which keeps its programs small. A cap on memory then
+forces all or none of them to be checkpointed, or to be stored sharded, where a part would do. Here the best run is
+solved again with choices of their own for its first k blocks. Each program has one more part to decide, and is asked
+only for what is faster than the incumbent: mostly its relaxation shows that nothing is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Sequence
 
-from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.plan.job import Checkpointing
-from planner.regions.block_grouping import Grouping
-from planner.run.baselines import Restriction
-from planner.run.run_planner import Candidate, RunPlanner
-from planner.search.mesh_search import MeshSearchResult, Progress
+from planner.progress import IncumbentFound, RunSolving, SearchState
+from planner.run.run_results import Candidate
+from planner.search.branch_and_bound import SearchResult, SearchSpec
 
-_WORTH = 0.005
-"""By how much faster a plan has to be to be worth blocks that differ: relative, of the best so far."""
+_WORTHWHILE = 0.005
+"""Step time, relative to the incumbent's, that a plan has to save to be worth heterogeneous blocks."""
 
-_STEPS = 48
-"""Relaxations to branch through in each program: most of what is to be found, and as much on any machine."""
+_NODE_LIMIT = 48
+"""Relaxations to branch through in each program: most of what there is to find, and the same on any machine."""
 
-_MORE_STEPS = 4 * _STEPS
-"""In the one program that found most, where its relaxation leaves room for more."""
+_RAISED_NODE_LIMIT = 4 * _NODE_LIMIT
+"""The same in the one program that found most, if its relaxation leaves room for more."""
 
-_FINEST = 4
+_RESOLUTION = 4
 """How many blocks are checkpointed is settled to within this part of a list."""
 
 
-def improve_with_heterogeneous_blocks(
-    search: RunPlanner,
-    found: MeshSearchResult,
-    modes: Sequence[str],
-    restrict: Callable[[MeshSpec], Restriction | None],
-    progress: Progress | None = None,
-    deadline: float | None = None,
-) -> MeshSearchResult:
-    """Return the best plan of the run that was ``found``, with the first blocks of each list apart where that pays.
+def improve_with_heterogeneous_blocks(spec: SearchSpec, result: SearchResult[Candidate]) -> SearchResult[Candidate]:
+    """Return the best plan of the run in ``result``, with choices of their own for the first blocks where that pays.
 
     Args:
-        modes: of checkpointing that the job leaves to choose from.
+        spec: of the search that found it.
+        result: its outcome, which has a plan.
     """
-    assert found.candidate is not None
-    restriction = restrict(found.candidate.run.mesh)
-    return _Variation(search, found, found.candidate, restriction, progress, deadline).best(len(modes) > 1)
+    assert result.plan is not None
+    return _Improvement(spec, result, result.plan).best()
 
 
-class _Variation:
-    def __init__(
-        self,
-        search: RunPlanner,
-        found: MeshSearchResult,
-        candidate: Candidate,
-        restriction: Restriction | None,
-        progress: Progress | None,
-        deadline: float | None,
-    ) -> None:
-        self._search, self._restriction = search, restriction
-        self._progress, self._deadline = progress, deadline
-        self._best, self._bound_s = candidate, found.bound_s
-        self._found, self._complete = found, found.complete
-        self._length = max((len(blocks) for blocks in search.model.blocks.lists.values()), default=0)
+class _Improvement:
+    def __init__(self, spec: SearchSpec, result: SearchResult[Candidate], candidate: Candidate) -> None:
+        self._spec, self._planner = spec, spec.planner
+        self._first, self._best = candidate, candidate
+        self._result, self._bound_s, self._complete = result, result.bound_s, result.complete
+        self._length = max((len(blocks) for blocks in self._planner.model.blocks.lists.values()), default=0)
 
-    def best(self, may_checkpoint: bool) -> MeshSearchResult:
-        """Try what could be faster; ``may_checkpoint``: how many blocks are checkpointed may differ as well."""
+    def best(self) -> SearchResult[Candidate]:
+        """Try what could be faster; how many blocks are checkpointed may differ where the mode was a choice."""
         if self._length < 2 or not self._complete:
-            return self._found
-        if may_checkpoint and self._best.run.ac in ("selective", "full"):
+            return self._result
+        if len(self._spec.modes) > 1 and self._best.run.ac in ("selective", "full"):
             self._checkpoint_fewer()
-        if self._best is self._found.candidate:
-            self._lay_out_apart()  # blocks that are not checkpointed alike are apart already
-        return dataclasses.replace(self._found, candidate=self._best, bound_s=self._bound_s, complete=self._complete)
+        if self._best is self._first:
+            self._lay_out_apart()  # otherwise the blocks that are checkpointed have choices of their own already
+        return dataclasses.replace(self._result, plan=self._best, bound_s=self._bound_s, complete=self._complete)
 
     @property
-    def _could_gain(self) -> bool:
-        """Whether the relaxation leaves room: it takes a part of one layout and a part of another at will.
+    def _may_gain(self) -> bool:
+        """Whether the relaxation leaves room for a faster plan: it mixes layouts of equal blocks freely.
 
-        It does not tell of the ends: what waits for the first block alone (its gather) or the last is charged to all.
+        It says nothing of the first and the last block: what waits for one of them alone is charged to all blocks.
         """
         solution = self._best.solution
         assert solution is not None
-        return solution.root_s is None or solution.root_s < solution.objective_s * (1.0 - _WORTH)
+        return solution.root_s is None or solution.root_s < solution.objective_s * (1.0 - _WORTHWHILE)
 
     def _checkpoint_fewer(self) -> None:
-        """Halve the interval in which the fewest blocks lie that have to be checkpointed."""
+        """Find the least number of checkpointed blocks by bisection."""
         mode, (fewer, enough) = self._best.run.ac, (0, self._length)
-        while enough - fewer > max(1, self._length // _FINEST):
+        while enough - fewer > max(1, self._length // _RESOLUTION):
             count = (fewer + enough) // 2
             if self._improves(str(Checkpointing(mode, count)), None):
                 enough = count
@@ -98,58 +78,72 @@ class _Variation:
                 fewer = count
 
     def _lay_out_apart(self) -> None:
-        """Try to part the blocks at either end, in the middle, and between; then around what was best."""
+        """Try to split the blocks at both ends, in the middle, and between; then around what was best."""
         n, tried, best = self._length, set[int](), 0
         for count in (1, n - 1, n // 2, n // 4, n - n // 4):
-            if self._is_new(count, tried) and self._improves(self._best.run.ac, count):
+            if self._is_worth_trying(count, tried) and self._improves(self._best.run.ac, count):
                 best = count
         step = n // 8 if best else 0
         while step:
             for count in (best - step, best + step):
-                if self._is_new(count, tried) and self._improves(self._best.run.ac, count):
+                if self._is_worth_trying(count, tried) and self._improves(self._best.run.ac, count):
                     best = count
             step //= 2
-        if best and self._could_gain:
-            self._improves(self._best.run.ac, best, _MORE_STEPS)
+        if best and self._may_gain:
+            self._improves(self._best.run.ac, best, _RAISED_NODE_LIMIT)
 
-    def _is_new(self, count: int, tried: set[int]) -> bool:
-        """Tell whether so many blocks apart are worth a try, and note it."""
+    def _is_worth_trying(self, count: int, tried: set[int]) -> bool:
+        """Tell whether a number of leading blocks is new and may gain, and add it to ``tried``."""
         if count in tried or not 0 < count < self._length:
             return False
-        if count not in (1, self._length - 1) and not self._could_gain:
+        if count not in (1, self._length - 1) and not self._may_gain:
             return False
         tried.add(count)
         return True
 
-    def _improves(self, ac: str, apart: int | None, steps: int = _STEPS) -> bool:
-        """Solve a variant of the best run; keep it where it is faster. The best itself may be one, with more steps."""
+    def _improves(self, ac: str, leading_blocks: int | None, node_limit: int = _NODE_LIMIT) -> bool:
+        """Solve a variant of the best run, or that again with a higher node limit; keep its plan if it is faster."""
         known = self._best.run
-        run = self._search.run_of(known.mesh, known.micro_batches, ac, apart)
-        if (run.grouping == known.grouping and steps == _STEPS) or not self._complete:
+        run = self._planner.run_of(known.mesh, known.micro_batches, ac, leading_blocks)
+        if (run.grouping == known.grouping and node_limit == _NODE_LIMIT) or not self._complete:
             return False
-        self._say(run.ac, run.grouping, apart)
-        at_most_s = self._best.estimate.step_time_s * (1.0 - _WORTH)
+        if self._spec.progress is not None:
+            solving = RunSolving(
+                mesh=str(run.mesh),
+                micro_batches=run.micro_batches,
+                ac=run.ac,
+                leading_blocks=leading_blocks,
+                state=self._state,
+            )
+            self._spec.progress(solving)
+        constraints = self._spec.constraints
         try:
-            candidate = self._search.solve(run, self._restriction, at_most_s, deadline=self._deadline, steps=steps)
+            candidate = self._planner.solve(
+                run,
+                constraints.restrict(run.mesh),
+                memory_bytes=constraints.memory_bytes,
+                cutoff_s=self._best.estimate.step_time_s * (1.0 - _WORTHWHILE),
+                deadline=self._spec.deadline,
+                node_limit=node_limit,
+            )
         except SolverError:
-            candidate = None  # it broke off: this variant is left out
-        self._complete = self._deadline is None or time.perf_counter() < self._deadline
+            candidate = None  # the solver gave no answer: this variant is left out
+        self._complete = not self._spec.is_over
         if candidate is None or candidate.solution is None:
             return False
         self._keep(candidate)
         return True
 
+    @property
+    def _state(self) -> SearchState:
+        return SearchState(step_time_s=self._best.estimate.step_time_s, bound_s=self._bound_s)
+
     def _keep(self, candidate: Candidate) -> None:
         solution = candidate.solution
         assert solution is not None
         self._best = candidate
-        # Of the plans in which blocks differ few were tried; what none of them can beat is the relaxation.
-        least_s = solution.bound_s if solution.root_s is None else solution.root_s
-        self._bound_s = min(self._bound_s, least_s)
-        if self._progress is not None:
-            self._progress(f"best so far {candidate.estimate.step_time_s:.6g} s")
-
-    def _say(self, ac: str, grouping: Grouping, apart: int | None) -> None:
-        if self._progress is not None:
-            front = f", the first {apart} blocks apart" if apart is not None else ""
-            self._progress(f"solving once more: checkpointing {ac}{front}")
+        # Few of the plans with heterogeneous blocks were tried: only the relaxation bounds them all.
+        bound_s = solution.bound_s if solution.root_s is None else solution.root_s
+        self._bound_s = min(self._bound_s, bound_s)
+        if self._spec.progress is not None:
+            self._spec.progress(IncumbentFound(mesh=str(candidate.run.mesh), state=self._state))

@@ -1,4 +1,4 @@
-"""Why nothing fits: the least memory per device that would do, the tensors in the way, the devices that would do."""
+"""The report that nothing fits: the least memory that would do, the largest tensors, the cluster that would do."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ from planner.ilp.relaxation import least_memory_bound
 from planner.ilp.solve import least_memory
 from planner.liveness.structure import Structure
 from planner.pricing.run_spec import Run
-from planner.run.baselines import Restriction
-from planner.run.run_planner import RunPlanner, without
+from planner.run.run_planner import RunPlanner, without_mismatched
+from planner.search.worker_context import Restrict, SearchConstraints
 
 _DOUBLINGS = 6
-"""Up to 64 times the nodes are tried."""
+"""Larger clusters are tried with up to 64 times the nodes."""
 
 _MESHES_TRIED = 4
-"""Of a larger cluster: all devices in a row, and those whose inner axis is nearest to a node."""
+"""Meshes tried of a larger cluster: the one with one axis, and those whose inner axis is nearest to a node."""
 
-_LITTLE = 0.95
-"""Of the least memory on half the devices: where it is more, devices are not what is missing."""
+_NO_GAIN = 0.95
+"""Where twice the devices need more than this share of the least memory, devices are not what is missing."""
 
 _EXACT = 1e-4
 _NEAR = 0.01
-"""By how much less memory might do than a refusal says: the last percent takes up to twenty times as long."""
+"""Relative gaps of the least memory. The last percent takes up to twenty times as long; a report does without."""
 
-Restrict = Callable[[MeshSpec], Restriction | None]
+Larger = Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]]
+"""From a cluster to its meshes, and the numbers of micro-batches that may be tried on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
-    """The decision of a run that needs the least memory."""
+    """The decision of a run with the least peak, in bytes per device."""
 
     nbytes: float
     run: Run
@@ -47,37 +48,41 @@ class LeastMemory:
 
 
 def infeasibility_report(
-    search: RunPlanner,
+    planner: RunPlanner,
     meshes: Sequence[MeshSpec],
     counts: Sequence[int],
     modes: Sequence[str],
-    restrict: Restrict,
-    larger: Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]],
+    constraints: SearchConstraints,
+    larger: Larger,
 ) -> InfeasibleError:
     """Return the error that says what would do: the least memory per device over all runs, and what takes it up.
 
     Args:
-        meshes, counts, modes, restrict: of the search that found nothing.
-        larger: the meshes of another cluster, and the numbers of micro-batches that may be tried on it.
+        planner: of the search that found nothing.
+        meshes: that were searched.
+        counts: numbers of micro-batches that were searched.
+        modes: of checkpointing that were searched, the one that keeps least last.
+        constraints: that no plan keeps.
+        larger: the search space of another cluster.
     """
-    least = least_memory_run(search, meshes, counts, modes, restrict, gap=_NEAR)
+    least = least_memory_run(planner, meshes, counts, modes, constraints.restrict, gap=_NEAR)
     if least is None:
         return InfeasibleError(
             "no layout of this model divides evenly over these meshes and this batch.",
-            budget_bytes=search.memory_bytes,
+            budget_bytes=constraints.memory_bytes,
             least_bytes=None,
             what_to_do="Choose another mesh, or a batch that the mesh divides.",
         )
     return InfeasibleError(
-        budget_bytes=search.memory_bytes,
+        budget_bytes=constraints.memory_bytes,
         least_bytes=math.ceil(least.nbytes),
-        largest_tensors=_largest(least),
-        enough=_enough(search, modes[-1], restrict, larger),
+        largest_tensors=_largest_tensors(least),
+        enough=_large_enough_cluster(planner, modes[-1], constraints, larger),
     )
 
 
 def least_memory_run(
-    search: RunPlanner,
+    planner: RunPlanner,
     meshes: Sequence[MeshSpec],
     counts: Sequence[int],
     modes: Sequence[str],
@@ -85,103 +90,108 @@ def least_memory_run(
     *,
     gap: float = _EXACT,
 ) -> LeastMemory | None:
-    """Return what needs the least memory of all runs, to within a relative gap; None where there is no layout."""
-    runs = [search.run_of(*each) for each in itertools.product(meshes, counts, modes)]
-    return _least(search, runs, restrict, gap=gap)[0]
+    """Return the decision with the least memory over all runs, to within a relative gap; None without any layout."""
+    runs = [planner.run_of(*each) for each in itertools.product(meshes, counts, modes)]
+    return _least(planner, runs, restrict, gap=gap)[0]
 
 
 def _least(
-    search: RunPlanner,
+    planner: RunPlanner,
     runs: Sequence[Run],
     restrict: Restrict,
     enough_bytes: float | None = None,
     *,
     gap: float = _NEAR,
 ) -> tuple[LeastMemory | None, float]:
-    """Return what needs the least memory of all ``runs``, and the bytes that none of them goes below.
+    """Return the decision with the least memory over all ``runs``, and a lower bound in bytes on all of them.
 
-    With ``enough_bytes`` it is the first that is found to need no more, and None where all need more.
+    The run with the lowest bound goes next: the bound is first that of its structure, then that of its relaxation, then
+    its solution.
 
-    What has the lowest bound goes next: at first that of the structure, then the relaxation's, then what was found.
+    Args:
+        planner: of the runs.
+        runs: to be compared.
+        restrict: mesh -> what is left to choose on it.
+        enough_bytes: the first decision found that needs no more is returned, and None if all need more.
+        gap: relative gap of each solution.
     """
     numbers = itertools.count()
     heap: list[tuple[float, int, Run, LeastMemory | None]] = [
-        (search.least_memory_bytes(run), next(numbers), run, None) for run in runs
+        (planner.least_memory_bytes(run), next(numbers), run, None) for run in runs
     ]
     heapq.heapify(heap)
     relaxed: set[Run] = set()
     while heap:
-        least_bytes, _, run, found = heapq.heappop(heap)
-        if enough_bytes is not None and least_bytes > enough_bytes:
-            return None, least_bytes
-        if found is not None:
-            return found, least_bytes
+        bound_bytes, _, run, least = heapq.heappop(heap)
+        if enough_bytes is not None and bound_bytes > enough_bytes:
+            return None, bound_bytes
+        if least is not None:
+            return least, bound_bytes
         if run in relaxed:
-            found = _least_of(search, run, restrict, gap)
-            if found is not None:
-                if enough_bytes is not None and found.nbytes <= enough_bytes:
-                    return found, least_bytes
-                heapq.heappush(heap, (found.nbytes, next(numbers), run, found))
+            least = _least_of_run(planner, run, restrict, gap)
+            if least is not None:
+                if enough_bytes is not None and least.nbytes <= enough_bytes:
+                    return least, bound_bytes
+                heapq.heappush(heap, (least.nbytes, next(numbers), run, least))
             continue
         relaxed.add(run)
-        formulation = search.formulate(run, restrict(run.mesh))[2]
-        bound = None if formulation is None else least_memory_bound(formulation.problem)
-        if bound is not None:
-            heapq.heappush(heap, (bound, next(numbers), run, None))
+        formulation = planner.formulate(run, restrict(run.mesh)).formulation
+        relaxed_bytes = None if formulation is None else least_memory_bound(formulation.problem)
+        if relaxed_bytes is not None:
+            heapq.heappush(heap, (relaxed_bytes, next(numbers), run, None))
     return None, math.inf
 
 
-def _least_of(search: RunPlanner, run: Run, restrict: Restrict, gap: float) -> LeastMemory | None:
-    """Return the decision that needs the least memory of those that DTensor runs; None where there is none."""
-    formulator, structure, formulation = search.formulate(run, restrict(run.mesh))
+def _least_of_run(planner: RunPlanner, run: Run, restrict: Restrict, gap: float) -> LeastMemory | None:
+    """Return the decision with the least memory that DTensor can run; None where there is none."""
+    formulator, structure, formulation = planner.formulate(run, restrict(run.mesh))
     while formulation is not None:
-        found = least_memory(formulation.problem, gap)
-        if found is None:
+        solution = least_memory(formulation.problem, gap)
+        if solution is None:
             return None
-        decision = decision_from_assignment(formulation, found[0])
-        refused = search.refused(run, formulation, decision)
-        if not refused:
-            return LeastMemory(nbytes=found[1], run=run, structure=structure, decision=decision)
-        formulation = without(formulator, formulation, decision, refused)
+        assignment, nbytes = solution
+        decision = decision_from_assignment(formulation, assignment)
+        mismatched = planner.mismatched_regions(run, formulation, decision)
+        if not mismatched:
+            return LeastMemory(nbytes=nbytes, run=run, structure=structure, decision=decision)
+        formulation = without_mismatched(formulator, formulation, decision, mismatched)
     return None
 
 
-def _enough(
-    search: RunPlanner,
-    mode: str,
-    restrict: Restrict,
-    larger: Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]],
-) -> str | None:
-    """Return the smallest cluster seen to hold the job, its nodes doubled again and again; None where none was.
+def _large_enough_cluster(planner: RunPlanner, mode: str, constraints: SearchConstraints, larger: Larger) -> str | None:
+    """Return the name of the smallest cluster that holds the job, of those with doubled nodes; None if none does.
 
-    Tried are the meshes that people take, in the smallest micro-batches, the smallest that all devices together divide,
-    and the largest: the whole batch at once accumulates no gradients. Where twice the devices make little difference,
-    more of them are not tried.
+    The usual meshes are tried, in the smallest micro-batches, the smallest that all devices divide, and the whole batch
+    at once, which accumulates no gradients. It ends early where twice the devices make little difference.
 
     Args:
-        mode: of checkpointing, that which keeps least.
+        planner: of the job.
+        mode: of checkpointing, the one that keeps least.
+        constraints: that a plan has to keep.
+        larger: the search space of another cluster.
     """
-    before, per_node = math.inf, search.cluster.devices_per_node
+    before, per_node = math.inf, planner.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):
-        cluster = dataclasses.replace(search.cluster, nodes=search.cluster.nodes << doublings)
+        cluster = dataclasses.replace(planner.cluster, nodes=planner.cluster.nodes << doublings)
         meshes, counts = larger(cluster)
         if not counts:
             return None  # the batch does not divide over so many devices, nor over more
-        there = RunPlanner(search.model, search.job, cluster, search.batch, search.clock)
-        even = [count for count in counts if search.batch // count % cluster.size == 0]
+        there = RunPlanner(planner.model, planner.job, cluster, planner.batch, planner.clock)
+        even = [count for count in counts if planner.batch // count % cluster.size == 0]
         tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
         usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))
         runs = [there.run_of(mesh, count, mode) for mesh in usual[:_MESHES_TRIED] for count in tried]
-        least, least_bytes = _least(there, runs, restrict, search.memory_bytes)
+        least, bound_bytes = _least(there, runs, constraints.restrict, constraints.memory_bytes)
         if least is not None:
             return cluster.name
-        if least_bytes > before * _LITTLE:
+        if bound_bytes > before * _NO_GAIN:
             return None
-        before = least_bytes
+        before = bound_bytes
     return None
 
 
-def _largest(least: LeastMemory) -> tuple[tuple[str, int], ...]:
+def _largest_tensors(least: LeastMemory) -> tuple[tuple[str, int], ...]:
+    """Return the three largest tensors of a decision on one device, as (name, bytes)."""
     structure, mesh_shape = least.structure, least.run.mesh.shape
     values, names = structure.regions.graph.values, structure.regions.graph.parameters
     rows: list[tuple[str, int]] = []

@@ -1,409 +1,323 @@
-"""Over all runs of a job: meshes, modes of checkpointing, numbers of micro-batches.
+"""The search over meshes, checkpointing modes and numbers of micro-batches: an instance of `branch_and_bound`.
 
-A *lane* is a mesh with a mode of checkpointing; its runs differ in the number of micro-batches, of which each divides
-the next, and more of them never make a step faster but where they leave room for faster layouts. So a lane starts with
-the fewest, and has a bound that no later run of it can beat: at first the mesh's floor, then the relaxation without a
-memory cap of the run last looked at. What no plan of a single run can beat is its relaxation within the cap. Of meshes
-to be bounded, lanes to be followed and runs to be solved, what has the lowest bound goes next, until no bound is better
-than the best plan, or time is up. What is left could still reach its lowest bound: that is the bound of the whole
-search.
+Three kinds of nodes, each the child of the one before:
 
-Several of these can go next at once, in a `Pool`. A look then knows of the best plan as it was when the look began:
-less is left out, and what is proved is as true.
+- a mesh, bounded by its compute, perfectly split. Expanding it relaxes its largest run (`mesh_bound`).
+- a (mesh, checkpointing) pair: its runs that are left, in ascending numbers of micro-batches. More micro-batches never
+  make a step faster, except that they leave memory for faster layouts. So the relaxation without the memory cap of the
+  run in the fewest bounds all that are left. Expanding the pair relaxes its next run.
+- a run, bounded by its relaxation within the memory cap. Expanding it solves its integer program.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import itertools
+import functools
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.graph.trace_module import divisor_chains
-from planner.plan.estimate import MeshOutcome, MeshReport
+from planner.plan.estimate import MeshReport
+from planner.progress import IncumbentFound, MeshBounding, RunRelaxing, RunSolving
 from planner.run.mesh_bound import MeshBound
-from planner.run.run_planner import Candidate, RunPlanner, SolvedRun
-from planner.search.mesh_tasks import BoundedMesh, BoundMesh, RelaxedPair, RelaxRun, SolveRun, least_s
+from planner.run.run_results import Candidate, SolvedRun
+from planner.search.branch_and_bound import (
+    BranchAndBound,
+    Expansion,
+    Incumbent,
+    SearchResult,
+    SearchSpec,
+    Task,
+    run_searches,
+)
+from planner.search.mesh_tasks import BoundedMesh, BoundMesh, RelaxedPair, RelaxRun, SolveRun, compute_bound_s
 from planner.search.task_pool import Pool
-from planner.search.worker_context import Restrict, SearchConstraints, WorkerContext
 
-Progress = Callable[[str], None]
+_FIRST_PLAN_GAP = 0.1
+"""Relative gap of the first plan: it only has to prune."""
 
-_FIRST_GAP = 0.1
-"""How far from the best in its run the first plan may be: it is only there to tell what is not worth a look."""
+_FIRST_PLAN_S = 3.0
+"""Seconds that the first plan may be solved for at least: formulating it was most of the work."""
 
-_TRIED_STEPS = 30
-"""Relaxations to branch through when a run is first solved: a plan that others are to beat is often there by then, and
-to prove that it is the best of its run can take many times as long."""
-
-_FIRST_S = 3.0
-"""So long at least the first plan may be solved for: formulating it was most of the work, whatever the time limit."""
+_TRIAL_NODES = 30
+"""Relaxations to branch through when a run is first solved. That often finds an incumbent that prunes other nodes; to
+prove that it is the best of its run can take many times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshSearchResult:
-    """The best plan of a search.
-
-    Attributes:
-        candidate: None where none was found that takes less than was wanted of it (`MeshSearch.want_less`).
-        bound_s: no plan of the search space is faster.
-        complete: whether the search ended by itself; otherwise its time was up.
-        meshes: what became of each, where there was more than one.
-    """
-
-    candidate: Candidate | None
-    bound_s: float
-    complete: bool
-    meshes: tuple[MeshReport, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Closed:
-    """A mesh that is not bounded yet, but by its compute, perfectly split."""
+class _MeshNode:
+    """A mesh that is bounded by its compute alone; number ``number`` of all meshes."""
 
     mesh: MeshSpec
-    place: str
+    number: int
     bound_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lane:
-    """Runs on one mesh with one mode of checkpointing that were not looked at yet, by numbers of micro-batches."""
+class _PairNode:
+    """A (mesh, checkpointing) pair: its runs that are not relaxed yet.
 
-    floor: MeshBound
+    Attributes:
+        counts: their numbers of micro-batches, each dividing the next.
+    """
+
+    mesh_bound: MeshBound
     ac: str
     counts: tuple[int, ...]
     bound_s: float
 
     @property
     def mesh(self) -> MeshSpec:
-        return self.floor.mesh
+        return self.mesh_bound.mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """A run of a lane that is still to be solved, and what no plan of it that fits can beat.
+class _RunNode:
+    """A run that is not solved yet.
 
     Attributes:
-        is_tried: whether a few steps of solving it were not enough.
+        is_tried: whether `_TRIAL_NODES` were not enough.
     """
 
-    lane: _Lane
+    pair: _PairNode
     micro_batches: int
     bound_s: float
     is_tried: bool = False
 
     @property
     def mesh(self) -> MeshSpec:
-        return self.lane.mesh
+        return self.pair.mesh
 
 
-_Item = _Closed | _Lane | _Open
-_Task = BoundMesh | RelaxRun | SolveRun
+_Node = _MeshNode | _PairNode | _RunNode
 
 
-@dataclass(slots=True)
-class _Mesh:
-    """What is known of a mesh: what no plan on it that fits can beat, once nothing of it is left on the heap."""
+class MeshSearch(BranchAndBound[_Node]):
+    """The search over the meshes of a job."""
 
-    least_s: float = math.inf
-    has_layout: bool = True
-    best_s: float = math.inf
+    def __init__(self, spec: SearchSpec, incumbent: Incumbent) -> None:
+        super().__init__(spec, incumbent)
+        self._planner = spec.planner
+        self._best: SolvedRun | None = None
+        self._meshes: Sequence[MeshSpec] = ()
+        self._solver_error: SolverError | None = None
 
-    def bounded(self, time_s: float) -> None:
-        self.least_s = min(self.least_s, time_s)
-
-
-@dataclass(slots=True)
-class MeshSearch:
-    """One walk over the lanes of a job, a `planner.search.co_search.Walk`.
-
-    Attributes:
-        pool: does the tasks; None: this process does.
-    """
-
-    search: RunPlanner
-    counts: Sequence[int]
-    modes: Sequence[str]
-    restrict: Restrict
-    progress: Progress | None = None
-    deadline: float | None = None
-    pool: Pool | None = None
-    _best: SolvedRun | None = None
-    _limit_s: float = math.inf
-    _all: Sequence[MeshSpec] = ()
-    _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _proved_s: float = math.inf
-    _given_up_s: float = math.inf
-    _cut_short: bool = False
-    _unsolved: SolverError | None = None
-    _meshes: dict[MeshSpec, _Mesh] = field(default_factory=dict)
-    _here: Pool = field(init=False)
-
-    def __post_init__(self) -> None:
-        terms = SearchConstraints(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
-        self._here = Pool(WorkerContext(self.search)).under(terms)
-
-    def best(self, meshes: Sequence[MeshSpec]) -> MeshSearchResult | None:
-        """Return the fastest plan over all runs, None where none fits.
+    def best(self, meshes: Sequence[MeshSpec]) -> SearchResult[Candidate]:
+        """Return the fastest plan on ``meshes``.
 
         Raises:
             SolverError: time was up before any plan was found.
         """
-        if len(meshes) == len(self.counts) == len(self.modes) == 1:
-            return self._only(meshes[0])
+        counts, modes = self.spec.micro_batch_counts, self.spec.modes
+        if len(meshes) == len(counts) == len(modes) == 1:
+            return self._solve_only_run(meshes[0])
         self.start(meshes)
-        (self.pool or self._here).run(self.pick, self.done)
-        return self.found()
+        run_searches(self.spec.pool, [self])
+        return self.result()
 
     def start(self, meshes: Sequence[MeshSpec]) -> None:
-        """Find a first plan, and what is to be walked over."""
-        self._all, here = meshes, self._here
-        # The first tasks are done here: what they leave behind all others need.
-        # Devices in a row leave little to choose: done with in no time, they tell the others what to beat.
-        first = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_evenly(mesh)]
-        others = [mesh for mesh in meshes if mesh not in first]
-        self._close(first, of=meshes)
-        here.run(self.pick, self.done)
+        """Find a first plan, and push every mesh."""
+        self._meshes = meshes
+        # The first tasks run in this process, so that its caches are filled before they are sent to workers. One axis
+        # leaves little to choose: such meshes are solved at once, and prune others.
+        here = self.spec.pool.in_this_process()
+        one_axis = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_batch(mesh)]
+        others = [mesh for mesh in meshes if mesh not in one_axis]
+        self._push_meshes(one_axis)
+        run_searches(here, [self])
         if self._best is None and others:
-            self._dive(min(others, key=self._strangeness), here)
-        self._close(others, of=meshes)
+            self._find_first_plan(min(others, key=self._distance_from_usual), here)
+        self._push_meshes(others)
+        self.has_all_roots = True
 
-    def _splits_evenly(self, mesh: MeshSpec) -> bool:
+    def _splits_batch(self, mesh: MeshSpec) -> bool:
         """Tell whether all devices of a mesh divide the batch in some number of micro-batches."""
-        return any(self.search.batch // count % mesh.size == 0 for count in self.counts)
+        return any(self._planner.batch // count % mesh.size == 0 for count in self.spec.micro_batch_counts)
 
-    def _strangeness(self, mesh: MeshSpec) -> float:
-        """Return how far the inner axis is from the devices of a node, in powers of two: what most people take."""
-        return abs(math.log2(mesh.shape[-1] / self.search.cluster.devices_per_node))
+    def _distance_from_usual(self, mesh: MeshSpec) -> float:
+        """Return how far the inner axis is from the devices of a node, the usual choice, in powers of two."""
+        return abs(math.log2(mesh.shape[-1] / self._planner.cluster.devices_per_node))
 
-    def _dive(self, mesh: MeshSpec, here: Pool) -> None:
-        """Find a first plan where one is likely: recomputing, in the smallest micro-batches that split the batch."""
-        if self._is_over:
+    def _find_first_plan(self, mesh: MeshSpec, here: Pool) -> None:
+        """Solve a run that probably fits: recomputing, in the smallest micro-batches that split the batch."""
+        if self.is_over:
             return
-        counts = [count for count in self.counts if self.search.batch // count % mesh.shape[0] == 0]
+        counts = self.spec.micro_batch_counts
+        splitting = [count for count in counts if self._planner.batch // count % mesh.shape[0] == 0]
         task = SolveRun(
             mesh=mesh,
-            micro_batches=max(counts, default=self.counts[-1]),
-            ac=self.modes[-1],
-            mip_gap=_FIRST_GAP,
-            left_s=self._left_s,
-            solving_s=_FIRST_S,
+            micro_batches=max(splitting, default=counts[-1]),
+            ac=self.spec.modes[-1],
+            mip_gap=_FIRST_PLAN_GAP,
+            left_s=self.spec.left_s,
+            least_solve_s=_FIRST_PLAN_S,
         )
-        self._say_solving(task, ", for a first plan")
-        found = here.do(task)
-        if isinstance(found, SolvedRun):  # the walk does without, if there is time
-            self._keep(found)
+        self._report_solving(task, is_first_plan=True)
+        solved = here.run_one(task, self.spec.constraints)
+        if isinstance(solved, SolvedRun):  # without one the search goes on, if there is time
+            self._take_plan(solved)
 
-    def _only(self, mesh: MeshSpec) -> MeshSearchResult | None:
-        """One run has nothing to be compared with."""
-        run = self.search.run_of(mesh, self.counts[0], self.modes[0])
-        self._say(f"solving mesh {mesh}, {run.micro_batches} micro-batches, checkpointing {run.ac}")
-        candidate = self.search.solve(run, self.restrict(mesh), deadline=self.deadline)
+    def _solve_only_run(self, mesh: MeshSpec) -> SearchResult[Candidate]:
+        """Return the solution of the only run, which needs no bounds."""
+        constraints = self.spec.constraints
+        run = self._planner.run_of(mesh, self.spec.micro_batch_counts[0], self.spec.modes[0])
+        self._report_solving(SolveRun(mesh=mesh, micro_batches=run.micro_batches, ac=run.ac))
+        candidate = self._planner.solve(
+            run, constraints.restrict(mesh), memory_bytes=constraints.memory_bytes, deadline=self.spec.deadline
+        )
         if candidate is None or candidate.solution is None:
-            return None
-        complete = candidate.solution.status == "optimal"
-        return MeshSearchResult(candidate=candidate, bound_s=candidate.solution.bound_s, complete=complete)
+            return SearchResult(plan=None, bound_s=math.inf, complete=True)
+        is_optimal = candidate.solution.status == "optimal"
+        return SearchResult(plan=candidate, bound_s=candidate.solution.bound_s, complete=is_optimal)
 
-    # --- what comes next -----------------------------------------------------------------------------------------
-
-    def _close(self, meshes: Sequence[MeshSpec], *, of: Sequence[MeshSpec]) -> None:
-        """Put meshes on the heap that nothing is known of."""
+    def _push_meshes(self, meshes: Sequence[MeshSpec]) -> None:
         for mesh in meshes:
-            bound_s = least_s(self.search, self.search.run_of(mesh, self.counts[0], "none"))
-            self._push(_Closed(mesh=mesh, place=f"{of.index(mesh) + 1} of {len(of)}", bound_s=bound_s))
+            bound_s = compute_bound_s(
+                self._planner, self._planner.run_of(mesh, self.spec.micro_batch_counts[0], "none")
+            )
+            self.push(_MeshNode(mesh=mesh, number=self._meshes.index(mesh) + 1, bound_s=bound_s))
 
-    def _push(self, item: _Item, *, at_once: bool = False) -> None:
-        heapq.heappush(self._heap, (-math.inf if at_once else item.bound_s, next(self._numbers), item))
+    # --- what expands a node -------------------------------------------------------------------------------------
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether there is no time for another task."""
-        return self.deadline is not None and time.perf_counter() >= self.deadline
+    def expand(self, node: _Node) -> Expansion[_Node]:
+        """Return the task that expands a node."""
+        return Expansion(node=node, key=id(node), state_task=functools.partial(self._task, node))
 
-    @property
-    def _left_s(self) -> float | None:
-        return None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0)
-
-    @property
-    def _at_most_s(self) -> float | None:
-        """The step time from which on a plan is not worth finding."""
-        return None if math.isinf(self.wanted_s) else self.wanted_s
-
-    @property
-    def wanted_s(self) -> float:
-        """The same; infinite where any plan is worth it."""
-        if self._best is None:
-            return self._limit_s
-        return min(self._best.estimate.step_time_s * (1.0 - self.search.job.mip_gap), self._limit_s)
-
-    def want_less(self, time_s: float) -> None:
-        """From now on want no plan that takes ``time_s`` or more."""
-        self._limit_s = min(self._limit_s, time_s)
-
-    def _is_wanted(self, bound_s: float) -> bool:
-        return bound_s < self.wanted_s
-
-    @property
-    def next_s(self) -> float:
-        """The lowest bound of what goes next; infinite where nothing that is known could be better, or time is up."""
-        if not self._heap or not self._is_wanted(self._heap[0][0]) or self._cut_short or self._is_over:
-            return math.inf
-        return self._heap[0][0]
-
-    def pick(self) -> tuple[_Item, _Task] | None:
-        """Return what goes next; None where there is nothing."""
-        if self.next_s == math.inf:
-            return None
-        item = heapq.heappop(self._heap)[2]
-        return item, self._task(item)
-
-    def _task(self, item: _Item) -> _Task:
-        if isinstance(item, _Closed):
-            self._say(f"bounding mesh {item.mesh} ({item.place})")
-            return BoundMesh(mesh=item.mesh, counts=tuple(self.counts), modes=self.modes)
-        if isinstance(item, _Lane):
+    def _task(self, node: _Node) -> Task:
+        cutoff_s = self.incumbent.cutoff_s
+        if isinstance(node, _MeshNode):
+            self.report(
+                lambda state: MeshBounding(
+                    mesh=str(node.mesh), mesh_number=node.number, meshes=len(self._meshes), state=state
+                )
+            )
+            return BoundMesh(mesh=node.mesh, counts=tuple(self.spec.micro_batch_counts), modes=tuple(self.spec.modes))
+        if isinstance(node, _PairNode):
+            self.report(
+                lambda state: RunRelaxing(mesh=str(node.mesh), micro_batches=node.counts[0], ac=node.ac, state=state)
+            )
             return RelaxRun(
-                floor=item.floor, ac=item.ac, counts=item.counts, bound_s=item.bound_s, at_most_s=self._at_most_s
+                mesh_bound=node.mesh_bound, ac=node.ac, counts=node.counts, bound_s=node.bound_s, cutoff_s=cutoff_s
             )
         task = SolveRun(
-            mesh=item.mesh,
-            micro_batches=item.micro_batches,
-            ac=item.lane.ac,
-            floor=item.lane.floor,
-            at_most_s=self._at_most_s,
-            left_s=self._left_s,
-            steps=None if item.is_tried else _TRIED_STEPS,
+            mesh=node.mesh,
+            micro_batches=node.micro_batches,
+            ac=node.pair.ac,
+            mesh_bound=node.pair.mesh_bound,
+            cutoff_s=cutoff_s,
+            left_s=self.spec.left_s,
+            node_limit=None if node.is_tried else _TRIAL_NODES,
         )
-        self._say_solving(task)
+        self._report_solving(task)
         return task
 
-    # --- what came of it -----------------------------------------------------------------------------------------
-
-    def done(self, item: _Item, task: _Task, found: BoundedMesh | RelaxedPair | SolvedRun | SolverError | None) -> None:
-        """Note what came of a task."""
-        if isinstance(item, _Closed):
-            assert isinstance(found, BoundedMesh)
-            self._opened(item.mesh, found)
-        elif isinstance(item, _Lane):
-            assert isinstance(found, RelaxedPair)
-            self._followed(item, found)
-        else:
-            assert isinstance(task, SolveRun)
-            assert not isinstance(found, BoundedMesh | RelaxedPair)
-            self._solved(item, task, found)
-
-    def _opened(self, mesh: MeshSpec, found: BoundedMesh) -> None:
-        """Open the lanes of a mesh."""
-        self._of(mesh).has_layout = found.has_layout
-        if found.floor is None:
-            return
-        for ac, bound_s in found.bounds_s.items():
-            for counts in divisor_chains(self.counts):
-                self._push(_Lane(floor=found.floor, ac=ac, counts=counts, bound_s=bound_s))
-
-    def _followed(self, lane: _Lane, found: RelaxedPair) -> None:
-        """Put the run that was looked at on the heap, and the lane back."""
-        known, look = self._of(lane.mesh), found.look
-        if look is None or found.micro_batches is None:
-            known.bounded(found.bound_s)
-            return
-        if look.capped_s is not None and self._is_wanted(look.capped_s):
-            # What comes of a few steps of solving it tells all others what to beat.
-            item = _Open(lane=lane, micro_batches=found.micro_batches, bound_s=look.capped_s)
-            self._push(item, at_once=True)
-        elif self._at_most_s is not None:
-            known.bounded(self._at_most_s)  # what is not wanted was left out, and may fit and take no more than that
-        if found.counts:
-            self._push(dataclasses.replace(lane, counts=found.counts, bound_s=found.bound_s))
-
-    def _solved(self, item: _Open, task: SolveRun, found: SolvedRun | SolverError | None) -> None:
-        """Keep what was found of a run."""
-        known = self._of(item.mesh)
-        if isinstance(found, SolverError) and self._is_over:
-            self._push(item)
-            self._cut_short = True
-        elif isinstance(found, SolverError):
-            # It broke off, and the others may do without: what this run could reach is left in the gap.
-            self._unsolved, self._given_up_s = found, min(self._given_up_s, item.bound_s)
-            known.bounded(item.bound_s)
-        elif task.steps is not None and (found is None or found.solution.hit_limit):
-            if found is not None:
-                item = dataclasses.replace(item, bound_s=max(item.bound_s, found.solution.bound_s))
-                self._keep(found)
-            self._push(dataclasses.replace(item, is_tried=True))
-        elif found is None:
-            # Nothing that is wanted; what is not wanted may fit or not.
-            known.bounded(math.inf if task.at_most_s is None else max(item.bound_s, task.at_most_s))
-        else:
-            self._proved_s = min(self._proved_s, found.solution.bound_s)
-            self._cut_short |= found.solution.hit_limit
-            known.bounded(found.solution.bound_s)
-            self._keep(found)
-
-    def _keep(self, found: SolvedRun) -> None:
-        """Note a plan, and take it where it is the best."""
-        known, time_s = self._of(found.run.mesh), found.estimate.step_time_s
-        known.best_s = min(known.best_s, time_s)
-        if self._best is None or time_s < self._best.estimate.step_time_s:
-            self._best = found
-            self._say(f"best so far {time_s:.6g} s")
-
-    def found(self) -> MeshSearchResult | None:
-        """Return the fastest plan of what was walked over, None where none fits.
-
-        Raises:
-            SolverError: time was up before any plan was found, here or elsewhere.
-        """
-        left_s = min((item.bound_s for _, _, item in self._heap), default=math.inf)
-        if math.isinf(self.wanted_s):
-            if self._unsolved is not None:
-                raise self._unsolved
-            if self._heap:
-                raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
-            return None
-        complete = left_s >= self.wanted_s and math.isinf(self._given_up_s) and not self._cut_short
-        # Runs that were solved are bounded by their solver, those given up by what was wanted of them, and the rest.
-        bound_s = min(left_s, self._given_up_s, self._proved_s, self.wanted_s)
-        candidate = None if self._best is None else self.search.candidate(self._best)
-        return MeshSearchResult(
-            candidate=candidate, bound_s=bound_s, complete=complete, meshes=self._reports(self._all)
+    def _report_solving(self, task: SolveRun, *, is_first_plan: bool | None = None) -> None:
+        self.report(
+            lambda state: RunSolving(
+                mesh=str(task.mesh),
+                micro_batches=task.micro_batches,
+                ac=task.ac,
+                is_first_plan=is_first_plan,
+                state=state,
+            )
         )
 
-    def _of(self, mesh: MeshSpec) -> _Mesh:
-        return self._meshes.setdefault(mesh, _Mesh())
+    # --- what follows from its result ----------------------------------------------------------------------------
 
-    def _reports(self, meshes: Sequence[MeshSpec]) -> tuple[MeshReport, ...]:
-        """Return what became of each mesh, once a plan was found."""
-        if len(meshes) == 1:
-            return ()
-        for _, _, item in self._heap:
-            self._of(item.mesh).bounded(item.bound_s)
-        return tuple(self._report(mesh) for mesh in meshes)
+    def take_result(
+        self,
+        node: _Node,
+        key: Hashable,
+        task: object,
+        result: BoundedMesh | RelaxedPair | SolvedRun | SolverError | None,
+    ) -> None:
+        """Push the children of a node, or note its plan."""
+        if isinstance(node, _MeshNode):
+            assert isinstance(result, BoundedMesh)
+            self._branch_into_pairs(node.mesh, result)
+        elif isinstance(node, _PairNode):
+            assert isinstance(result, RelaxedPair)
+            self._branch_into_runs(node, result)
+        else:
+            assert isinstance(task, SolveRun)
+            assert not isinstance(result, BoundedMesh | RelaxedPair)
+            self._close_run(node, task, result)
 
-    def _report(self, mesh: MeshSpec) -> MeshReport:
-        known = self._of(mesh)
-        least_s = min(known.least_s, known.best_s)
-        outcome: MeshOutcome = "slower" if least_s >= self.wanted_s else "open"
-        if self._best is not None and mesh == self._best.run.mesh:
-            outcome = "chosen"
-        elif not known.has_layout:
-            outcome = "no-layout"
-        elif math.isinf(least_s):
-            outcome = "does-not-fit"
-        at_least_s = None if math.isinf(least_s) else least_s
-        found_s = None if math.isinf(known.best_s) else known.best_s
-        return MeshReport(mesh=str(mesh), outcome=outcome, at_least_s=at_least_s, step_time_s=found_s)
+    def _branch_into_pairs(self, mesh: MeshSpec, bounded: BoundedMesh) -> None:
+        self.record(mesh).has_layout = bounded.has_layout
+        if bounded.mesh_bound is None:
+            return
+        for ac, bound_s in bounded.bounds_s.items():
+            for counts in divisor_chains(self.spec.micro_batch_counts):
+                self.push(_PairNode(mesh_bound=bounded.mesh_bound, ac=ac, counts=counts, bound_s=bound_s))
 
-    def _say(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what)
+    def _branch_into_runs(self, pair: _PairNode, result: RelaxedPair) -> None:
+        """Push the run that was relaxed, and the pair with the runs that are left."""
+        record, relaxed, cutoff_s = self.record(pair.mesh), result.relaxed, self.incumbent.cutoff_s
+        if relaxed is None or result.micro_batches is None:
+            record.close(result.bound_s)
+            return
+        if relaxed.capped_s is not None and relaxed.capped_s < cutoff_s:
+            # A few nodes of its program may find an incumbent that prunes all others: so it comes first.
+            run = _RunNode(pair=pair, micro_batches=result.micro_batches, bound_s=relaxed.capped_s)
+            self.push(run, first=True)
+        else:
+            record.close(cutoff_s)  # plans of the run may fit that are not below the cutoff
+        if result.counts:
+            self.push(dataclasses.replace(pair, counts=result.counts, bound_s=result.bound_s))
 
-    def _say_solving(self, task: SolveRun, why: str = "") -> None:
-        self._say(f"solving mesh {task.mesh}, {task.micro_batches} micro-batches, checkpointing {task.ac}{why}")
+    def _close_run(self, node: _RunNode, task: SolveRun, result: SolvedRun | SolverError | None) -> None:
+        """Close a run that was solved, or push it again if a trial was not enough."""
+        record = self.record(node.mesh)
+        if isinstance(result, SolverError) and self.is_over:
+            self.push(node)
+            self.gave_up = True
+        elif isinstance(result, SolverError):
+            # The solver broke off, and other nodes may do without: the bound of this run stays in the gap.
+            self._solver_error, self.gave_up = result, True
+            self.close(node.bound_s)
+            record.close(node.bound_s)
+        elif task.node_limit is not None and (result is None or result.solution.hit_limit):
+            bound_s = node.bound_s if result is None else max(node.bound_s, result.solution.bound_s)
+            self.push(dataclasses.replace(node, bound_s=bound_s, is_tried=True))
+            if result is not None:
+                self._take_plan(result)
+        elif result is None:
+            record.close(max(node.bound_s, task.cutoff_s))  # plans of the run may fit that are not below the cutoff
+        else:
+            self.gave_up |= result.solution.hit_limit
+            self.close(result.solution.bound_s)
+            record.close(result.solution.bound_s)
+            self._take_plan(result)
+
+    def _take_plan(self, solved: SolvedRun) -> None:
+        """Note a plan, and take it as the best if it is."""
+        record, step_time_s = self.record(solved.run.mesh), solved.estimate.step_time_s
+        record.best_s = min(record.best_s, step_time_s)
+        if self._best is None or step_time_s < self._best.estimate.step_time_s:
+            self._best = solved
+            if self.incumbent.improve(step_time_s):
+                self.report(lambda state: IncumbentFound(mesh=str(solved.run.mesh), state=state))
+
+    def result(self) -> SearchResult[Candidate]:
+        """Return the outcome once the search has ended.
+
+        Raises:
+            SolverError: time was up before any plan was found, by this search or one that shares its incumbent.
+        """
+        if math.isinf(self.incumbent.cutoff_s):
+            if self._solver_error is not None:
+                raise self._solver_error
+            if self.nodes_open:
+                raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
+            return SearchResult(plan=None, bound_s=math.inf, complete=True)
+        reports: tuple[MeshReport, ...] = ()
+        if len(self._meshes) > 1:
+            self.close_open_nodes()
+            chosen = None if self._best is None else self._best.run.mesh
+            reports = tuple(self.mesh_report(mesh, is_chosen=mesh == chosen) for mesh in self._meshes)
+        candidate = None if self._best is None else self._planner.candidate(self._best)
+        return SearchResult(plan=candidate, bound_s=self.bound_s, complete=self.is_complete, meshes=reports)

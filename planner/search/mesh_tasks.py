@@ -1,4 +1,4 @@
-"""The tasks of the walk over meshes: a mesh is bounded, a lane followed to its next run, a run solved."""
+"""Tasks of the search over meshes: bound a mesh, relax a run, solve a run."""
 
 from __future__ import annotations
 
@@ -10,143 +10,170 @@ from dataclasses import dataclass, field
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.ilp.relaxation import relax
+from planner.plan.job import Checkpointing
 from planner.pricing.run_spec import Run
 from planner.run.compute_bound import least_compute_s, least_recompute_s
 from planner.run.mesh_bound import MeshBound, bound_mesh
-from planner.run.run_planner import RelaxedRun, RunPlanner, SolvedRun
-from planner.search.worker_context import WorkerContext
+from planner.run.run_planner import RunPlanner
+from planner.run.run_results import RelaxedRun, SolvedRun
+from planner.search.worker_context import SearchConstraints, WorkerContext
 
 
-def least_s(search: RunPlanner, run: Run) -> float:
-    """Return what no plan of ``run`` can beat: its compute, perfectly split."""
-    return least_compute_s(search.model, search.op_times, run, search.micro_batch(run))
+def compute_bound_s(planner: RunPlanner, run: Run) -> float:
+    """Return a lower bound on the step time of ``run`` in seconds: its compute, perfectly split."""
+    return least_compute_s(planner.model, planner.op_times, run, planner.micro_batch(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundedMesh:
-    """What bounds a mesh.
+    """Lower bounds on a mesh.
 
     Attributes:
         has_layout: whether the model runs on it at all.
-        floor: None where nothing fits, or none of its runs is wanted.
-        bounds_s: mode of checkpointing, of those that may fit -> what no run with it can beat.
+        mesh_bound: None where nothing fits.
+        bounds_s: checkpointing mode, of those that may fit -> lower bound on the step time of every run with it.
     """
 
     has_layout: bool
-    floor: MeshBound | None = None
+    mesh_bound: MeshBound | None = None
     bounds_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundMesh:
-    """Find the floor of a mesh, by its run in the fewest micro-batches, the first of ``counts``."""
+    """Bounds a mesh by relaxing its run in the fewest micro-batches, the first of ``counts``.
+
+    Attributes:
+        counts: numbers of micro-batches to choose from, ascending.
+        modes: of checkpointing to choose from.
+    """
 
     mesh: MeshSpec
     counts: Sequence[int]
     modes: Sequence[str]
 
-    def __call__(self, bench: WorkerContext) -> BoundedMesh:
-        """Return what bounds the mesh."""
-        search, restriction = bench.search, bench.restrict(self.mesh)
-        formulation = search.formulate(search.run_of(self.mesh, self.counts[0], "none"), restriction, peak=False)[2]
+    def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> BoundedMesh:
+        """Return the bounds of the mesh."""
+        planner, memory_bytes = context.planner, constraints.memory_bytes
+        # "full:8" splits the classes of equal blocks. So does the run that bounds it: bounds are looked up by class.
+        leading_blocks = Checkpointing.parse(self.modes[0]).first
+        largest = planner.run_of(self.mesh, self.counts[0], "none", leading_blocks)
+        formulation = planner.formulate(largest, constraints.restrict(self.mesh), peak=False).formulation
         if formulation is None:
             return BoundedMesh(has_layout=False)
-        more_s = {}
+        recompute_s = {}
         for ac in self.modes:
-            runs = [search.run_of(self.mesh, count, ac) for count in self.counts]
-            if any(search.least_memory_bytes(run) <= search.memory_bytes for run in runs):
-                more_s[ac] = least_recompute_s(search.model, search.op_times, runs[0], search.micro_batch(runs[0]))
-        with search.clock.stage("solve_s"):
-            floor = bound_mesh(self.mesh, formulation, search.memory_bytes, min(more_s.values(), default=0.0))
-            if floor is None:
+            runs = [planner.run_of(self.mesh, count, ac) for count in self.counts]
+            if any(planner.least_memory_bytes(run) <= memory_bytes for run in runs):
+                micro_batch = planner.micro_batch(runs[0])
+                recompute_s[ac] = least_recompute_s(planner.model, planner.op_times, runs[0], micro_batch)
+        with planner.clock.stage("solve_s"):
+            mesh_bound = bound_mesh(self.mesh, formulation, memory_bytes, min(recompute_s.values(), default=0.0))
+            if mesh_bound is None:
                 return BoundedMesh(has_layout=relax(formulation.problem) is not None)
-            bounds_s = {ac: floor.with_work(backward_s) for ac, backward_s in more_s.items()}
-        return BoundedMesh(has_layout=True, floor=floor.light(), bounds_s=bounds_s)
+            bounds_s = {ac: mesh_bound.with_recompute(seconds) for ac, seconds in recompute_s.items()}
+        return BoundedMesh(has_layout=True, mesh_bound=mesh_bound.without_program(), bounds_s=bounds_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxedPair:
-    """What came of following a lane.
+    """Bounds on a (mesh, checkpointing) pair after one more of its runs was relaxed.
 
     Attributes:
-        bound_s: no later run of the lane can beat it.
-        counts: numbers of micro-batches that were not looked at yet.
-        micro_batches: of the run that was looked at; None where the lane came to its end.
-        look: at that run.
+        bound_s: lower bound on the step time of the runs in ``counts``, or of all if none was relaxed.
+        counts: numbers of micro-batches of the runs that are left.
+        micro_batches: of the run that was relaxed; None where none is left that fits.
+        relaxed: its relaxation; None where no run of the pair is below the cutoff.
     """
 
     bound_s: float
     counts: tuple[int, ...] = ()
     micro_batches: int | None = None
-    look: RelaxedRun | None = None
+    relaxed: RelaxedRun | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxRun:
-    """Relax the next run of a (mesh, checkpointing) pair that could take less than ``at_most_s`` (None: any)."""
+    """Relaxes the next run of a (mesh, checkpointing) pair that may fit and may be below the cutoff.
 
-    floor: MeshBound
+    Attributes:
+        counts: numbers of micro-batches of the runs that are left, each dividing the next.
+        bound_s: lower bound on their step time.
+        cutoff_s: step time from which on a plan is not wanted.
+    """
+
+    mesh_bound: MeshBound
     ac: str
     counts: tuple[int, ...]
     bound_s: float
-    at_most_s: float | None
+    cutoff_s: float
 
-    def __call__(self, bench: WorkerContext) -> RelaxedPair:
-        """Return what was seen; a bound of at least ``at_most_s`` where nothing of the lane is wanted."""
-        search, mesh = bench.search, self.floor.mesh
-        bound_s, wanted_s = self.bound_s, math.inf if self.at_most_s is None else self.at_most_s
+    def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> RelaxedPair:
+        """Return the bounds of the pair."""
+        planner, mesh, bound_s = context.planner, self.mesh_bound.mesh, self.bound_s
         for index, count in enumerate(self.counts):
-            run = search.run_of(mesh, count, self.ac)
-            if search.least_memory_bytes(run) > search.memory_bytes:
+            run = planner.run_of(mesh, count, self.ac)
+            if planner.least_memory_bytes(run) > constraints.memory_bytes:
                 continue
-            bound_s = max(bound_s, least_s(search, run))
-            if bound_s >= wanted_s:
+            bound_s = max(bound_s, compute_bound_s(planner, run))
+            if bound_s >= self.cutoff_s:
                 return RelaxedPair(bound_s=bound_s)
-            look = search.relax_run(run, bench.restrict(mesh), self.floor, self.at_most_s)
-            if look is None:
-                return RelaxedPair(bound_s=wanted_s)
-            left = self.counts[index + 1 :]
-            return RelaxedPair(bound_s=max(bound_s, look.uncapped_s), counts=left, micro_batches=count, look=look)
+            relaxed = planner.relax_run(
+                run,
+                constraints.restrict(mesh),
+                self.mesh_bound,
+                memory_bytes=constraints.memory_bytes,
+                cutoff_s=self.cutoff_s,
+            )
+            if relaxed is None:
+                return RelaxedPair(bound_s=self.cutoff_s)
+            return RelaxedPair(
+                bound_s=max(bound_s, relaxed.uncapped_s),
+                counts=self.counts[index + 1 :],
+                micro_batches=count,
+                relaxed=relaxed,
+            )
         return RelaxedPair(bound_s=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveRun:
-    """Solve a run.
+    """Solves a run.
 
     Attributes:
-        floor: of its mesh, where it is known.
-        at_most_s: a plan that takes as long is not wanted; None: any is.
-        mip_gap: relative gap at which the solver may stop; None takes the job's.
-        left_s: after so many seconds the best so far is the answer; None: it takes its time.
-        solving_s: at least as long is left for solving, whatever formulating it took.
-        steps: relaxations to branch through, after which the best so far is the answer; None: all it takes.
+        mesh_bound: lower bounds on its mesh, if known.
+        cutoff_s: step time from which on a plan is not wanted.
+        mip_gap: relative gap at which the solver may stop; None: the job's.
+        left_s: seconds after which the incumbent is the answer; None: no limit.
+        least_solve_s: seconds that the solver gets at least, however long formulating took.
+        node_limit: relaxations to branch through, after which the incumbent is the answer; None: no limit.
     """
 
     mesh: MeshSpec
     micro_batches: int
     ac: str
-    floor: MeshBound | None = None
-    at_most_s: float | None = None
+    mesh_bound: MeshBound | None = None
+    cutoff_s: float = math.inf
     mip_gap: float | None = None
     left_s: float | None = None
-    solving_s: float = 0.0
-    steps: int | None = None
+    least_solve_s: float = 0.0
+    node_limit: int | None = None
 
-    def __call__(self, bench: WorkerContext) -> SolvedRun | SolverError | None:
-        """Return the best plan, None where none is wanted and fits, or why there was no answer."""
-        search = bench.search
+    def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> SolvedRun | SolverError | None:
+        """Return the best plan; None where none fits below the cutoff; the error where the solver gave no answer."""
+        planner = context.planner
         try:
-            found = search.solve(
-                search.run_of(self.mesh, self.micro_batches, self.ac),
-                bench.restrict(self.mesh),
-                self.at_most_s,
-                self.floor,
+            candidate = planner.solve(
+                planner.run_of(self.mesh, self.micro_batches, self.ac),
+                constraints.restrict(self.mesh),
+                memory_bytes=constraints.memory_bytes,
+                cutoff_s=self.cutoff_s,
+                mesh_bound=self.mesh_bound,
                 mip_gap=self.mip_gap,
                 deadline=None if self.left_s is None else time.perf_counter() + self.left_s,
-                solving_s=self.solving_s,
-                steps=self.steps,
+                least_solve_s=self.least_solve_s,
+                node_limit=self.node_limit,
             )
         except SolverError as error:
             return error
-        return SolvedRun.of(found)
+        return SolvedRun.from_candidate(candidate)

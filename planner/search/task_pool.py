@@ -1,8 +1,9 @@
-"""Tasks of a search, one after the other in this process, or several at once.
+"""Tasks of a search, run one after the other in this process, or several at once.
 
-At once they are done on this machine, here and in other processes (`planner.search.local_workers`), or where
-`joblib.parallel_config` was told to (dask, ray). A worker gets the search once, as bytes, and each task with its few
-numbers; what it finds is sent back. Which task comes next is decided here, one at a time, from what was found by then.
+Several at once run on this machine, here and in other processes (`planner.search.local_workers`), or where
+`joblib.parallel_config` says (dask, ray). A worker receives the context once, as bytes, and each task with its few
+numbers; it sends the result back. This process alone decides which task comes next, one at a time, from the results
+that have arrived by then.
 """
 
 from __future__ import annotations
@@ -39,34 +40,39 @@ Result = TypeVar("Result")
 
 Pick = Callable[[], tuple[Tag, Any] | None]
 Done = Callable[[Tag, Any, Any], None]
+Task = Callable[[Any, Any], Result]
+"""From the context and the constraints to a result."""
+
+Timed = tuple[Result, Mapping[str, float]]
+"""A result, and the seconds spent on it by stage."""
 
 _MAPPED = "64K"
-"""From how many bytes on local processes share an array in memory in place of a copy each."""
+"""Local processes share an array of this size or more in memory instead of copying it."""
+
+_ENGINES = ("distributed", "ray")
+"""Packages whose errors say that a worker of theirs was lost."""
 
 
 class TaskContext(Protocol):
-    """What tasks work on; it remembers what one of them found out for the next."""
+    """What tasks run on. It keeps what one task computed for the next."""
 
     @property
     def clock(self) -> Clock:
         """Where the seconds spent are written down."""
 
-    def take(self, terms: Any) -> None:
-        """Get ready for tasks under ``terms``."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """A bench as bytes, or the file that they are in; two are the same where their digests are."""
+class _PackedContext:
+    """A context as bytes, or the file that has them. Two are equal if their digests are."""
 
     digest: str
     data: npt.NDArray[np.uint8] | Path = field(compare=False)
 
-    def unpacked(self) -> TaskContext:
-        """Return a copy of the bench."""
+    def unpack(self) -> TaskContext:
+        """Return a copy of the context."""
         data = self.data.read_bytes() if isinstance(self.data, Path) else self.data.tobytes()
-        found: TaskContext = pickle.loads(data)  # noqa: S301  written by `_packed`, in the process that asks
-        return found
+        context: TaskContext = pickle.loads(data)  # noqa: S301  written by `_pack`, in the process that asks
+        return context
 
 
 class _Pickler(pickle.Pickler):
@@ -82,26 +88,26 @@ def _op(namespace: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _packed(bench: TaskContext) -> _Sent:
+def _pack(context: TaskContext) -> _PackedContext:
     file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(bench)
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(context)
     data = file.getvalue()
-    return _Sent(hashlib.sha256(data).hexdigest(), np.frombuffer(data, np.uint8))
+    return _PackedContext(hashlib.sha256(data).hexdigest(), np.frombuffer(data, np.uint8))
 
 
 @functools.lru_cache(maxsize=1)
-def _unpacked(sent: _Sent) -> TaskContext:
-    """Return the bench that was sent: made once in a worker, and kept until another one is sent."""
-    found = sent.unpacked()
-    _settle()
-    return found
+def _unpacked(packed: _PackedContext) -> TaskContext:
+    """Return the context of this worker: unpacked once, and kept until another one is sent."""
+    context = packed.unpack()
+    _keep_large_contexts()
+    return context
 
 
-def _settle() -> None:
-    """Have a worker process of this machine keep what a bench remembers.
+def _keep_large_contexts() -> None:
+    """Stop loky from ending a worker whose context grows.
 
-    From 300 MB on loky takes it for a leak, ends the worker and begins with another. Or, where it cannot measure that,
-    it collects garbage once a second, in all that was imported.
+    From 300 MB on loky takes it for a leak, ends the worker and starts another. Where it cannot measure memory, it
+    collects garbage once a second, in all that was imported.
     """
     if multiprocessing.current_process().name.startswith("LokyProcess"):
         sys.modules["loky.process_executor"].__dict__["_MAX_MEMORY_LEAK_SIZE"] = sys.maxsize
@@ -109,58 +115,52 @@ def _settle() -> None:
 
 
 _one_at_a_time = threading.Lock()
-"""Of threads that share a worker's bench, where the caller has joblib use threads."""
+"""For threads that share a worker's context, where the caller has joblib use threads."""
 
 
-def _work(sent: _Sent, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
-    """Return what came of a task, and the seconds spent by stage. Runs in the worker."""
+def _run_in_worker(packed: _PackedContext, constraints: Any, task: Task[Result]) -> Timed[Result]:
     with _one_at_a_time:
-        return _done_on(_unpacked(sent), terms, task)
+        return _timed(_unpacked(packed), constraints, task)
 
 
-def _work_numbered(
-    sent: _Sent, terms: Any, number: int, task: Callable[[Any], Result]
-) -> tuple[int, Result, Mapping[str, float]]:
-    """Return the same with the task's number."""
-    return number, *_work(sent, terms, task)
+def _run_numbered(
+    packed: _PackedContext, constraints: Any, number: int, task: Task[Result]
+) -> tuple[int, Timed[Result]]:
+    return number, _run_in_worker(packed, constraints, task)
 
 
-def _done_on(bench: TaskContext, terms: Any, task: Callable[[Any], Result]) -> tuple[Result, Mapping[str, float]]:
+def _timed(context: TaskContext, constraints: Any, task: Task[Result]) -> Timed[Result]:
     with gc_pause.paused():
-        bench.take(terms)
-        bench.clock.spent.clear()
-        return task(bench), dict(bench.clock.spent)
+        context.clock.spent.clear()
+        return task(context, constraints), dict(context.clock.spent)
 
 
-def _ready() -> int:
-    """Import what tasks work on, and return the process. Runs in the worker."""
-    importlib.import_module("planner.search.worker_context")
+def _import_tasks() -> int:
+    """Import the tasks of a search, and return the process id. Runs in the worker."""
+    importlib.import_module("planner.search.mesh_tasks")
     return os.getpid()
 
 
 def start_workers(jobs: int) -> LocalWorkers | None:
-    """Have the processes begin that are to work beside this one, and return them, ready or not; None for no such."""
+    """Return the processes that work beside this one, ready or still starting; None where there are none."""
     others = joblib.effective_n_jobs(jobs) - 1
-    return workers(others, _ready) if others > 0 and _is_here() else None
+    return workers(others, _import_tasks) if others > 0 and _is_local() else None
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
-    """Return what hands out one task after the other; with other options joblib would begin with new workers."""
+    """Return what hands out one task after the other, and gives results as they come."""
+    backend = joblib.parallel.get_active_backend()[0]
+    if backend.supports_retrieve_callback and not backend.supports_return_generator:
+        # Ray's backend gives each result to a callback, which is all that a generator needs. It inherits the flag from
+        # joblib's own pool of processes.
+        backend.supports_return_generator = True
     return joblib.Parallel(
-        n_jobs=jobs,
-        return_as="generator_unordered",
-        pre_dispatch="n_jobs",
-        batch_size=1,
-        max_nbytes=_MAPPED,
+        n_jobs=jobs, return_as="generator_unordered", pre_dispatch="n_jobs", batch_size=1, max_nbytes=_MAPPED
     )
 
 
-def _is_alone(jobs: int) -> bool:
-    return jobs == 1 or joblib.effective_n_jobs(jobs) == 1
-
-
-def _is_here() -> bool:
-    """Tell whether nobody has said that tasks run elsewhere than in processes of this machine."""
+def _is_local() -> bool:
+    """Whether tasks run in processes of this machine, since the caller has not configured joblib otherwise."""
     return isinstance(joblib.parallel.get_active_backend()[0], joblib.parallel.LokyBackend)
 
 
@@ -168,7 +168,7 @@ def checked_jobs(jobs: int) -> int:
     """Return ``jobs``.
 
     Raises:
-        JobError: it is no number of processes.
+        JobError: it is 0.
     """
     if jobs == 0:
         raise JobError("0 jobs would do nothing.", what_to_do="Choose 1 or more, or -1 for all cores.", field="jobs")
@@ -176,95 +176,102 @@ def checked_jobs(jobs: int) -> int:
 
 
 class Pool:
-    """Does tasks on a bench, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
+    """Runs tasks on a context, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
 
-    def __init__(self, bench: TaskContext, jobs: int = 1) -> None:
-        self._bench, self._jobs = bench, jobs
-        self._terms: Any = None
-        self._sent: _Sent | None = None
-        self._here: tuple[_Sent, TaskContext] | None = None
+    def __init__(self, context: TaskContext, jobs: int = 1) -> None:
+        self._context, self._jobs = context, jobs
+        self._packed: _PackedContext | None = None
+        self._local_copy: tuple[_PackedContext, TaskContext] | None = None
 
-    def under(self, terms: Any) -> Pool:
-        """Return this pool, ready for tasks under ``terms``."""
-        self._terms = terms
-        self._bench.take(terms)
-        return self
+    def in_this_process(self) -> Pool:
+        """Return a pool that runs tasks one after the other, on the context itself."""
+        return Pool(self._context)
 
-    def do(self, task: Callable[[Any], Result]) -> Result:
-        """Do a task in this process, and return what came of it."""
-        return task(self._bench)
+    def run_one(self, task: Callable[[Any, Any], Result], constraints: Any) -> Result:
+        """Return the result of a task that runs in this process."""
+        return task(self._context, constraints)
 
-    def run(self, pick: Pick[Tag], done: Done[Tag]) -> None:
-        """Do tasks until none is left.
+    def run(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+        """Run tasks until none is left.
 
         Args:
-            pick: what comes next and the task for it; None where there is none as long as nothing more is found.
-            done: told what was next, the task and what came of it. Neither is called while the other is at work.
+            pick: returns a tag and the next task; None where there is none until other tasks are done.
+            done: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            constraints: passed to each task.
 
         Raises:
             SolverError: a worker died, or was ended by another search.
         """
-        if _is_alone(self._jobs):
+        if self._jobs == 1 or joblib.effective_n_jobs(self._jobs) == 1:
             while (picked := pick()) is not None:
-                done(*picked, picked[1](self._bench))
+                done(*picked, picked[1](self._context, constraints))
             return
         try:
-            if _is_here():
-                self._run_here(pick, done)
-                return
-            self._sent = self._sent or _packed(self._bench)
-            while self._round(self._sent, pick, done):
-                pass
-        except BrokenExecutor as error:
-            raise SolverError(
-                f"a worker process of the search ended before its task did ({type(error).__name__}).",
-                what_to_do="Most often memory ran out: search with fewer jobs.",
-            ) from error
+            if _is_local():
+                self._run_locally(pick, done, constraints)
+            else:
+                self._run_elsewhere(pick, done, constraints)
         except EndedError as error:
             raise SolverError(
                 "the worker processes of the search were ended by another search of this process, which failed.",
                 what_to_do="Search again.",
             ) from error
+        except Exception as error:
+            if not isinstance(error, BrokenExecutor) and type(error).__module__.partition(".")[0] not in _ENGINES:
+                raise
+            raise SolverError(
+                f"a worker process of the search ended before its task did ({type(error).__name__}).",
+                what_to_do="Most often memory ran out: search with fewer jobs.",
+            ) from error
 
-    def _run_here(self, pick: Pick[Tag], done: Done[Tag]) -> None:
-        """Do tasks in this process, and in others as soon as they are ready.
+    def _run_locally(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+        """Run tasks in this process, and in others as soon as they are ready.
 
-        Here they work on a copy too: the bench itself is at hand for who picks, meanwhile and in another thread.
+        Tasks in this process run on a copy too: ``pick`` reads the context itself meanwhile, in another thread.
         """
         others = start_workers(self._jobs)
         assert others is not None
-        self._here = self._here or self._filed()
-        (sent, copy), terms = self._here, self._terms
+        self._local_copy = self._local_copy or self._copy()
+        packed, copy = self._local_copy
 
-        def note(tag: Tag, task: Any, result: tuple[Any, Mapping[str, float]]) -> None:
-            found, spent = result
-            self._bench.clock.add(spent)
-            done(tag, task, found)
+        def note(tag: Tag, task: Any, timed: Timed[Any]) -> None:
+            result, spent = timed
+            self._context.clock.add(spent)
+            done(tag, task, result)
 
-        def elsewhere(task: Any) -> tuple[Any, Mapping[str, float]]:
-            found: tuple[Any, Mapping[str, float]] = others.do(_work, sent, terms, task)
-            return found
+        def elsewhere(task: Any) -> Timed[Any]:
+            timed: Timed[Any] = others.do(_run_in_worker, packed, constraints, task)
+            return timed
 
         Round(pick, note, others.stop).run(
-            lambda task: _done_on(copy, terms, task),
+            lambda task: _timed(copy, constraints, task),
             [(functools.partial(others.ready, n), elsewhere) for n in range(others.count)],
         )
 
-    def _filed(self) -> tuple[_Sent, TaskContext]:
-        """Return the bench as a file, there for as long as this pool, and a copy of it."""
-        sent = _packed(self._bench)
-        assert not isinstance(sent.data, Path)
-        filed = _Sent(sent.digest, file_for(self, sent.data.data))
-        return filed, filed.unpacked()
+    def _copy(self) -> tuple[_PackedContext, TaskContext]:
+        """Return the context as a file, which exists for as long as this pool, and a copy of it."""
+        packed = _pack(self._context)
+        assert not isinstance(packed.data, Path)
+        in_file = _PackedContext(packed.digest, file_for(self, packed.data.data))
+        return in_file, in_file.unpack()
 
-    def _round(self, sent: _Sent, pick: Pick[Tag], done: Done[Tag]) -> bool:
-        """Do tasks until ``pick`` has none and all that were begun are done; return whether there was any."""
+    def _run_elsewhere(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+        """Run tasks where `joblib.parallel_config` says, with the same workers from the first to the last."""
+        self._packed = self._packed or _pack(self._context)
+        with _parallel(self._jobs) as parallel:
+            while self._run_round(parallel, self._packed, pick, done, constraints):
+                pass
+
+    def _run_round(
+        self, parallel: joblib.Parallel, packed: _PackedContext, pick: Pick[Tag], done: Done[Tag], constraints: Any
+    ) -> bool:
+        """Run tasks until ``pick`` has none and all that started are done; return whether there was any."""
         lock, failed = threading.Lock(), list[BaseException]()
         waiting: dict[int, tuple[Tag, Any]] = {}
-        begun = 0
+        started = 0
 
         def tasks() -> Iterator[Any]:  # joblib asks for the next one in a thread of its own
-            nonlocal begun
+            nonlocal started
             while True:
                 with lock:
                     try:
@@ -274,15 +281,15 @@ class Pool:
                         return
                     if picked is None:
                         return
-                    begun, number = begun + 1, begun
+                    started, number = started + 1, started
                     waiting[number] = picked
-                yield joblib.delayed(_work_numbered)(sent, self._terms, number, picked[1])
+                yield joblib.delayed(_run_numbered)(packed, constraints, number, picked[1])
 
-        results = _parallel(self._jobs)(tasks())
+        results = parallel(tasks())
         try:
-            for number, result, spent in results:
+            for number, (result, spent) in results:
                 with lock:
-                    self._bench.clock.add(spent)
+                    self._context.clock.add(spent)
                     done(*waiting.pop(number), result)
         finally:
             with warnings.catch_warnings():
@@ -290,4 +297,4 @@ class Pool:
                 results.close()
         if failed:
             raise failed[0]
-        return begun > 0
+        return started > 0

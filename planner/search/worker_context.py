@@ -1,26 +1,27 @@
-"""What the tasks of an outer search work on, in this process or in a worker: a search, and the stages of its model."""
+"""What the tasks of a search share in one process: the planner of runs, and what is made from it once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from cost_model.layouts.layout import MeshSpec
 from planner.run.baselines import Restriction
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
-from planner.search.pipeline.stage_planners import StagePlanners, stage_clusters_of
 
+T = TypeVar("T")
 Restrict = Callable[[MeshSpec], Restriction | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConstraints:
-    """What differs between the plans that one session makes.
+    """What every plan of a search has to keep.
 
     Attributes:
-        memory_bytes: the cap on the peak per device.
-        restrict: what a planner and pins leave to choose on a mesh.
+        memory_bytes: cap on the peak per device.
+        restrict: mesh -> what a baseline and pins leave to choose on it; None: everything.
     """
 
     memory_bytes: int
@@ -29,39 +30,25 @@ class SearchConstraints:
 
 @dataclass(slots=True)
 class WorkerContext:
-    """A search under some terms, and what is remembered of it."""
+    """A planner of runs, and what tasks made from it. A copy in another process starts with the planner alone."""
 
-    search: RunPlanner
-    _terms: SearchConstraints | None = None
-    _stages: StagePlanners | None = field(default=None)
+    planner: RunPlanner
+    _made: dict[Callable[[RunPlanner], Any], Any] = field(default_factory=dict)
 
     @property
     def clock(self) -> Clock:
-        """The search's."""
-        return self.search.clock
+        """The planner's clock."""
+        return self.planner.clock
 
-    @property
-    def restrict(self) -> Restrict:
-        """What is left to choose on a mesh."""
-        assert self._terms is not None
-        return self._terms.restrict
-
-    @property
-    def stages(self) -> StagePlanners:
-        """What plans the stages of pipelines."""
-        if self._stages is None:
-            self._stages = StagePlanners(self.search, self.restrict, stage_clusters_of(self.search))
-        return self._stages
-
-    def take(self, terms: SearchConstraints) -> None:
-        """Get ready for tasks under ``terms``."""
-        self.search.memory_bytes = terms.memory_bytes
-        if self._stages is not None:
-            self._stages.under(terms.memory_bytes, terms.restrict)
-        self._terms = terms
+    def once(self, make: Callable[[RunPlanner], T]) -> T:
+        """Return ``make(planner)``, made at the first call and the same object from then on."""
+        if make not in self._made:
+            self._made[make] = make(self.planner)
+        made: T = self._made[make]
+        return made
 
     def __getstate__(self) -> RunPlanner:
-        return self.search
+        return self.planner
 
-    def __setstate__(self, search: RunPlanner) -> None:
-        self.search, self._terms, self._stages = search, None, None
+    def __setstate__(self, planner: RunPlanner) -> None:
+        self.planner, self._made = planner, {}

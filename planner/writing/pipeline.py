@@ -12,7 +12,7 @@ from planner.plan.estimate import Estimate, Pipeline, PipelineStage
 from planner.plan.job import CheckpointingMode
 from planner.regions.regions import block_of
 from planner.search.pipeline.interleaving import placed_in_model
-from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, is_handed_over, stage_counts
+from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, is_boundary_path, stage_counts
 from planner.search.pipeline.step_time import StageKind, pass_s
 from planner.writing.fqn_entries import NamedEntries, PlanEntries, fold_names, named_entries
 
@@ -42,11 +42,11 @@ def pipeline_entries(found: PlannedPipeline, blocks: Sequence[str], module: Modu
         module: the names of the whole model.
     """
     entries, modes = NamedEntries(), dict[str, CheckpointingMode]()
-    held: list[tuple[str, ...]] = [()] * len(found.pipeline.counts)
+    held: list[tuple[str, ...]] = [()] * len(found.pipeline.blocks_per_stage)
     for kind, candidate in found.kinds:
         named = named_entries(candidate.structure, candidate.decision)
         for ports in (named.inputs, named.outputs):
-            ports[""] = {path: port for path, port in ports.get("", {}).items() if not is_handed_over(path)}
+            ports[""] = {path: port for path, port in ports.get("", {}).items() if not is_boundary_path(path)}
             if not ports[""]:
                 del ports[""]
         for index in kind.indices:
@@ -71,7 +71,7 @@ def pipeline_entries(found: PlannedPipeline, blocks: Sequence[str], module: Modu
         modes=fold_names(modes, module.modules),
         pipeline=Pipeline(
             schedule="1f1b" if chunks == 1 else "interleaved",
-            layout=format_layout(found.layout),
+            layout=format_layout(found.boundary),
             idle_s=idle_s,
             stages=stages,
             chunks=chunks,
@@ -84,7 +84,7 @@ def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequen
     """Return what turns names in the planned stage of a kind into those of the stage ``index``."""
     counts, which = stage_counts(kind, len(blocks))
     planned = (number for part in which for number in range(sum(counts[:part]), sum(counts[: part + 1])))
-    placed = placed_in_model(pipeline.counts, pipeline.chunks, index)
+    placed = placed_in_model(pipeline.blocks_per_stage, pipeline.chunks, index)
     own = {blocks[number]: blocks[own_number] for number, own_number in zip(planned, placed, strict=True)}
 
     def rename(name: str) -> str:

@@ -9,9 +9,9 @@ from planner.graph.trace_module import TracedModule
 from planner.plan.estimate import MeshReport, SolverReport
 from planner.plan.fingerprint import torch_fingerprint
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.run.run_planner import Candidate, RunPlanner
-from planner.search.mesh_search import MeshSearchResult
-from planner.search.pipeline.search import PipelineSearchResult
+from planner.run.run_planner import RunPlanner
+from planner.run.run_results import Candidate
+from planner.search.branch_and_bound import SearchResult
 from planner.search.pipeline.stage_planners import PlannedPipeline, listed_blocks
 from planner.writing.fqn_entries import decision_entries, fold_names
 from planner.writing.notes import with_reallgather_note
@@ -22,9 +22,14 @@ PIPELINE_NOT_RUN = "a pipeline cannot be run here yet: --executable-only (execut
 
 
 def write_plan(
-    search: RunPlanner, module: TracedModule, candidate: Candidate, report: SolverReport, notes: Sequence[str]
+    search: RunPlanner,
+    module: TracedModule,
+    candidate: Candidate,
+    memory_bytes: int,
+    report: SolverReport,
+    notes: Sequence[str],
 ) -> ShardingPlan:
-    """Return the plan of a decision about the whole model."""
+    """Return the plan of a decision about the whole model, made for ``memory_bytes`` per device at most."""
     run = candidate.run
     entries = decision_entries(candidate.structure, candidate.decision, module.names)
     device, reordering = search.cluster.device, search.model.reordering
@@ -37,9 +42,7 @@ def write_plan(
         zigzag=order,
         estimate=candidate.estimate,
         solver=report,
-        job=dataclasses.replace(
-            search.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=search.memory_bytes
-        ),
+        job=dataclasses.replace(search.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=memory_bytes),
         cluster=search.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
         notes=with_reallgather_note([*notes, *token_order_notes(reordering, order)], entries.input_plan, search.job),
@@ -47,11 +50,16 @@ def write_plan(
 
 
 def write_pipeline_plan(
-    search: RunPlanner, module: TracedModule, found: PlannedPipeline, report: SolverReport, notes: Sequence[str]
+    search: RunPlanner,
+    module: TracedModule,
+    found: PlannedPipeline,
+    memory_bytes: int,
+    report: SolverReport,
+    notes: Sequence[str],
 ) -> ShardingPlan:
-    """Return the plan of a pipeline."""
+    """Return the plan of a pipeline, made for ``memory_bytes`` per device at most."""
     text = pipeline_entries(found, listed_blocks(search), module.names)
-    first = write_plan(search, module, found.stages()[0], report, [*notes, PIPELINE_NOT_RUN])
+    first = write_plan(search, module, found.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
     return dataclasses.replace(
         first,
         mesh=PlanMesh.from_mesh(text.mesh, first.mesh.device),
@@ -63,7 +71,9 @@ def write_pipeline_plan(
     )
 
 
-def solver_report(found: MeshSearchResult | None, piped: PipelineSearchResult | None, planner: str) -> SolverReport:
+def solver_report(
+    found: SearchResult[Candidate] | None, piped: SearchResult[PlannedPipeline] | None, planner: str
+) -> SolverReport:
     """Return how the best of both searches was found: ``piped``'s where it has a plan, which then is faster."""
     pipeline = None if piped is None else piped.plan
     if pipeline is not None:
@@ -72,9 +82,9 @@ def solver_report(found: MeshSearchResult | None, piped: PipelineSearchResult | 
         chosen = str(pipeline.pipeline.whole_mesh)
     else:
         assert found is not None
-        assert found.candidate is not None
-        solution = found.candidate.solution
-        solutions, chosen = [solution], str(found.candidate.run.mesh)
+        assert found.plan is not None
+        solution = found.plan.solution
+        solutions, chosen = [solution], str(found.plan.run.mesh)
         objective_s = 0.0 if solution is None else solution.objective_s
     searches = [each for each in (found, piped) if each is not None]
     bound_s = min(objective_s, *(each.bound_s for each in searches))

@@ -28,8 +28,13 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 _DESCRIPTION: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Events until the job has ended: `data` is a JSON object with a `stage`, `id` goes into "
-        "`Last-Event-ID` to go on from there.",
+        "description": "Events until the job has ended. `data` is a JSON object with a `stage`; `id` goes into "
+        "`Last-Event-ID` to go on from there. Stages of the job: `queued`, `running`, `succeeded`, `failed`, "
+        "`cancelled`. Stages of planning: `building the model`, `reading the graph`, `tracing`; `bounding` (`mesh`, "
+        "`mesh_number` of `meshes`), `relaxing` and `solving` (`mesh`, `micro_batches`, `ac`), `bounding stage` and "
+        "`relaxing stage` of pipelines, `best` where a faster plan was found; `planned`. Events of the search have, "
+        "where known, `step_time_s` of the best plan so far, `bound_s` that no plan beats, their `gap`, `tasks_done`, "
+        "`nodes_open`.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }

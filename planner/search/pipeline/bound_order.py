@@ -1,12 +1,12 @@
-"""In which order the stages of a pipeline are looked at, and what a look at one says of others.
+"""The order in which the stages of a pipeline are bounded, and which other pipelines a stage's bound serves.
 
-First the floor (`mesh_bound`) of the most frequent stage, as if no stage were cut into chunks, and of the shortest
-that any split has in its place; then that stage's relaxation within the cap. Both serve all splits, and interleaved
-stages: those do no less, keep no less and send more, so that what holds in one piece holds for them but for the idle
-time, and for messages, which they need not wait for: where there are interleaved stages, those of the one that is
-looked at for all run beside computing throughout, which is no more than either takes. On a mesh for interleaved stages
-alone these looks are left out. Of interleaved stages the floor in their chunks comes next, and then the relaxations of
-all kinds of stages, one after the other.
+1. The most frequent stage, as if all stages were one chunk, with the fewest blocks that any split gives it: bounded in
+   all checkpointing modes (`BoundStage`), then relaxed within the memory cap (`RelaxStage`). Both bounds hold for all
+   splits, and for interleaved stages, apart from the idle time: those compute no less, keep no less and send more. They
+   need not wait for messages, though. So where there are interleaved stages, messages of the stage that stands for all
+   are fully overlapped, which is no more than either takes. Skipped on a mesh for interleaved stages alone.
+2. If the stages are interleaved: the most frequent stage in its chunks, bounded in all checkpointing modes.
+3. All kinds of stages, one after the other, relaxed within the memory cap.
 """
 
 from __future__ import annotations
@@ -16,81 +16,94 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+from planner.search.pipeline.single_device_time import SingleDeviceTime
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun
 from planner.search.pipeline.step_time import StageKind, stage_limit_s
-from planner.search.pipeline.tasks import SingleDeviceTime
 
-ALIKE = 3
-"""From how many blocks on a stage of one more has the same kinds of choices: it has another block between the first and
-the last."""
+UNIFORM_BLOCKS = 3
+"""Blocks from which on a stage has the same choices as one with more: a first, a last and those between them."""
 
 StageKey = tuple[Hashable, ...]
-"""What names a look at a stage, in whichever pipelines it is."""
+"""Identifies the bound of a stage, in whichever pipelines it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundingStep:
-    """A look at a stage.
+    """One bound of one stage.
 
     Attributes:
-        is_floor: whether its floor is looked for, or its relaxation within the cap.
-        pipeline: the one that is looked at.
-        kind: of its stage.
-        bounded: the kind of stage, of the pipeline that the step is for, that it bounds.
-        is_shared: whether the look serves other ways to spread the blocks.
+        in_all_modes: whether the stage is bounded in all checkpointing modes; otherwise it is relaxed in one.
+        pipeline: that the stage is part of.
+        kind: of the stage.
+        bounded: the kind of stage that it bounds, in the pipeline that the step is for.
+        is_shared: whether it bounds that stage for other splits of the blocks too.
     """
 
-    is_floor: bool
+    in_all_modes: bool
     pipeline: PipelineRun
     kind: StageKind
     bounded: StageKind
     is_shared: bool
 
     @property
-    def look(self) -> StageKey:
-        """What names the look: a floor is one for all modes of checkpointing."""
+    def key(self) -> StageKey:
+        """Identifies the bound."""
         run, kind = self.pipeline, self.kind
-        where = kind.role, len(run.counts), run.mesh, run.micro_batches, run.chunks, run.bounds_chunks
-        return where if self.is_floor else (*where, kind.blocks, kind.indices[0], run.ac)
+        stage = kind.role, len(run.blocks_per_stage), run.mesh, run.micro_batches, run.chunks, run.bounds_chunks
+        return stage if self.in_all_modes else (*stage, kind.blocks, kind.indices[0], run.ac)
 
 
 def bounding_steps(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[BoundingStep]:
-    """Yield the looks at a pipeline's stages, in order."""
-    whole, kinds = in_one_piece(space, pipeline), pipeline.kinds
+    """Yield the steps that bound a pipeline, in order."""
+    whole, kinds = in_one_chunk(space, pipeline), pipeline.kinds
     shortest = shortest_alike(space, whole, whole.kinds[0])
-    for is_floor in (True, False) if space.has_single_chunks(pipeline.mesh) else ():
-        yield BoundingStep(is_floor=is_floor, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
+    for in_all_modes in (True, False) if space.has_single_chunks(pipeline.mesh) else ():
+        yield BoundingStep(in_all_modes=in_all_modes, pipeline=whole, kind=shortest, bounded=kinds[0], is_shared=True)
     if pipeline.chunks > 1:
-        yield BoundingStep(is_floor=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)
+        yield BoundingStep(in_all_modes=True, pipeline=pipeline, kind=kinds[0], bounded=kinds[0], is_shared=False)
     for kind in kinds:
-        yield BoundingStep(is_floor=False, pipeline=pipeline, kind=kind, bounded=kind, is_shared=False)
+        yield BoundingStep(in_all_modes=False, pipeline=pipeline, kind=kind, bounded=kind, is_shared=False)
 
 
-def in_one_piece(space: PipelineSpace, pipeline: PipelineRun) -> PipelineRun:
-    """Return the pipeline whose stages bound those of ``pipeline``, and of all others with as many."""
-    interleaved = any(chunks > 1 for _, chunks in space.spreads(len(pipeline.counts)))
+def in_one_chunk(space: PipelineSpace, pipeline: PipelineRun) -> PipelineRun:
+    """Return the pipeline whose stages bound those of ``pipeline``, and of all others with as many stages."""
+    interleaved = any(chunks > 1 for _, chunks in space.spreads(len(pipeline.blocks_per_stage)))
     return dataclasses.replace(pipeline, chunks=1, bounds_chunks=interleaved)
 
 
 def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) -> StageKind:
-    """Return the kind of stage that has the fewest blocks, `ALIKE` at least, in the place of ``kind`` in any split."""
-    splits = (dataclasses.replace(whole, counts=split) for split in space.splits(len(whole.counts)))
-    alike = (k for other in splits for k in other.kinds if _place(k) == _place(kind) and k.blocks >= ALIKE)
+    """Return the kind of stage in the place of ``kind`` in any split with the fewest blocks, `UNIFORM_BLOCKS` at least.
+
+    Args:
+        space: of pipelines.
+        whole: the pipeline of ``kind``, in one chunk.
+        kind: of stage.
+    """
+    splits = space.splits(len(whole.blocks_per_stage))
+    others = (dataclasses.replace(whole, blocks_per_stage=split) for split in splits)
+    alike = (k for o in others for k in o.kinds if _place(k) == _place(kind) and k.blocks >= UNIFORM_BLOCKS)
     return min((kind, *alike), key=lambda k: k.blocks)
 
 
-def shared_limit_s(space: PipelineSpace, work: SingleDeviceTime, step: BoundingStep, at_most_s: float) -> float:
-    """Return from which seconds on no pipeline wants what a shared step looks at, however its blocks are spread."""
-    run, limits = step.pipeline, [0.0]
-    for counts, chunks in space.spreads(len(run.counts)):
-        other = dataclasses.replace(run, counts=counts, chunks=chunks, bounds_chunks=False)
-        waits = run.passes / other.passes
+def shared_cutoff_s(space: PipelineSpace, times: SingleDeviceTime, step: BoundingStep, cutoff_s: float) -> float:
+    """Return the seconds from which on no split wants the stage of a shared step.
+
+    Args:
+        space: of pipelines.
+        times: of the model's parts, which bound each stage.
+        step: that is shared.
+        cutoff_s: step time from which on a pipeline is not wanted.
+    """
+    run, cutoffs = step.pipeline, [0.0]
+    for split, chunks in space.spreads(len(run.blocks_per_stage)):
+        other = dataclasses.replace(run, blocks_per_stage=split, chunks=chunks, bounds_chunks=False)
+        idle_ratio = run.passes / other.passes
         for kind in other.kinds:
             if _place(kind) == _place(step.kind):
-                limit_s = stage_limit_s(work.bounds(other), kind, run.micro_batches, at_most_s)
-                limits.append(waits * limit_s)
-    return max(limits) if len(limits) > 1 else math.inf
+                stage_cutoff_s = stage_limit_s(times.bounds_s(other), kind, run.micro_batches, cutoff_s)
+                cutoffs.append(idle_ratio * stage_cutoff_s)
+    return max(cutoffs) if len(cutoffs) > 1 else math.inf
 
 
 def _place(kind: StageKind) -> tuple[str, int]:

@@ -1,430 +1,349 @@
-"""Over the pipelines of a job (`space`): stages, their meshes, micro-batches, checkpointing, splits.
+"""The search over the pipelines of a job (`space`): an instance of `branch_and_bound`.
 
-Stages are planned one by one (`step_time`), each as `RunPlanner` plans a model. Of pipelines those with the lowest
-bound go next. A pipeline's first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not.
-Then come looks at its stages (`bound_order`): what is found of a stage holds in every pipeline that has it.
-Then its stages are solved.
+A node is one pipeline: stages, their meshes, micro-batches, checkpointing mode, split of the blocks. Its first bound is
+its compute, perfectly split, with the idle time of 1F1B, interleaved or not. Expanding a node first bounds its stages,
+one after the other (`bound_order`): a stage's bound holds in every pipeline that has such a stage, so it is computed
+once and all of them wait for it. When no stage is left to bound, expanding the node solves its stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from cost_model import reserve_bytes
 from cost_model.layouts.layout import MeshSpec
-from planner.plan.estimate import MeshOutcome, MeshReport
-from planner.run.run_planner import RunPlanner
+from planner.progress import IncumbentFound, RunSolving, StageBounding, StageRelaxing
+from planner.search.branch_and_bound import (
+    BranchAndBound,
+    Expansion,
+    Incumbent,
+    SearchResult,
+    SearchSpec,
+    run_searches,
+)
+from planner.search.pipeline.block_memory import BlockMemory
 from planner.search.pipeline.bound_order import (
-    ALIKE,
+    UNIFORM_BLOCKS,
     BoundingStep,
     StageKey,
     bounding_steps,
-    in_one_piece,
-    shared_limit_s,
+    in_one_chunk,
+    shared_cutoff_s,
 )
+from planner.search.pipeline.single_device_time import SingleDeviceTime
+from planner.search.pipeline.solve_pipeline import PipelineResult, SolvedPipeline, SolvePipeline
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners
+from planner.search.pipeline.stage_tasks import BoundStage, RelaxStage, StageBound
 from planner.search.pipeline.step_time import StageKind, least_step_s, stage_limit_s
-from planner.search.pipeline.tasks import (
-    BlockMemory,
-    BoundStage,
-    PipelineResult,
-    RelaxStage,
-    SingleDeviceTime,
-    SolvedPipeline,
-    SolvePipeline,
-    StageBound,
-)
-from planner.search.task_pool import Pool
-from planner.search.worker_context import Restrict, SearchConstraints, WorkerContext
 
-_FIRST_GAP = 0.1
-"""How far from the best of its pipeline the first plan may be: it is only there to tell what is not worth a look."""
+_FIRST_PLAN_GAP = 0.1
+"""Relative gap of the first plan: it only has to prune."""
 
 _WIDE = 8
-"""Ranks of all axes of a stage but the first, at most, in the pipelines that are walked through first."""
+"""Ranks of all axes of a stage but the first, at most, in the pipelines that are searched first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSearchResult:
-    """What came of a search of pipelines.
+class _PipelineNode:
+    """A pipeline that is not solved yet.
 
     Attributes:
-        plan: the best that is faster than was asked for; None where there is none.
-        bound_s: no pipeline that was searched is faster.
-        complete: whether the search ended by itself; otherwise its time was up.
-        meshes: what became of each.
-    """
-
-    plan: PlannedPipeline | None
-    bound_s: float
-    complete: bool
-    meshes: tuple[MeshReport, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Item:
-    """A pipeline that is still to be solved.
-
-    Attributes:
-        bounds: what each stage cannot beat, as one of equals; ``looks`` so far have raised them.
+        bounds: lower bound on each stage's seconds, as one of equal stages.
+        steps_done: bounding steps that have raised them.
         is_tried: whether it was solved for a first plan, and may have a better one.
     """
 
     pipeline: PipelineRun
     bounds: tuple[float, ...]
-    looks: int = 0
+    steps_done: int = 0
     is_tried: bool = False
 
     @property
     def bound_s(self) -> float:
-        """What no step can beat."""
         return least_step_s(self.bounds, self.pipeline.micro_batches, self.pipeline.chunks)
 
-    def raised(self, kind: StageKind, bound_s: float) -> _Item:
-        """Return the item after another look, which found what no stage of ``kind`` can beat."""
+    @property
+    def mesh(self) -> MeshSpec:
+        return self.pipeline.whole_mesh
+
+    def with_bound(self, kind: StageKind, bound_s: float) -> _PipelineNode:
+        """Return the node with the bounds of stages of ``kind`` raised."""
         bounds = (max(b, bound_s) if index in kind.indices else b for index, b in enumerate(self.bounds))
-        return dataclasses.replace(self, bounds=tuple(bounds), looks=self.looks + 1)
+        return dataclasses.replace(self, bounds=tuple(bounds))
 
 
-_Task = BoundStage | RelaxStage | SolvePipeline
+class PipelineSearch(BranchAndBound[_PipelineNode]):
+    """The search over the pipelines of a job whose model has no `obstacle`."""
 
+    def __init__(
+        self, spec: SearchSpec, incumbent: Incumbent, *, only: tuple[int, MeshSpec] | None = None, axes: int = 2
+    ) -> None:
+        """Prepare to search.
 
-@dataclass(slots=True)
-class PipelineSearch:
-    """One walk (`Walk`) over the pipelines of a job whose model has no `obstacle`.
-
-    Attributes:
-        search: of the whole model on the whole cluster.
-        counts: numbers of micro-batches to choose from.
-        modes: of checkpointing.
-        restrict: what pins leave to choose on a stage's mesh.
-        pool: does the tasks; None: this process does.
-        only: the one number of stages, and their mesh, that is searched; None: all.
-        axes: that the mesh of a stage has at most.
-    """
-
-    search: RunPlanner
-    counts: Sequence[int]
-    modes: Sequence[str]
-    restrict: Restrict
-    progress: Callable[[str], None] | None = None
-    deadline: float | None = None
-    pool: Pool | None = None
-    only: tuple[int, MeshSpec] | None = None
-    axes: int = 2
-    _best: SolvedPipeline | None = None
-    _at_most_s: float = math.inf
-    _proved_s: float = math.inf
-    _unsolved: bool = False
-    _work: SingleDeviceTime = field(init=False)
-    _bench: WorkerContext = field(init=False)
-    _here: Pool = field(init=False)
-    _space: PipelineSpace = field(init=False)
-    _heap: list[tuple[float, int, _Item]] = field(default_factory=list)
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _known: dict[StageKey, StageBound | float] = field(default_factory=dict)
-    _waiting: dict[StageKey, list[tuple[_Item, BoundingStep | None]]] = field(default_factory=dict)
-    _blocks: dict[bool, BlockMemory] = field(default_factory=dict)
-    _seen: dict[MeshSpec, tuple[float, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._work = SingleDeviceTime.of_model(self.search, self.counts[0], self.modes)
-        self._bench = WorkerContext(self.search)
-        terms = SearchConstraints(memory_bytes=self.search.memory_bytes, restrict=self.restrict)
-        self._here = Pool(self._bench).under(terms)
-        stages = self._stages
-        self._space = PipelineSpace(
-            self.search, self._work, stages.clusters, self.only, self.axes, stages.may_have_ends_alone()
-        )
-
-    @property
-    def _stages(self) -> StagePlanners:
-        return self._bench.stages
-
-    def best(self, at_most_s: float = math.inf) -> PipelineSearchResult:
-        """Return the fastest pipeline that takes less than ``at_most_s`` seconds a step."""
-        self.start(at_most_s)
-        self._pool.run(self.pick, self.done)
-        return self.found()
-
-    def start(self, at_most_s: float = math.inf) -> None:
-        """Find what is to be walked over, and a first plan where one is likely."""
-        self._at_most_s = at_most_s
-        likely, others = self._likely_first(list(self._items()))
-        for item in likely:
-            self._push(item)
-        self._pool.run(lambda: self.pick() if self._best is None else None, self.done)
-        for item in others:
-            self._push(item)
-
-    @property
-    def _pool(self) -> Pool:
-        return self.pool or self._here
-
-    def found(self) -> PipelineSearchResult:
-        """Return the fastest pipeline of what was walked over."""
-        for bound_s, _, item in self._heap:
-            self._note(item.pipeline, bound_s)
-        left_s = min((bound_s for bound_s, _, _ in self._heap), default=math.inf)
-        return PipelineSearchResult(
-            plan=None if self._best is None else self._best.whole(self._stages),
-            bound_s=min(left_s, self._proved_s, self._at_most_s),
-            complete=left_s >= self._at_most_s and not (self._unsolved and self._is_over),
-            meshes=tuple(self._reports()),
-        )
-
-    @property
-    def _is_over(self) -> bool:
-        return self.deadline is not None and time.perf_counter() >= self.deadline
-
-    # --- what there is ------------------------------------------------------------------------------------------
-
-    def _items(self) -> Iterator[_Item]:
-        """Yield every pipeline with its first bound."""
-        for pipeline in self._space.pipelines(self.counts, self.modes):
-            yield _Item(pipeline=pipeline, bounds=tuple(self._work.bounds(pipeline)))
-
-    def _likely_first(self, items: Sequence[_Item]) -> tuple[list[_Item], list[_Item]]:
-        """Return the pipelines of which one is solved first, to give the others something to beat, and the others.
-
-        They are as wide inside as people take it, recompute, since that fits, and split samples evenly. None are on a
-        mesh that is there beside those that were asked for: its programs are the largest.
+        Args:
+            spec: of the search; its planner is that of the whole model.
+            incumbent: shared with searches that run together with this one.
+            only: the one number of stages, and the mesh of one, that is searched; None: all.
+            axes: that the mesh of a stage has at most.
         """
-        sizes = [math.prod(item.pipeline.mesh.shape[1:]) if self._is_usual(item) else 0 for item in items]
+        super().__init__(spec, incumbent)
+        self._planner = spec.planner
+        self.stages = spec.context.once(StagePlanners)
+        self._times = SingleDeviceTime.of_model(spec.planner, spec.micro_batch_counts[0], spec.modes)
+        self.space = PipelineSpace(
+            spec.planner, self._times, self.stages.clusters, only, axes, self.stages.may_have_ends_alone
+        )
+        self._best: SolvedPipeline | None = None
+        self._stage_bounds: dict[StageKey, StageBound | float] = {}
+        self._block_memory: dict[bool, BlockMemory] = {}
+
+    def best(self) -> SearchResult[PlannedPipeline]:
+        """Return the fastest pipeline below the cutoff."""
+        self.start()
+        run_searches(self.spec.pool, [self])
+        return self.result()
+
+    def start(self) -> None:
+        """Push every pipeline, after a first plan was found where one is likely."""
+        likely, others = self.likely_first(list(self.roots()))
+        for node in likely:
+            self.push(node)
+        self.spec.pool.run(lambda: self.pick() if self._best is None else None, self.done, self.spec.constraints)
+        for node in others:
+            self.push(node)
+        self.has_all_roots = True
+
+    def result(self) -> SearchResult[PlannedPipeline]:
+        """Return the outcome once the search has ended."""
+        self.close_open_nodes()
+        return SearchResult(
+            plan=None if self._best is None else self._best.planned(self.stages),
+            bound_s=self.bound_s,
+            complete=self.is_complete,
+            meshes=tuple(self.mesh_report(mesh) for mesh in self.meshes),
+        )
+
+    # --- the roots -----------------------------------------------------------------------------------------------
+
+    def roots(self) -> Iterator[_PipelineNode]:
+        """Yield every pipeline with its first bound."""
+        for pipeline in self.space.pipelines(self.spec.micro_batch_counts, self.spec.modes):
+            yield _PipelineNode(pipeline=pipeline, bounds=tuple(self._times.bounds_s(pipeline)))
+
+    def likely_first(self, nodes: Sequence[_PipelineNode]) -> tuple[list[_PipelineNode], list[_PipelineNode]]:
+        """Return the pipelines of which one is solved first, to prune the others, and the others.
+
+        They have the usual inner mesh, recompute, since that fits, and split samples evenly. None has a mesh for
+        interleaved stages alone: those have the largest programs.
+        """
+        sizes = [math.prod(node.pipeline.mesh.shape[1:]) if self._is_usual(node) else 0 for node in nodes]
         widest = max((size for size in sizes if size <= _WIDE), default=0)
-        likely, others = list[_Item](), list[_Item]()
-        for item, size in zip(items, sizes, strict=True):
-            is_likely = 0 < size == widest and item.pipeline.ac == self.modes[-1]
-            (likely if is_likely else others).append(item)
+        likely, others = list[_PipelineNode](), list[_PipelineNode]()
+        for node, size in zip(nodes, sizes, strict=True):
+            is_likely = 0 < size == widest and node.pipeline.ac == self.spec.modes[-1]
+            (likely if is_likely else others).append(node)
         return likely, others
 
-    def _is_usual(self, item: _Item) -> bool:
-        mesh = item.pipeline.mesh
-        return self._space.splits_samples(mesh, item.pipeline.micro_batches) and self._space.has_single_chunks(mesh)
+    def _is_usual(self, node: _PipelineNode) -> bool:
+        mesh = node.pipeline.mesh
+        return self.space.splits_samples(mesh, node.pipeline.micro_batches) and self.space.has_single_chunks(mesh)
 
-    # --- what comes next -----------------------------------------------------------------------------------------
+    # --- what expands a node -------------------------------------------------------------------------------------
 
-    def _push(self, item: _Item) -> None:
-        heapq.heappush(self._heap, (item.bound_s, next(self._numbers), item))
+    def expand(self, node: _PipelineNode) -> Expansion[_PipelineNode] | None:
+        """Return the task that bounds the next stage of a pipeline, or solves it."""
+        if not node.steps_done and not self._may_fit(node.pipeline):
+            self.record(node.mesh).close(math.inf)
+            return None
+        step = self._next_step(node)
+        if step is None:
+            return Expansion(node=node, key=id(node), state_task=functools.partial(self._solve, node))
+        if step.key in self._stage_bounds:
+            self._push_raised(node, step)
+            return None
+        if step.in_all_modes and step.is_shared:
+            node, in_fewer = self._after_fewer_micro_batches(node, step)
+            if node.bound_s >= self.incumbent.cutoff_s:
+                self.record(node.mesh).close(node.bound_s)
+                return None
+            step = in_fewer or step
+        return Expansion(node=node, key=step.key, state_task=functools.partial(self._bound, node, step))
 
-    @property
-    def next_s(self) -> float:
-        """The lowest bound of what goes next; infinite where nothing that is known could be better, or time is up."""
-        if not self._heap or self._heap[0][0] >= self._at_most_s or self._is_over:
-            return math.inf
-        return self._heap[0][0]
+    def _next_step(self, node: _PipelineNode) -> BoundingStep | None:
+        """Return the next bounding step; None where none is left."""
+        return next(itertools.islice(bounding_steps(self.space, node.pipeline), node.steps_done, None), None)
 
-    @property
-    def wanted_s(self) -> float:
-        """The step time from which on a plan is not wanted."""
-        return self._at_most_s
+    def _after_fewer_micro_batches(
+        self, node: _PipelineNode, step: BoundingStep
+    ) -> tuple[_PipelineNode, BoundingStep | None]:
+        """Return a pipeline with the bounds of its stage in fewer micro-batches, and the one of these to compute first.
 
-    def want_less(self, time_s: float) -> None:
-        """From now on want no plan that takes ``time_s`` or more."""
-        self._at_most_s = min(self._at_most_s, time_s)
-
-    def pick(self) -> tuple[StageKey | _Item, _Task] | None:
-        """Return the next look and the task for it; None where nothing that is known could be better, or time is up."""
-        while self.next_s < math.inf:
-            item = heapq.heappop(self._heap)[2]
-            if not item.looks and not self._may_fit(item.pipeline):
-                self._note(item.pipeline, math.inf)
-                continue
-            step = self._step(item)
-            if step is None:
-                return item, self._solve(item)
-            if step.look in self._known:
-                self._raise(item, step, self._known[step.look])
-                continue
-            fewer: BoundingStep | None = None
-            if step.is_floor and step.is_shared:
-                item, fewer = self._after_fewer(item, step)
-                if item.bound_s >= self._at_most_s:
-                    self._note(item.pipeline, item.bound_s)
-                    continue
-            look = (fewer or step).look
-            is_begun = look in self._waiting
-            self._waiting.setdefault(look, []).append((item, None if fewer else step))
-            if not is_begun:
-                return look, self._task(fewer or step, item)
-        return None
-
-    def _after_fewer(self, item: _Item, step: BoundingStep) -> tuple[_Item, BoundingStep | None]:
-        """Return a pipeline after what is known of its stage in fewer micro-batches, and that look at one in fewer
-        which comes first: it is wanted itself. None where there is none.
-
-        More micro-batches do the same work in smaller pieces, so that a stage does no less in all (`mesh_bound`).
+        More micro-batches do the same work in smaller pieces, so a stage does no less in all (`mesh_bound`). A stage in
+        fewer is bounded first if its pipeline may be wanted itself; None where there is none.
         """
-        pipeline, kind, stages = item.pipeline, step.bounded, len(item.pipeline.counts)
-        if self.search.batch == pipeline.micro_batches:  # a single sample is split otherwise
-            return item, None
+        pipeline, kind, stages = node.pipeline, step.bounded, len(node.pipeline.blocks_per_stage)
+        if self._planner.batch == pipeline.micro_batches:  # a single sample is split in other ways
+            return node, None
         # Layouts that divide the samples of a micro-batch divide those of several together.
-        divisors = (c for c in self.counts if c < pipeline.micro_batches and pipeline.micro_batches % c == 0)
-        for count in divisors:
-            other = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, micro_batches=count))
-            alike = dataclasses.replace(
+        counts = self.spec.micro_batch_counts
+        for count in (c for c in counts if c < pipeline.micro_batches and pipeline.micro_batches % c == 0):
+            in_fewer = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, micro_batches=count))
+            fewer = dataclasses.replace(
                 pipeline, micro_batches=count, chunks=pipeline.chunks if count % stages == 0 else 1
             )
-            found = self._known.get(other.look)
-            if isinstance(found, StageBound):
-                bound_s = found.bounds_s.get(pipeline.ac, 0.0) if kind.blocks >= found.blocks else 0.0
-                more = (pipeline.passes / pipeline.micro_batches) / (other.pipeline.passes / count)
-                item = dataclasses.replace(item.raised(kind, bound_s * more), looks=item.looks)
-            elif self._may_be_wanted(item, alike):
-                return item, other
-        return item, None
+            stage_bound = self._stage_bounds.get(in_fewer.key)
+            if isinstance(stage_bound, StageBound):
+                is_long_enough = kind.blocks >= stage_bound.blocks
+                bound_s = stage_bound.bounds_s.get(pipeline.ac, 0.0) if is_long_enough else 0.0
+                more_idle = (pipeline.passes / pipeline.micro_batches) / (in_fewer.pipeline.passes / count)
+                node = node.with_bound(kind, bound_s * more_idle)
+            elif self._may_be_wanted(node, fewer):
+                return node, in_fewer
+        return node, None
 
-    def _may_be_wanted(self, item: _Item, fewer: PipelineRun) -> bool:
-        """Tell whether a pipeline that differs from ``item`` in having fewer micro-batches may be wanted and fit."""
-        share = (fewer.passes / fewer.micro_batches) / (item.pipeline.passes / item.pipeline.micro_batches)
-        bounds = [bound * share for bound in item.bounds]
+    def _may_be_wanted(self, node: _PipelineNode, fewer: PipelineRun) -> bool:
+        """Tell whether a pipeline that differs from ``node`` in having fewer micro-batches may be wanted and fit."""
+        pipeline = node.pipeline
+        less_idle = (fewer.passes / fewer.micro_batches) / (pipeline.passes / pipeline.micro_batches)
+        bounds = [bound * less_idle for bound in node.bounds]
         return (
-            self._space.splits_samples(fewer.mesh, fewer.micro_batches)
-            and least_step_s(bounds, fewer.micro_batches, fewer.chunks) < self._at_most_s
+            self.space.splits_samples(fewer.mesh, fewer.micro_batches)
+            and least_step_s(bounds, fewer.micro_batches, fewer.chunks) < self.incumbent.cutoff_s
             and self._may_fit(fewer)
         )
 
-    def _step(self, item: _Item) -> BoundingStep | None:
-        """Return the next look at a pipeline's stages; None where there is none but to solve it."""
-        return next(itertools.islice(bounding_steps(self._space, item.pipeline), item.looks, None), None)
-
-    def _task(self, step: BoundingStep, item: _Item) -> _Task:
-        pipeline = step.pipeline
-        if step.is_floor:
-            self._say(f"bounding a stage on mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches")
-            share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
-            # It is one for all modes of checkpointing: what it says within the cap, it says of no checkpointing.
-            of_all = dataclasses.replace(step, pipeline=dataclasses.replace(pipeline, ac=self.modes[0]))
-            again_s = self._work.again_s
-            fitting = (ac for ac in again_s if self._stage_may_fit(step.kind, dataclasses.replace(pipeline, ac=ac)))
-            return BoundStage(
-                kind=step.kind,
-                pipeline=of_all.pipeline,
-                again_s={ac: again_s[ac] * share for ac in fitting},
-                limit_s=self._limit_s(of_all, self._work.bounds(of_all.pipeline)),
+    def _bound(self, node: _PipelineNode, step: BoundingStep) -> BoundStage | RelaxStage:
+        """Return the task of a bounding step."""
+        pipeline, mesh = step.pipeline, str(step.pipeline.whole_mesh)
+        if not step.in_all_modes:
+            stage_bound = self._stage_bound(step)
+            self.report(
+                lambda state: StageRelaxing(
+                    mesh=mesh, micro_batches=pipeline.micro_batches, ac=pipeline.ac, state=state
+                )
             )
-        floor = self._floor(step)
-        return RelaxStage(
+            return RelaxStage(
+                kind=step.kind,
+                pipeline=pipeline,
+                mesh_bound=None if stage_bound is None else stage_bound.mesh_bound,
+                cutoff_s=self._stage_cutoff_s(step, node.bounds),
+            )
+        self.report(lambda state: StageBounding(mesh=mesh, micro_batches=pipeline.micro_batches, state=state))
+        share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
+        # One bound for all checkpointing modes: what it says within the cap, it says of no checkpointing.
+        first_mode = dataclasses.replace(step, pipeline=dataclasses.replace(pipeline, ac=self.spec.modes[0]))
+        recompute_s = self._times.recompute_s
+        may_fit = [ac for ac in recompute_s if self._stage_may_fit(step.kind, dataclasses.replace(pipeline, ac=ac))]
+        return BoundStage(
             kind=step.kind,
-            pipeline=pipeline,
-            floor=None if floor is None else floor.floor,
-            limit_s=self._limit_s(step, item.bounds),
+            pipeline=first_mode.pipeline,
+            recompute_s={ac: recompute_s[ac] * share for ac in may_fit},
+            cutoff_s=self._stage_cutoff_s(first_mode, self._times.bounds_s(first_mode.pipeline)),
         )
 
-    def _limit_s(self, step: BoundingStep, bounds: Sequence[float]) -> float:
-        """Return from which seconds on a stage is not wanted, given what bounds each of its pipeline's."""
+    def _stage_cutoff_s(self, step: BoundingStep, bounds: Sequence[float]) -> float:
+        """Return the seconds from which on a stage is not wanted, given the bounds of its pipeline's stages."""
         if step.is_shared:
-            return shared_limit_s(self._space, self._work, step, self._at_most_s)
-        return stage_limit_s(bounds, step.kind, step.pipeline.micro_batches, self._at_most_s)
+            return shared_cutoff_s(self.space, self._times, step, self.incumbent.cutoff_s)
+        return stage_limit_s(bounds, step.kind, step.pipeline.micro_batches, self.incumbent.cutoff_s)
 
-    def _floor(self, step: BoundingStep) -> StageBound | None:
-        """Return a floor that holds for the stage that is looked at, choice by choice."""
+    def _stage_bound(self, step: BoundingStep) -> StageBound | None:
+        """Return a bound that holds choice by choice for the stage that a step relaxes; None where none is known."""
         kind, pipeline = step.kind, step.pipeline
-        looked_at = pipeline if pipeline.chunks > 1 else in_one_piece(self._space, pipeline)
-        found = self._known.get(dataclasses.replace(step, is_floor=True, pipeline=looked_at).look)
-        if not isinstance(found, StageBound) or step.pipeline.ac not in found.bounds_s:
+        bounding = pipeline if pipeline.chunks > 1 else in_one_chunk(self.space, pipeline)
+        stage_bound = self._stage_bounds.get(dataclasses.replace(step, in_all_modes=True, pipeline=bounding).key)
+        if not isinstance(stage_bound, StageBound) or pipeline.ac not in stage_bound.bounds_s:
             return None
-        # With fewer blocks the first and the last of a stage are not like those between them: other choices.
-        is_alike = found.blocks == kind.blocks or (kind.chunks == 1 and ALIKE <= found.blocks <= kind.blocks)
-        return found if is_alike else None
+        # In a stage with fewer blocks the first and the last are not like those between them: it has other choices.
+        is_uniform = kind.chunks == 1 and UNIFORM_BLOCKS <= stage_bound.blocks <= kind.blocks
+        return stage_bound if stage_bound.blocks == kind.blocks or is_uniform else None
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:
-        """Tell whether no stage needs too much memory by count of its blocks' tensors alone, however they are split."""
+        """Tell whether the bytes of their blocks' tensors alone, however split, let all stages fit."""
         return all(self._stage_may_fit(kind, pipeline) for kind in pipeline.kinds)
 
     def _stage_may_fit(self, kind: StageKind, pipeline: PipelineRun) -> bool:
-        batch = self.search.batch // pipeline.micro_batches
-        if (batch == 1) not in self._blocks:  # of a single sample autograd may keep other tensors
-            counted = 1 if batch == 1 else self.search.batch // self.counts[0]
-            self._blocks[batch == 1] = BlockMemory.of(self._stages, counted, self.modes, self.search.job)
-        run = self._stages.run(self.search, kind, pipeline)
-        split = self._blocks[batch == 1].of_stage(kind.blocks, run, batch) / run.mesh.size
-        return split + reserve_bytes(run.cluster.device) <= self.search.memory_bytes
+        batch = self._planner.batch // pipeline.micro_batches
+        if (batch == 1) not in self._block_memory:  # for a single sample autograd may save other tensors
+            counted = 1 if batch == 1 else self._planner.batch // self.spec.micro_batch_counts[0]
+            self._block_memory[batch == 1] = BlockMemory.of_model(
+                self.stages, counted, self.spec.modes, self._planner.job
+            )
+        run = self.stages.run(self._planner, kind, pipeline)
+        bytes_per_device = self._block_memory[batch == 1].of_stage(kind.blocks, run, batch) / run.mesh.size
+        return bytes_per_device + reserve_bytes(run.cluster.device) <= self.spec.constraints.memory_bytes
 
-    def _solve(self, item: _Item) -> SolvePipeline:
-        pipeline = item.pipeline
-        self._say(
-            f"solving mesh {pipeline.whole_mesh}, {pipeline.micro_batches} micro-batches, checkpointing {pipeline.ac}"
+    def _solve(self, node: _PipelineNode) -> SolvePipeline:
+        """Return the task that solves a pipeline."""
+        pipeline = node.pipeline
+        self.report(
+            lambda state: RunSolving(
+                mesh=str(node.mesh), micro_batches=pipeline.micro_batches, ac=pipeline.ac, state=state
+            )
         )
-        steps = [step for step in bounding_steps(self._space, pipeline) if not step.is_floor and not step.is_shared]
+        own = (step for step in bounding_steps(self.space, pipeline) if not step.in_all_modes and not step.is_shared)
+        stage_bounds = {step.kind: self._stage_bound(step) for step in own}
+        needs_exact = node.is_tried or self._best is not None
         return SolvePipeline(
             pipeline=pipeline,
-            bounds=item.bounds,
-            floors={s.kind: f.floor for s in steps if (f := self._floor(s)) is not None and f.floor is not None},
-            at_most_s=self._at_most_s,
-            mip_gap=self.search.job.mip_gap if item.is_tried or self._best is not None else _FIRST_GAP,
-            left_s=None if self.deadline is None else max(self.deadline - time.perf_counter(), 0.0),
+            bounds=node.bounds,
+            mesh_bounds={
+                k: b.mesh_bound for k, b in stage_bounds.items() if b is not None and b.mesh_bound is not None
+            },
+            cutoff_s=self.incumbent.cutoff_s,
+            mip_gap=self._planner.job.mip_gap if needs_exact else _FIRST_PLAN_GAP,
+            left_s=self.spec.left_s,
         )
 
-    # --- what came of it -----------------------------------------------------------------------------------------
+    # --- what follows from its result ----------------------------------------------------------------------------
 
-    def done(self, look: StageKey | _Item, task: _Task, found: StageBound | float | PipelineResult) -> None:
-        """Note what came of a task."""
-        if isinstance(look, _Item):
+    def take_result(
+        self, node: _PipelineNode, key: Hashable, task: object, result: StageBound | float | PipelineResult
+    ) -> None:
+        """Push a pipeline with raised bounds, or note its plan."""
+        if isinstance(result, PipelineResult):
             assert isinstance(task, SolvePipeline)
-            assert isinstance(found, PipelineResult)
-            self._solved(look, task, found)
+            self._close_pipeline(node, task, result)
             return
-        assert not isinstance(found, PipelineResult)
-        self._known[look] = found
-        for item, step in self._waiting.pop(look):
-            if step is None:  # it was looked at for what it says of others
-                self._push(item)
-            else:
-                self._raise(item, step, found)
+        assert isinstance(key, tuple)
+        self._stage_bounds[key] = result
+        step = self._next_step(node)
+        if step is not None and step.key == key:
+            self._push_raised(node, step)
+        else:  # it waited for a bound in fewer micro-batches
+            self.push(node)
 
-    def _raise(self, item: _Item, step: BoundingStep, found: StageBound | float) -> None:
-        """Raise a pipeline's bound by what was found of a stage."""
-        pipeline, kind = item.pipeline, step.bounded
-        bound_s = found.bound_s(kind, pipeline.ac) if isinstance(found, StageBound) else found
-        bound_s *= pipeline.passes / step.pipeline.passes  # a stage that is not cut waits longer
-        raised = item.raised(kind, bound_s)
-        if raised.bound_s < self._at_most_s:
-            self._push(raised)
+    def _push_raised(self, node: _PipelineNode, step: BoundingStep) -> None:
+        """Push a pipeline with its bound raised by a step, or close it if it is not wanted any more."""
+        pipeline, stage_bound = node.pipeline, self._stage_bounds[step.key]
+        bound_s = stage_bound.bound_s(step.bounded, pipeline.ac) if isinstance(stage_bound, StageBound) else stage_bound
+        bound_s *= pipeline.passes / step.pipeline.passes  # a stage in one chunk idles longer
+        raised = dataclasses.replace(node.with_bound(step.bounded, bound_s), steps_done=node.steps_done + 1)
+        if raised.bound_s < self.incumbent.cutoff_s:
+            self.push(raised)
         else:
-            self._note(pipeline, raised.bound_s)
+            self.record(raised.mesh).close(raised.bound_s)
 
-    def _solved(self, item: _Item, task: SolvePipeline, found: PipelineResult) -> None:
-        """Note what came of solving a pipeline, and keep it where it is the best."""
-        step_s = None if found.best is None else found.best.step_time_s
-        self._note(task.pipeline, min(found.bound_s, task.at_most_s), step_s)
-        if found.best is not None and found.best.step_time_s < self._at_most_s:
-            self._keep(found.best)
-        if task.mip_gap > self.search.job.mip_gap and found.bound_s < self._at_most_s and not self._is_over:
-            self._push(dataclasses.replace(item, is_tried=True))
+    def _close_pipeline(self, node: _PipelineNode, task: SolvePipeline, result: PipelineResult) -> None:
+        """Note the outcome of solving a pipeline, and take its plan if it is the best."""
+        record, best = self.record(node.mesh), result.best
+        record.close(min(result.bound_s, task.cutoff_s))
+        is_best = False
+        if best is not None:
+            record.best_s = min(record.best_s, best.step_time_s)
+            if best.step_time_s < self.incumbent.cutoff_s:
+                self._best = best
+                is_best = self.incumbent.improve(best.step_time_s)
+        if task.mip_gap > self._planner.job.mip_gap and result.bound_s < self.incumbent.cutoff_s and not self.is_over:
+            self.push(dataclasses.replace(node, is_tried=True))
         else:
-            self._unsolved |= found.broke_off
-            self._proved_s = min(self._proved_s, found.bound_s)
-
-    def _keep(self, found: SolvedPipeline) -> None:
-        """Take a pipeline as the best so far."""
-        self._best = found
-        self.want_less(found.step_time_s * (1.0 - self.search.job.mip_gap))
-        self._say(f"best so far {found.step_time_s:.6g} s")
-
-    def _note(self, pipeline: PipelineRun, at_least_s: float, step_time_s: float | None = None) -> None:
-        """Note what was found of a mesh, or what nothing on it can beat."""
-        least_s, found_s = self._seen.get(pipeline.whole_mesh, (math.inf, math.inf))
-        found_s = min(found_s, math.inf if step_time_s is None else step_time_s)
-        self._seen[pipeline.whole_mesh] = min(least_s, at_least_s, found_s), found_s
-
-    def _reports(self) -> Iterator[MeshReport]:
-        for mesh, (least_s, found_s) in self._seen.items():
-            fits: MeshOutcome = "slower" if least_s >= self._at_most_s else "open"
-            yield MeshReport(
-                mesh=str(mesh),
-                outcome="does-not-fit" if math.isinf(least_s) else fits,
-                at_least_s=None if math.isinf(least_s) else least_s,
-                step_time_s=None if math.isinf(found_s) else found_s,
-            )
-
-    def _say(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(what)
+            self.gave_up |= result.gave_up and self.is_over
+            self.close(result.bound_s)
+        if is_best:
+            self.report(lambda state: IncumbentFound(mesh=str(node.mesh), state=state))

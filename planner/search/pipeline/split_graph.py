@@ -1,13 +1,12 @@
-"""A graph cut into pipeline stages, between the blocks of its one list of blocks.
+"""A graph split into pipeline stages, between the blocks of its one list of blocks.
 
-A rank of an interleaved pipeline has several of the stages, and what it runs is one graph: each of them is handed what
-it reads, and hands on what it makes, as by itself. Only what depends on no parameter is there once for all of them,
-though each has to run it.
+The first stage has what runs before the first block, the last stage what runs after the last block. Ops that depend on
+no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them. Every stage gets
+the model's inputs that it reads. All else that a stage reads of the one before it is a boundary tensor: an output of
+the one, an input of the other, and its gradient is sent back.
 
-What runs before the first block is the first stage's, what runs after the last block the last one's. Ops that depend on
-no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them; the model's
-inputs are given to every stage that reads them. What else a stage reads of the one before it is handed on: it is an
-input of the one, a result of the other, and its gradient is sent back.
+A rank of an interleaved pipeline has several stages, in one graph: each has its own boundary tensors. Ops that depend
+on no parameter are in it once, though each stage runs them.
 """
 
 from __future__ import annotations
@@ -23,54 +22,54 @@ from planner.regions.blocks import Blocks
 from planner.regions.regions import block_of
 
 PATH = "pipeline"
-"""Path of the tensors that one stage hands to the next, before their number, which every stage counts from 0."""
+"""Path of boundary tensors, before their number, which every stage counts from 0."""
 
 
 def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str | None:
-    """Return why a model cannot be cut into pipeline stages; None where it can.
+    """Return why a model cannot be split into pipeline stages; None where it can.
 
     Args:
         ends_alone: whether stages may be what runs before the first block, or after the last, without any block.
     """
     if len(blocks.lists) != 1:
-        return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and one is cut"
+        return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and exactly one can be split"
     (listed,) = blocks.lists.values()
     stage_of = {block: number for number, block in enumerate(listed, start=int(ends_alone))}
-    homes = _Homes.of(graph, stage_of, len(listed) + 1 if ends_alone else len(listed) - 1)
-    if homes is None:
+    placed = _StagesOfOps.of(graph, stage_of, len(listed) + 1 if ends_alone else len(listed) - 1)
+    if placed is None:
         return "its blocks do not run one after the other"
     users: dict[str, set[int]] = {}
     for op in graph.ops:
         for value in op.inputs:
-            for stage in homes.stages[op.name]:
+            for stage in placed.stages[op.name]:
                 users.setdefault(value, set()).add(stage)
     for value, names in graph.parameters.items():
         if len(users.get(value, ())) > 1:
             return f"{names[0]} is used at both ends of the model, or in several blocks"
     for value, stages in users.items():
-        home = homes.made.get(value)
+        home = placed.stage_of_value.get(value)
         if home is not None and max(stages) > home + 1:
-            return "a block reads what another than the one before it has made"
+            return "a block reads what another than the one before it computes"
     if not any(output.is_loss for output in graph.outputs):
         return "its forward returns no loss"
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Homes:
-    """Where ops run.
+class _StagesOfOps:
+    """Which stages run which ops.
 
     Attributes:
         stages: op -> stages that run it: several where it depends on no parameter.
-        made: value -> stage that makes it; those that every stage makes or is given for itself are not here.
+        stage_of_value: value -> stage that computes it, without values that depend on no parameter.
     """
 
     stages: Mapping[str, frozenset[int]]
-    made: Mapping[str, int]
+    stage_of_value: Mapping[str, int]
 
     @classmethod
-    def of(cls, graph: OpGraph, stage_of: Mapping[str, int], last: int) -> _Homes | None:
-        """Return where ops run, given the stage of each block; None where the blocks do not run in that order.
+    def of(cls, graph: OpGraph, stage_of: Mapping[str, int], last: int) -> _StagesOfOps | None:
+        """Return the stages of ops, given the stage of each block; None where the blocks do not run in that order.
 
         Args:
             last: the stage of what runs after all blocks.
@@ -95,11 +94,11 @@ class _Homes:
             for value in op.inputs:
                 if value not in made:
                     wanted.setdefault(value, set()).update(stages[op.name])
-        return cls(stages=stages, made=made)
+        return cls(stages=stages, stage_of_value=made)
 
 
-def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> OpGraph:
-    """Return one of the stages of a graph that has no `obstacle`, or several that one rank has.
+def split(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> OpGraph:
+    """Return the graph of one stage of a graph that has no `obstacle`, or of several stages on one rank.
 
     Args:
         counts: blocks of each stage; the first and the last may have none.
@@ -109,15 +108,15 @@ def cut(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> O
     assert sum(counts) == len(listed)
     assert all(after > stage + 1 for stage, after in itertools.pairwise(which))
     numbers = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    homes = _Homes.of(graph, dict(zip(listed, numbers, strict=True)), len(counts) - 1)
-    assert homes is not None
-    return _rank(graph, homes, which, len(counts))
+    placed = _StagesOfOps.of(graph, dict(zip(listed, numbers, strict=True)), len(counts) - 1)
+    assert placed is not None
+    return _graph_of_stages(graph, placed, which, len(counts))
 
 
-def _rank(graph: OpGraph, homes: _Homes, which: Sequence[int], stages: int) -> OpGraph:
-    ops = [op for op in graph.ops if not homes.stages[op.name].isdisjoint(which)]
-    received = [_handed_over(graph, homes, stage - 1) for stage in which if stage]
-    sent = [_handed_over(graph, homes, stage) for stage in which if stage < stages - 1]
+def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int], stages: int) -> OpGraph:
+    ops = [op for op in graph.ops if not placed.stages[op.name].isdisjoint(which)]
+    received = [_boundary_values(graph, placed, stage - 1) for stage in which if stage]
+    sent = [_boundary_values(graph, placed, stage) for stage in which if stage < stages - 1]
     paths = {value: f"{PATH}.{number}" for values in received for number, value in enumerate(values)}
     ops = [_receiving(graph, op, paths) for op in ops]
     read = {value for op in ops for value in op.inputs}
@@ -127,7 +126,9 @@ def _rank(graph: OpGraph, homes: _Homes, which: Sequence[int], stages: int) -> O
         values[name] = dataclasses.replace(values[name], kind="input")
     inputs = [given for given in graph.inputs if given.value in read]
     inputs += [ModelInput(value=value, path=path) for value, path in paths.items()]
-    outputs = [output for output in graph.outputs if output.value in made and homes.made.get(output.value) in which]
+    outputs = [
+        output for output in graph.outputs if output.value in made and placed.stage_of_value.get(output.value) in which
+    ]
     return OpGraph(
         digraph=build_digraph(ops),
         values=values,
@@ -138,10 +139,12 @@ def _rank(graph: OpGraph, homes: _Homes, which: Sequence[int], stages: int) -> O
     )
 
 
-def _handed_over(graph: OpGraph, homes: _Homes, stage: int) -> tuple[str, ...]:
-    """Return the values that a stage makes and the next one reads, in the order in which they are made."""
-    read: AbstractSet[str] = {value for op in graph.ops if stage + 1 in homes.stages[op.name] for value in op.inputs}
-    return tuple(value for op in graph.ops for value in op.outputs if value in read and homes.made.get(value) == stage)
+def _boundary_values(graph: OpGraph, placed: _StagesOfOps, stage: int) -> tuple[str, ...]:
+    """Return the values that a stage computes and the next one reads, in the order of computation."""
+    read: AbstractSet[str] = {value for op in graph.ops if stage + 1 in placed.stages[op.name] for value in op.inputs}
+    return tuple(
+        value for op in graph.ops for value in op.outputs if value in read and placed.stage_of_value.get(value) == stage
+    )
 
 
 def _sent(values: Sequence[str]) -> Iterator[ModelOutput]:
@@ -152,7 +155,7 @@ def _sent(values: Sequence[str]) -> Iterator[ModelOutput]:
 
 
 def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
-    """Return ``op`` with what was handed over coming in as an argument of the root module."""
+    """Return ``op`` with boundary tensors as arguments of the root module."""
     if not any(value in paths for value in op.inputs):
         return op
     crossings = tuple(
@@ -163,7 +166,7 @@ def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
 
 
 def _from_root(graph: OpGraph, op: Op, row: tuple[Crossing, ...], path: str) -> tuple[Crossing, ...]:
-    """Return the boundaries from the root's argument to ``op``, given those from where the value was made."""
+    """Return the boundaries from the root's argument to ``op``, given those from where the value is computed."""
     inward = next((i for i, crossing in enumerate(row) if crossing.direction == "input"), len(row))
     kept = row[inward:]
     frame: int | None = graph.calls[kept[0].call].parent if kept else op.call

@@ -16,6 +16,7 @@ from api.remote.client import RemotePlanningError, RemoteShardingPlanner
 from api.remote.retrying_http import LONGEST_WAIT_S, Connection
 from planner.errors import InfeasibleError, ModelError
 from planner.plan.sharding_plan import ShardingPlan
+from planner.progress import ProgressEvent
 
 Answer = httpx2.Response | Exception
 
@@ -185,16 +186,16 @@ def test_progress_is_followed_by_events_and_without_them(hand_written_plan: Shar
         'id: 1\ndata: {"stage": "tracing"}',
         ": still there",
         "data: no JSON",
-        'data: {"stage": "best", "gap": 0.5}',
+        'data: {"stage": "best", "mesh": "dp=4", "step_time_s": 2.0, "bound_s": 1.0, "gap": 0.5}',
     ]
     stream = httpx2.Response(200, text="\n\n".join([*lines, ""]))
     for events in (stream, httpx2.Response(404), httpx2.ReadError("gone")):
-        said: list[str] = []
+        said: list[ProgressEvent] = []
         server = Server([job(), events, done])
         assert planner(server, progress=said.append).build_plan(nn.Identity()) == hand_written_plan
         assert server.asked[1].url.path == "/v1/plans/j1/events"
-        told = ["tracing", "best, gap 0.5"] if events is stream else []
-        assert said == ["asking the server", *told]
+        told = ["tracing", "found a faster plan on mesh dp=4; best 2 s, gap 50.00%"] if events is stream else []
+        assert list(map(str, said)) == ["asking the server", *told]
 
 
 def test_graph_is_traced_here_for_the_request() -> None:

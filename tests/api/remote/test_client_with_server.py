@@ -19,6 +19,7 @@ from api.requests.model_registry import load_model
 from planner import build_plan
 from planner.graph.trace_module import trace_module
 from planner.plan.sharding_plan import ShardingPlan
+from planner.progress import ASKING_SERVER, TRACING, ProgressEvent
 from planner.wire.codec import write_graph
 from planner.wire.document import text_of
 
@@ -72,11 +73,11 @@ def shrunk_preset() -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"mesh": "dp=2,tp=2", "micro_batches": 2}], ids=["all meshes", "one mesh"])
 def test_private_module_gets_the_plan_that_it_gets_here(server: Server, options: dict[str, Any]) -> None:
     module, inputs = private()
-    said: list[str] = []
+    said: list[ProgressEvent] = []
     remote = RemoteShardingPlanner(server.url, example_inputs=inputs, progress=said.append, **JOB, **options)
     found = remote.build_plan(module)
     assert without_timings(found) == without_timings(build_plan(module, example_inputs=inputs, **JOB, **options))
-    assert said[:2] == ["tracing", "asking the server"]
+    assert said[:2] == [TRACING, ASKING_SERVER]
 
 
 @pytest.mark.parametrize(("planner", "fused_ops"), [("ilp", False), ("ilp", True), ("tensor-parallel", False)])

@@ -29,33 +29,31 @@ from planner.session import PlanningSession
 
 @dataclass
 class Adder:
-    """A bench that adds."""
+    """A context that counts its tasks."""
 
-    to: int = 0
     clock: Clock = field(default_factory=Clock)
     done: int = 0
     remembered: bytes = b""
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)  # a worker keeps the last bench, one of the same bytes
+    name: str = field(
+        default_factory=lambda: uuid.uuid4().hex
+    )  # a worker keeps the last context, one of the same bytes
 
-    def take(self, terms: int) -> None:
-        self.to = terms
 
-
-def add(number: int, bench: Adder) -> tuple[int, int, int]:
-    """Return the sum, the process, and how many tasks its bench has done."""
-    with bench.clock.stage("adding"):
-        bench.done += 1
+def add(number: int, context: Adder, to: int) -> tuple[int, int, int]:
+    """Return the sum, the process, and how many tasks its context has done."""
+    with context.clock.stage("adding"):
+        context.done += 1
         time.sleep(0.05)
-    return number + bench.to, os.getpid(), bench.done
+    return number + to, os.getpid(), context.done
 
 
-def remember(bench: Adder) -> tuple[int, int]:
+def remember(context: Adder, _: int) -> tuple[int, int]:
     """Keep more than loky takes for no leak (it looks once a second); return the process and its tasks done."""
-    if bench.done:  # what is there after the first task it takes for granted
-        bench.remembered = b"x" * 400_000_000
-    bench.done += 1
+    if context.done:  # what is there after the first task it takes for granted
+        context.remembered = b"x" * 400_000_000
+    context.done += 1
     time.sleep(1.1)
-    return os.getpid(), bench.done
+    return os.getpid(), context.done
 
 
 def die() -> None:
@@ -79,7 +77,7 @@ def nothing() -> None:
     pass
 
 
-def in_turn(here: int, parts: tuple[Callable[[], None], Callable[[], None]], bench: Adder) -> None:
+def in_turn(here: int, parts: tuple[Callable[[], None], Callable[[], None]], context: Adder, _: int) -> None:
     """Do one thing in the process of the tests, after a moment in which others begin, and another thing elsewhere."""
     if os.getpid() == here:
         time.sleep(1)
@@ -99,8 +97,8 @@ def workers() -> list[psutil.Process]:
     return [c for c in children if c.is_running() and "LokyProcess" in " ".join(c.cmdline())]
 
 
-class Walk:
-    """Hands out tasks, and begins another round once what it knows is done."""
+class Tasks:
+    """Hands out tasks, and starts another round once those are done."""
 
     def __init__(self, tasks: list[Any], later: list[Any] | None = None) -> None:
         self.tasks, self.later = list(tasks), list(later or [])
@@ -120,31 +118,31 @@ def two_at_once() -> Pool:
     others = start_workers(2)
     assert others is not None
     assert others.ready(0) != os.getpid()
-    return Pool(Adder(), jobs=2).under(0)
+    return Pool(Adder(), jobs=2)
 
 
-def test_a_bench_is_sent_once_and_what_is_found_can_lead_to_more() -> None:
+def test_a_context_is_sent_once_and_results_can_lead_to_more_tasks() -> None:
     tasks = [functools.partial(add, number) for number in range(12)]
-    walk, bench = Walk(tasks[:2], tasks[2:]), Adder()
+    search, context = Tasks(tasks[:2], tasks[2:]), Adder()
     two_at_once()
-    pool = Pool(bench, jobs=2).under(100)
-    pool.run(walk.pick, walk.done)
-    assert sorted(total for _, (total, _, _) in walk.found) == list(range(100, 112))
-    processes = {process for _, (_, process, _) in walk.found}
+    pool = Pool(context, jobs=2)
+    pool.run(search.pick, search.done, 100)
+    assert sorted(total for _, (total, _, _) in search.found) == list(range(100, 112))
+    processes = {process for _, (_, process, _) in search.found}
     assert len(processes) == 2
     assert os.getpid() in processes
-    assert sum(max(n for _, (_, p, n) in walk.found if p == process) for process in processes) == 12
-    assert bench.done == 0  # the bench itself is only read: who picks looks at it meanwhile
-    assert bench.clock.spent["adding"] >= 12 * 0.05
-    again = Walk(tasks[:1])
-    pool.under(200).run(again.pick, again.done)
+    assert sum(max(n for _, (_, p, n) in search.found if p == process) for process in processes) == 12
+    assert context.done == 0  # the context itself is only read, by what picks the next task
+    assert context.clock.spent["adding"] >= 12 * 0.05
+    again = Tasks(tasks[:1])
+    pool.run(again.pick, again.done, 200)
     assert [total for _, (total, _, _) in again.found] == [200]
 
 
 def test_what_is_sent_is_a_file_for_as_long_as_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    walk, pool = Walk([functools.partial(add, 1)]), Pool(Adder(), jobs=2).under(0)
-    pool.run(walk.pick, walk.done)
+    search, pool = Tasks([functools.partial(add, 1)]), Pool(Adder(), jobs=2)
+    pool.run(search.pick, search.done, 0)
     assert len(list(tmp_path.iterdir())) == 1
     del pool
     gc.collect()
@@ -152,9 +150,9 @@ def test_what_is_sent_is_a_file_for_as_long_as_the_pool(tmp_path: Path, monkeypa
 
 
 def test_processes_that_remember_much_are_kept() -> None:
-    walk = Walk([remember] * 6)
-    two_at_once().run(walk.pick, walk.done)
-    done = [found for _, found in walk.found]
+    search = Tasks([remember] * 6)
+    two_at_once().run(search.pick, search.done, 0)
+    done = [found for _, found in search.found]
     assert len({p for p, _ in done}) == 2
     assert sum(max(n for p, n in done if p == process) for process in {p for p, _ in done}) == 6
 
@@ -164,31 +162,31 @@ def test_those_that_began_early_are_those_that_work() -> None:
     assert others is not None
     assert others.ready(1)
     there = {process.pid for process in workers()}
-    walk = Walk([functools.partial(add, number) for number in range(30)])
-    Pool(Adder(), jobs=3).under(0).run(walk.pick, walk.done)
+    search = Tasks([functools.partial(add, number) for number in range(30)])
+    Pool(Adder(), jobs=3).run(search.pick, search.done, 0)
     others.stop()
     # Others that were begun anew would be different ones.
-    assert {process for _, (_, process, _) in walk.found} <= there | {os.getpid()}
+    assert {process for _, (_, process, _) in search.found} <= there | {os.getpid()}
     assert start_workers(1) is None
 
 
-def test_the_caller_says_where_tasks_run() -> None:
-    walk = Walk([functools.partial(add, number) for number in range(4)])
+def test_the_caller_says_where_searchrun() -> None:
+    search = Tasks([functools.partial(add, number) for number in range(4)])
     with joblib.parallel_config(backend="threading"):
         assert start_workers(2) is None
-        Pool(Adder(), jobs=2).under(1).run(walk.pick, walk.done)
-    assert {process for _, (_, process, _) in walk.found} == {os.getpid()}
-    assert max(n for _, (_, _, n) in walk.found) == 4
+        Pool(Adder(), jobs=2).run(search.pick, search.done, 0)
+    assert {process for _, (_, process, _) in search.found} == {os.getpid()}
+    assert max(n for _, (_, _, n) in search.found) == 4
 
 
 def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
-    walk, pool = Walk(both(nothing, die)), two_at_once()
+    search, pool = Tasks(both(nothing, die)), two_at_once()
     with pytest.raises(SolverError, match="worker process") as raised:
-        pool.run(walk.pick, walk.done)
+        pool.run(search.pick, search.done, 0)
     assert "fewer jobs" in raised.value.what_to_do
     assert not gone(workers())
-    again = Walk([functools.partial(add, number) for number in range(4)])
-    pool.run(again.pick, again.done)
+    again = Tasks([functools.partial(add, number) for number in range(4)])
+    pool.run(again.pick, again.done, 0)
     assert len(again.found) == 4
 
 
@@ -201,33 +199,33 @@ def test_nothing_is_left_running_when_it_is_interrupted() -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for here, done in ((interrupt, Walk([]).done), (nothing, interrupted)):
-        walk, pool = Walk(both(here, wait_long)), two_at_once()
+    for here, done in ((interrupt, Tasks([]).done), (nothing, interrupted)):
+        search, pool = Tasks(both(here, wait_long)), two_at_once()
         with pytest.raises(KeyboardInterrupt):
-            pool.run(walk.pick, done)
+            pool.run(search.pick, done, 0)
         assert not gone(workers())
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(fail, nothing), (nothing, fail)])
 def test_what_a_task_raises_is_raised(here: Callable[[], None], elsewhere: Callable[[], None]) -> None:
-    walk = Walk(both(here, elsewhere))
+    search = Tasks(both(here, elsewhere))
     with pytest.raises(LookupError, match="of the task"):
-        two_at_once().run(walk.pick, walk.done)
+        two_at_once().run(search.pick, search.done, 0)
 
 
 def test_what_a_task_raises_in_a_thread_is_raised() -> None:
-    walk = Walk(both(fail, fail))
+    search = Tasks(both(fail, fail))
     with joblib.parallel_config(backend="threading"), pytest.raises(LookupError, match="of the task"):
-        Pool(Adder(), jobs=2).under(0).run(walk.pick, walk.done)
+        Pool(Adder(), jobs=2).run(search.pick, search.done, 0)
 
 
 @pytest.mark.parametrize("backend", ["loky", "threading"])
-def test_what_a_walk_raises_is_raised(backend: str) -> None:
+def test_what_the_search_raises_is_raised(backend: str) -> None:
     def broken() -> None:
-        raise LookupError("of the walk")
+        raise LookupError("of the search")
 
-    with joblib.parallel_config(backend=backend), pytest.raises(LookupError, match="of the walk"):
-        Pool(Adder(), jobs=2).under(0).run(broken, Walk([]).done)
+    with joblib.parallel_config(backend=backend), pytest.raises(LookupError, match="of the search"):
+        Pool(Adder(), jobs=2).run(broken, Tasks([]).done, 0)
 
 
 def test_no_jobs_are_refused() -> None:
@@ -269,7 +267,7 @@ def times_peak(planned: PlanningSession) -> int:
 
 def test_two_jobs_keep_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time is up once there is a plan: what was begun ends, nothing else begins, and the gap says what is left."""
-    monkeypatch.setattr(MeshSearch, "_is_over", property(lambda self: self._best is not None))
+    monkeypatch.setattr(MeshSearch, "is_over", property(lambda self: self._best is not None))
     plan = session(2).plan()
     step_s, bound_s = times(plan)
     assert plan.solver is not None

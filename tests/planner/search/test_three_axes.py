@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support import families
+from support.searches import pipeline_search, spec_of, unrestricted
 from support.small_models import TINY_LLAMA
 from torch.distributed.tensor import Replicate, Shard
 
@@ -20,7 +21,6 @@ from planner.ilp.random_assignment import random_assignment
 from planner.run.mesh_space import meshes_of
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
-from planner.search.pipeline.search import PipelineSearch
 from planner.search.pipeline.stage_planners import PipelineRun, StagePlanners
 from planner.search.pipeline.step_time import kinds_of
 from planner.session import PlanningSession
@@ -89,16 +89,18 @@ def llama_on(cluster: str, **options: Any) -> PlanningSession:
 def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) -> None:
     session = llama_on("1x8xtoy")
     whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
-    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x8xtoy")})
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), counts=(1, 1, 1), micro_batches=2, ac="none")
-    kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
-    search = stages.of(kind, 3)
+    stages = StagePlanners(whole, {3: ClusterSpec.parse("1x8xtoy")})
+    pipeline = PipelineRun(
+        mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), blocks_per_stage=(1, 1, 1), micro_batches=2, ac="none"
+    )
+    kind = next(kind for kind in kinds_of(pipeline.blocks_per_stage) if index in kind.indices)
+    search = stages.planner(kind, 3)
     run = stages.run(search, kind, pipeline)
     assert run.batch_axes == (0,)
     split = [layout for layout in stages.layouts(search, run.mesh, 4) if layout[1] == Shard(1)]
     assert {layout[0] for layout in split} == {Shard(0)}
     for layout in split[:2]:
-        formulator, _, formulation = search.formulate(run, stages.restriction(search, run, layout))
+        formulator, _, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, layout))
         assert formulation is not None
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None
@@ -111,7 +113,7 @@ def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) ->
 def test_pipelines_of_three_axes_are_searched_where_they_are_asked_for() -> None:
     session = llama_on("2x8xtoy")
     for axes in (2, 3):
-        walk = PipelineSearch(session._search, [2], ["none"], lambda mesh: None, axes=axes)
-        meshes = {item.pipeline.mesh for item in walk._items()}
+        search = pipeline_search(spec_of(session._search, [2], ["none"]), axes=axes)
+        meshes = {node.pipeline.mesh for node in search.roots()}
         assert max(len(mesh.shape) for mesh in meshes) == axes
     assert all(4 % mesh.shape[0] == 0 for mesh in meshes if len(mesh.shape) == 3)

@@ -14,7 +14,7 @@ from planner.plan.sharding_plan import ShardingPlan
 from planner.run.run_planner import RunPlanner
 from planner.search.mesh_search import MeshSearch
 from planner.search.mesh_tasks import RelaxedPair, RelaxRun
-from planner.search.worker_context import WorkerContext
+from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.session import PlanningSession
 
 
@@ -35,9 +35,9 @@ def parts(plan: ShardingPlan) -> tuple[Estimate, SolverReport, float]:
     return plan.estimate, plan.solver, plan.solver.bound_s
 
 
-@pytest.mark.parametrize("looks", [0, 1])
-def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
-    """Time is up after so many looks at runs; the more there were, the better the plan and its bound."""
+@pytest.mark.parametrize("relaxations", [0, 1])
+def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, relaxations: int) -> None:
+    """Time is up after so many relaxed runs; the more there were, the better the plan and its bound."""
     planned = traced_once()
     best, report, bound_s = parts(planned.plan(mesh="dp=2,tp=2"))
     assert report.status == "optimal"
@@ -45,17 +45,17 @@ def test_what_is_left_is_in_the_gap(monkeypatch: pytest.MonkeyPatch, looks: int)
     assert 0 <= report.gap <= 2 * planned.job.mip_gap
 
     seen: list[Any] = []
-    follow = RelaxRun.__call__
+    relax = RelaxRun.__call__
 
-    def counted(self: RelaxRun, bench: WorkerContext) -> RelaxedPair:
+    def counted(self: RelaxRun, context: WorkerContext, constraints: SearchConstraints) -> RelaxedPair:
         seen.append(self)
-        return follow(self, bench)
+        return relax(self, context, constraints)
 
     def is_over(self: MeshSearch) -> bool:
-        return self._best is not None and len(seen) >= looks
+        return self._best is not None and len(seen) >= relaxations
 
     monkeypatch.setattr(RelaxRun, "__call__", counted)
-    monkeypatch.setattr(MeshSearch, "_is_over", property(is_over))
+    monkeypatch.setattr(MeshSearch, "is_over", property(is_over))
     early, cut, early_bound_s = parts(planned.plan(mesh="dp=2,tp=2"))
     assert cut.status == "time-limit"
     assert early.step_time_s >= best.step_time_s * (1 - planned.job.mip_gap)
@@ -79,12 +79,12 @@ def test_what_the_solver_says_of_a_lack_of_time(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,tp=2"])
 def test_no_time_at_all(monkeypatch: pytest.MonkeyPatch, mesh: str | None) -> None:
-    """Without a first plan nothing goes on after the limit: no mesh is opened, no run looked at."""
-    planned, looked = session(time_limit_s=1e-6), []
-    monkeypatch.setattr(RunPlanner, "relax_run", lambda *_: looked.append(1))
+    """Without a first plan nothing goes on after the limit: no mesh is bounded, no run relaxed."""
+    planned, relaxed = session(time_limit_s=1e-6), []
+    monkeypatch.setattr(RunPlanner, "relax_run", lambda *_, **__: relaxed.append(1))
     with pytest.raises(SolverError):
         planned.plan(mesh=mesh)
-    assert not looked
+    assert not relaxed
 
 
 @pytest.mark.parametrize("time_limit_s", [0.0, -1.0, float("nan")])

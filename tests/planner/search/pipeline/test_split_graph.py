@@ -15,7 +15,7 @@ from api.requests.model_registry import load_model, quiet_libraries
 from planner.graph.op_graph import OpGraph
 from planner.profile.profile import profile_graph
 from planner.run.model_analysis import ModelAnalysis
-from planner.search.pipeline.split_graph import cut, obstacle
+from planner.search.pipeline.split_graph import obstacle, split
 from planner.session import PlanningSession
 
 
@@ -39,7 +39,7 @@ def traced() -> ModelAnalysis:
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1, 1, 1), (1, 2, 1), (0, 2, 2, 0), (1, 3, 0)])
 def test_stages_are_the_whole_model(traced: ModelAnalysis, counts: tuple[int, ...]) -> None:
     whole = traced.graph
-    stages = [cut(whole, traced.blocks, counts, stage) for stage in range(len(counts))]
+    stages = [split(whole, traced.blocks, counts, stage) for stage in range(len(counts))]
     # Every op runs, those of parameters once.
     names = [op.name for stage in stages for op in stage.ops]
     assert set(names) == {op.name for op in whole.ops}
@@ -63,8 +63,8 @@ def test_a_rank_has_the_stages_that_it_is_given(counts: tuple[int, ...]) -> None
     traced = llama(layers=6)
     whole, chunks = traced.graph, tuple(tuple(range(rank, len(counts), 2)) for rank in (0, 1))
     for which in chunks:
-        rank = cut(whole, traced.blocks, counts, *which)
-        alone = [cut(whole, traced.blocks, counts, stage) for stage in which]
+        rank = split(whole, traced.blocks, counts, *which)
+        alone = [split(whole, traced.blocks, counts, stage) for stage in which]
         assert {op.name for op in rank.ops} == {op.name for stage in alone for op in stage.ops}
         assert set(rank.parameters) == {name for stage in alone for name in stage.parameters}
         for sides in ("inputs", "outputs"):
@@ -75,12 +75,12 @@ def test_a_rank_has_the_stages_that_it_is_given(counts: tuple[int, ...]) -> None
                 for side in getattr(stage, sides)
                 if side.path.startswith("pipeline.")
             ]
-    ranks = [cut(whole, traced.blocks, counts, *which) for which in chunks]
+    ranks = [split(whole, traced.blocks, counts, *which) for which in chunks]
     assert sum(flops(rank) for rank in ranks) == pytest.approx(flops(whole))
 
 
 def test_a_stage_reads_the_inputs_that_it_needs(traced: ModelAnalysis) -> None:
-    first, last = (cut(traced.graph, traced.blocks, (2, 2), stage) for stage in (0, 1))
+    first, last = (split(traced.graph, traced.blocks, (2, 2), stage) for stage in (0, 1))
     assert [given.path for given in first.inputs] == ["input_ids"]
     assert [given.path for given in last.inputs] == ["labels", "pipeline.0"]
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 from support.pipeline_sessions import BATCH, SLOW, session_of
+from support.searches import unrestricted
 
 from cost_model import ClusterSpec
 from cost_model.configuration.parallelism import ParallelSpec
@@ -42,13 +43,13 @@ def six_blocks() -> PlanningSession:
 @pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
 def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, index: int, ac: str) -> None:
     whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
-    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=(1, 3, 1), micro_batches=4, ac=ac)
-    kind = next(kind for kind in kinds_of(pipeline.counts) if index in kind.indices)
-    search = stages.of(kind, 3)
+    stages = StagePlanners(whole, {3: ClusterSpec.parse("1x2xtoy")})
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), blocks_per_stage=(1, 3, 1), micro_batches=4, ac=ac)
+    kind = next(kind for kind in kinds_of(pipeline.blocks_per_stage) if index in kind.indices)
+    search = stages.planner(kind, 3)
     run = stages.run(search, kind, pipeline)
     assert run.in_flight == 3 - index
-    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
     assert formulation is not None
     for seed in range(3):
         assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
@@ -69,11 +70,11 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
 ) -> None:
     """Every chunk sends and is sent to, and what is sent counts the micro-batches, not the passes."""
     whole = RunPlanner(six_blocks._search.model, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
-    stages = StagePlanners(whole, lambda mesh: None, {3: ClusterSpec.parse("1x2xtoy")})
+    stages = StagePlanners(whole, {3: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac=ac, chunks=chunks)
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=6, ac=ac, chunks=chunks)
     kind = next(kind for kind in pipeline.kinds if index in kind.indices)
-    search = stages.of(kind, 3)
+    search = stages.planner(kind, 3)
     run = stages.run(search, kind, pipeline)
     parallel = ParallelSpec(
         micro_batch=1, micro_batches=6, seq=1, pipeline=3, schedule="interleaved", virtual_stages=chunks
@@ -81,7 +82,7 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
     assert chunks == 2
     assert run.passes == 6 + idle_share(parallel)
     assert run.in_flight == micro_batches_in_flight(parallel, index)
-    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+    formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
     assert formulation is not None
     forward, backward = 2 - (index == 2), 2 - (index == 0)
     for seed in range(3):
@@ -108,17 +109,19 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
     """Micro-batches' messages run beside computing where a device can do both; 1F1B without chunks waits for each."""
     cluster = ClusterSpec.parse(f"3x2x{device}")
     whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
-    stages = StagePlanners(whole, lambda mesh: None, {3: dataclasses.replace(cluster, nodes=1)})
+    stages = StagePlanners(whole, {3: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 3) or ((), 1)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
+    pipeline = PipelineRun(
+        mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=6, ac="none", chunks=chunks
+    )
     plain = dataclasses.replace(pipeline, chunks=1)
 
     def messages_s(of: PipelineRun) -> tuple[float, float, float]:
         """Return the seconds of a middle stage's messages, those that it waits for, and what they add to a step."""
         kind = next(kind for kind in of.kinds if kind.role == "middle")
-        search = stages.of(kind, 3)
+        search = stages.planner(kind, 3)
         run = stages.run(search, kind, of)
-        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
         assert formulation is not None
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None
@@ -146,13 +149,15 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 
 
 def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
-    stages = StagePlanners(six_blocks._search, lambda mesh: None, {2: ClusterSpec.parse("1x2xtoy")})
+    stages = StagePlanners(six_blocks._search, {2: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 2) or ((), 1)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
+    pipeline = PipelineRun(
+        mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=4, ac="none", chunks=chunks
+    )
     assert chunks == 3
     for kind in pipeline.kinds:
-        structure = stages.of(kind, 2).traced.structure(4)
-        assert [sum(block.is_first + block.leading for block in structure.fsdp_groups)] == [chunks]
+        structure = stages.planner(kind, 2).model.structure(4)
+        assert [sum(block.is_first + block.chunk_heads for block in structure.fsdp_groups)] == [chunks]
         order = OpOrder(structure.regions, structure.profile, structure.blocks, {})
         assert len(order.chunks) == chunks - 1
         graph = structure.regions.graph
@@ -166,19 +171,21 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
 def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: PlanningSession) -> None:
     cluster = ClusterSpec.parse("4x2xtoy")
     whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
-    stages = StagePlanners(whole, lambda mesh: None, {4: dataclasses.replace(cluster, nodes=1)})
+    stages = StagePlanners(whole, {4: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 4) or ((), 1)
     assert (counts, chunks) == ((1, 2, 2, 1), 2)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), counts=counts, micro_batches=4, ac="none", chunks=chunks)
+    pipeline = PipelineRun(
+        mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=4, ac="none", chunks=chunks
+    )
     for kind in pipeline.kinds:
-        search = stages.of(kind, 4)
+        search = stages.planner(kind, 4)
         ends = 0 if kind.role == "middle" else 1
         assert [sum(b.is_first + b.chunk_heads for b in search.model.structure(2).fsdp_groups)] == [chunks - ends]
         run = stages.run(search, kind, pipeline)
         assert run.in_flight == 4  # all of them: the schedule would hold as many or more
         assert run.place is not None
         assert run.place.end_alone is bool(ends)
-        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        formulator, structure, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
         assert formulation is not None
         for seed in range(5):
             assignment = random_assignment(formulation.problem, seed, lambda node, choice: True)
@@ -189,15 +196,17 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
 
 def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSession) -> None:
     """A rank earlier holds as many chunks more as the schedule says, of as many blocks."""
-    stages = StagePlanners(six_blocks._search, lambda mesh: None, {3: ClusterSpec.parse("1x1xtoy")})
+    stages = StagePlanners(six_blocks._search, {3: ClusterSpec.parse("1x1xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=counts, micro_batches=6, ac="none", chunks=chunks)
+    pipeline = PipelineRun(
+        mesh=MeshSpec.parse("dp=1"), blocks_per_stage=counts, micro_batches=6, ac="none", chunks=chunks
+    )
     kind = next(kind for kind in pipeline.kinds if kind.role == "middle")
-    search = stages.of(kind, 3)
+    search = stages.planner(kind, 3)
     peaks = []
     for index in (0, 1, 2):
         run = stages.run(search, dataclasses.replace(kind, indices=(index,)), pipeline)
-        _, _, formulation = search.formulate(run, stages.restriction(search, run, None))
+        _, _, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
         assert formulation is not None
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None
@@ -209,15 +218,15 @@ def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSes
 
 def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: PlanningSession) -> None:
     """On one device: what autograd saves, counted from the ops, is there once more for each."""
-    stages = StagePlanners(session._search, lambda mesh: None, {4: ClusterSpec.parse("1x1xtoy")})
-    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), counts=(1, 2, 1, 1), micro_batches=4, ac="none")
-    kind = next(kind for kind in kinds_of(pipeline.counts) if kind.indices == (1,))
-    search = stages.of(kind, 4)
+    stages = StagePlanners(session._search, {4: ClusterSpec.parse("1x1xtoy")})
+    pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), blocks_per_stage=(1, 2, 1, 1), micro_batches=4, ac="none")
+    kind = next(kind for kind in kinds_of(pipeline.blocks_per_stage) if kind.indices == (1,))
+    search = stages.planner(kind, 4)
     peaks = []
     for index in (1, 3):
         place = StagePlace(index=index, stages=4, cluster=session.cluster)
         run = dataclasses.replace(stages.run(search, kind, pipeline), place=place)
-        _, structure, formulation = search.formulate(run, stages.restriction(search, run, None))
+        _, structure, formulation = search.formulate(run, stages.restriction(search, run, unrestricted, None))
         assert formulation is not None
         assignment = random_assignment(formulation.problem, 0, lambda node, choice: True)
         assert assignment is not None

@@ -1,0 +1,62 @@
+"""Lower bounds on the memory of a pipeline's stages: bytes of their blocks' tensors, however they are split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.plan.job import Job
+from planner.pricing.run_spec import Run
+from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
+from planner.search.pipeline.interleaving import Role
+from planner.search.pipeline.stage_planners import StagePlanners, listed_blocks
+from planner.search.pipeline.step_time import StageKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """Lower bounds on the bytes of one block, of all devices of its stage together.
+
+    Attributes:
+        batch: samples of the micro-batch that is counted.
+        state_bytes: parameters and optimizer states.
+        gradient_bytes: gradients that accumulate over micro-batches.
+        saved_bytes: checkpointing mode -> activations that a forward saves for its backward.
+        alive_bytes: checkpointing mode -> all activations alive at the peak of one backward.
+    """
+
+    batch: int
+    state_bytes: float
+    gradient_bytes: float
+    saved_bytes: Mapping[str, float]
+    alive_bytes: Mapping[str, float]
+
+    @classmethod
+    def of_model(cls, stages: StagePlanners, batch: int, modes: Sequence[str], job: Job) -> BlockMemory:
+        """Return the bytes of a block of a model, counted in a stage that has one block."""
+        role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
+        model = stages.model(StageKind(role=role, blocks=1, indices=(0,)))
+        listed = set(listed_blocks(stages.whole))
+        saved, alive, state_bytes, gradient_bytes = {}, {}, 0.0, 0.0
+        for ac in modes:
+            structure = model.structure(batch, model.grouping(ac))
+            saved[ac], alive[ac] = least_held_bytes(structure, listed), least_alive_bytes(structure)
+            state_bytes, gradient_bytes = least_state_bytes(structure, job), least_sums_bytes(structure, job)
+        return cls(
+            batch=batch, state_bytes=state_bytes, gradient_bytes=gradient_bytes, saved_bytes=saved, alive_bytes=alive
+        )
+
+    def of_stage(self, blocks: int, run: Run, batch: int) -> float:
+        """Return a lower bound in bytes on a stage, of all its devices together.
+
+        A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes.
+
+        Args:
+            blocks: of the stage.
+            run: of the stage.
+            batch: samples of its micro-batches.
+        """
+        saved, alive = self.saved_bytes[run.ac], self.alive_bytes[run.ac]
+        activations = run.in_flight * blocks * saved + max(alive - saved, 0.0)
+        resting = self.state_bytes + (self.gradient_bytes if run.micro_batches > 1 else 0.0)
+        return blocks * resting + (activations * batch / self.batch if run.job.training else 0.0)

@@ -1,0 +1,77 @@
+"""Seconds of compute of a model on one device, by part: what bounds a pipeline's stages before any relaxation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.layouts.layout import MeshSpec
+from planner.regions.regions import block_of
+from planner.run.compute_bound import least_recompute_s, op_seconds
+from planner.run.run_planner import RunPlanner
+from planner.search.pipeline.stage_planners import PipelineRun, listed_blocks
+from planner.search.pipeline.step_time import StageKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleDeviceTime:
+    """Seconds of compute of the whole batch on one device.
+
+    Attributes:
+        block_s: of one block.
+        first_s: of what runs before all blocks.
+        last_s: of what runs after all blocks.
+        recompute_s: checkpointing mode -> of recomputing one block.
+    """
+
+    block_s: float
+    first_s: float
+    last_s: float
+    recompute_s: Mapping[str, float]
+
+    @classmethod
+    def of_model(cls, planner: RunPlanner, fewest: int, modes: Sequence[str]) -> SingleDeviceTime:
+        """Return the seconds in the largest micro-batches, which no smaller ones beat.
+
+        Args:
+            planner: of the whole model.
+            fewest: number of micro-batches.
+            modes: of checkpointing.
+        """
+        one, listed = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(planner))
+        run = planner.run_of(one, fewest, "none")
+        batch = planner.micro_batch(run)
+        graph = planner.model.graph_at(batch)
+        blocks_s = first_s = last_s = 0.0
+        seconds = op_seconds(planner.model, planner.op_times, run, batch)
+        for op in graph.ops:
+            if block_of(graph.calls[op.call].fqn) in listed:
+                blocks_s += seconds.get(op.name, 0.0)
+            elif blocks_s:
+                last_s += seconds.get(op.name, 0.0)
+            else:
+                first_s += seconds.get(op.name, 0.0)
+        recompute_s = {
+            ac: least_recompute_s(planner.model, planner.op_times, planner.run_of(one, fewest, ac), batch) / len(listed)
+            for ac in modes
+        }
+        return cls(
+            block_s=blocks_s * fewest / len(listed),
+            first_s=first_s * fewest,
+            last_s=last_s * fewest,
+            recompute_s=recompute_s,
+        )
+
+    def of_stage(self, kind: StageKind, ac: str) -> float:
+        """Return the seconds of a stage, recomputation included."""
+        around = {"first": self.first_s, "last": self.last_s, "middle": 0.0}[kind.role]
+        return around + kind.blocks * (self.block_s + self.recompute_s[ac])
+
+    def bounds_s(self, pipeline: PipelineRun) -> list[float]:
+        """Return a lower bound on each stage's seconds, as one of equal stages: its compute, perfectly split."""
+        share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
+        bounds = [0.0] * len(pipeline.blocks_per_stage)
+        for kind in pipeline.kinds:
+            for index in kind.indices:
+                bounds[index] = self.of_stage(kind, pipeline.ac) * share
+        return bounds
