@@ -1,6 +1,6 @@
-"""What is planned is what runs: for every family, mesh and planner, the collectives counted equal those of the plan.
+"""Plans run the collectives of their estimates: every family, mesh and planner, and random plans, on fake processes.
 
-Plans of all planners and twenty random ones, on fake processes; DTensor's implicit collectives are counted too.
+DTensor's implicit collectives are counted too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from planner.plan.sharding_plan import ShardingPlan
 
 MESHES = ("dp=2,tp=2", "dp=1,tp=4")
 SEEDS = [pytest.param(range(4), id="4-random"), pytest.param(range(4, 20), id="16-random", marks=pytest.mark.slow)]
-"""Twenty random plans for each family and mesh; four of them in every run of the tests."""
+"""Seeds of twenty random plans for each family and mesh; four of them run in the fast suite."""
 BATCH = 8
 
 
 @functools.lru_cache(maxsize=1)
 def session(family: str) -> PlanningSession:
-    """The family's session; random plans and baselines share one trace and one table of strategies."""
+    """Return the session of a family; its plans share one trace and one table of strategies."""
     module, inputs = make(family, BATCH)
     return PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1, ac="none")
 
@@ -73,26 +73,26 @@ def test_plans_on_three_axes_run_as_planned(planner: str) -> None:
 
 
 WAITING = {"nodes": 1, "devices_per_node": 4, "device": {"name": "toy", "overlaps": False}}
-"""Devices that wait for every collective, so that gathering once in place of twice pays."""
+"""A cluster whose devices wait for every collective, so that one all-gather instead of two pays."""
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("family", "ac"), [("llama", "full"), ("gpt2", "none")])
-def test_gathers_are_kept_where_links_are_slow_and_there_is_memory(family: str, ac: str, micro_batches: int) -> None:
+def test_parameters_stay_gathered_where_links_are_slow(family: str, ac: str, micro_batches: int) -> None:
     module, inputs = make(family, 2 * BATCH)
     options = {"dtype": "fp32", "micro_batches": micro_batches, "ac": ac}
     session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, **options)
     plan = session.plan(planner="fully-sharded", mesh="dp=4")
-    # From forward to backward, or, where that is not all of a step, for the step.
-    kept, others = plan.keep_gathered, plan.keep_gathered_for_step
+    # From forward to backward; with several micro-batches, for the step.
+    gathered, other = plan.keep_gathered, plan.keep_gathered_for_step
     if micro_batches > 1:
-        kept, others = others, kept
-    assert kept == tuple(plan.fully_shard) != ()
-    assert not others
+        gathered, other = other, gathered
+    assert gathered == tuple(plan.fully_shard) != ()
+    assert not other
     check(family, plan)
 
 
-def test_a_cap_on_memory_has_gathered_parameters_dropped() -> None:
+def test_a_memory_cap_makes_parameters_reshard_after_the_forward() -> None:
     plans = []
     module, inputs = make("llama", BATCH)
     for share in (None, 0.85):
@@ -101,12 +101,12 @@ def test_a_cap_on_memory_has_gathered_parameters_dropped() -> None:
         session = PlanningSession(module, cluster=WAITING, example_inputs=inputs, **options)
         plans.append(session.plan(planner="fully-sharded", mesh="dp=4"))
         check("llama", plans[-1])
-    kept, dropped = plans
-    assert kept.keep_gathered
-    assert dropped.fully_shard == kept.fully_shard
-    assert not dropped.keep_gathered
-    assert dropped.estimate.peak_memory_bytes < kept.estimate.peak_memory_bytes
-    assert dropped.estimate.step_time_s > kept.estimate.step_time_s
+    gathered, resharded = plans
+    assert gathered.keep_gathered
+    assert resharded.fully_shard == gathered.fully_shard
+    assert not resharded.keep_gathered
+    assert resharded.estimate.peak_memory_bytes < gathered.estimate.peak_memory_bytes
+    assert resharded.estimate.step_time_s > gathered.estimate.step_time_s
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,6 @@ def test_checkpointed_plans_in_bf16_with_micro_batches_run_as_planned(family: st
     session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, dtype="bf16", micro_batches=2, ac=ac)
     planners = ("ilp", "fully-sharded", "random:1", "random:2")
     reports = {planner: check(family, session.plan(planner=planner, mesh="dp=2,tp=2")) for planner in planners}
-    # The others gather over both axes ahead of their blocks, which then repeat no communication.
+    # The other planners gather over both axes before the blocks, so recomputation repeats no collective.
     for planner in planners[2:]:
         assert any(row.phase == "recompute" for row in reports[planner].expected), planner

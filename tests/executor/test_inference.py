@@ -1,4 +1,4 @@
-"""What is planned for inference is what runs: a prompt's forward, and one token behind a prompt, on fake processes."""
+"""Plans for prefill and decoding run the collectives of their estimates, on fake processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_plans_with_fused_ops_run_as_planned(phase: Any) -> None:
         assert report.equal, report.differences
 
 
-def test_a_prompt_may_fill_a_cache_while_it_is_verified() -> None:
+def test_prefill_is_verified_with_a_cache() -> None:
     model = make_model("llama")
     plan = PlanningSession(model, cluster="1x4xtoy", phase="prefill", batch=BATCH, seq=SEQ, dtype="fp32").plan(
         planner="random:2", mesh="dp=2,tp=2"
@@ -63,14 +63,14 @@ def test_a_prompt_may_fill_a_cache_while_it_is_verified() -> None:
     assert verify(model, plan, inputs).equal
 
 
-def test_a_decoding_step_needs_its_arguments_by_name() -> None:
+def test_decoding_needs_keyword_arguments() -> None:
     model = make_model("llama")
     plan = PlanningSession(model, cluster="1x2xtoy", phase="decode", batch=2, seq=SEQ).plan(mesh="tp=2")
     with pytest.raises(PlanError, match="input_ids"):
         verify(model, plan, (torch.zeros(2, 1, dtype=torch.long),))
 
 
-def test_parameters_are_kept_in_the_compute_dtype_alone() -> None:
+def test_parameters_are_stored_in_the_compute_dtype() -> None:
     model = make_model("llama")
     plan = PlanningSession(model, cluster="1x2xtoy", phase="decode", batch=2, seq=SEQ, dtype="bf16").plan(mesh="tp=2")
     with fake_process_group(2):

@@ -1,4 +1,4 @@
-"""Prefill and decoding on real processes: the logits are the unsharded model's, with a cache that stays in pieces."""
+"""Prefill and decoding on real processes: the logits equal the unsharded model's, and the cache is sharded."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ PLANNERS = ("ilp", "random:1")
 
 @dataclass(frozen=True)
 class Ran:
-    """What a rank saw: the largest difference of any logit, and how its pieces of the cache lie."""
+    """The largest difference of a logit, and the local and global shape of the keys in the cache, on one rank."""
 
     difference: float
-    cached: tuple[int, ...]
-    whole: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
 
 
 def tokens(length: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(length))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def generate(rank: int, family: str, plans: list[dict[str, Any]]) -> list[Ran]:
-    """Run a prompt and some steps behind it, sharded and unsharded, in one cache each."""
-    found = []
+    """Run a prompt and decoding steps, sharded and unsharded, each with its own cache."""
+    results = []
     for plan in map(ShardingPlan.from_dict, plans):
         reference, model = make_model(family).eval(), make_model(family).eval()
         mesh = device_mesh_for(plan)
         shard_module(model, mesh, plan)
-        theirs = ours = None
+        reference_cache = sharded_cache = None
         cache = cache_argument(reference)
         assert cache is not None
-        worst = 0.0
+        largest = 0.0
         for length in [PROMPT] + [1] * (STEPS if plan.job.phase == "decode" else 0):
             batch = {"input_ids": tokens(length)}
             with torch.no_grad():
-                expected = reference(**batch, **{cache: theirs}, use_cache=True)
-                got = model(**local_batch(batch, mesh, plan), **{cache: ours}, use_cache=True)
-            theirs, ours = getattr(expected, cache), getattr(got, cache)
-            worst = max(worst, (whole(got.logits) - expected.logits).abs().max().item())
-        keys = ours.layers[0].keys
-        found.append(Ran(worst, tuple(keys.to_local().shape), tuple(keys.shape)))
-    return found
+                expected = reference(**batch, **{cache: reference_cache}, use_cache=True)
+                output = model(**local_batch(batch, mesh, plan), **{cache: sharded_cache}, use_cache=True)
+            reference_cache, sharded_cache = getattr(expected, cache), getattr(output, cache)
+            largest = max(largest, (full(output.logits) - expected.logits).abs().max().item())
+        keys = sharded_cache.layers[0].keys
+        results.append(Ran(largest, tuple(keys.to_local().shape), tuple(keys.shape)))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,6 @@ def test_logits_are_those_of_the_unsharded_model(family: str, phase: str) -> Non
     ranks = run_on_gloo(generate, 4, family, plans)
     for ran in ranks[0]:
         assert ran.difference < TOLERANCE
-        assert ran.whole == (BATCH, ran.whole[1], PROMPT + (STEPS if phase == "decode" else 0), 8)
-    # Somewhere the cache is split: each rank holds its own sequences, or its own heads.
-    assert any(ran.cached != ran.whole for ran in ranks[0])
+        assert ran.global_shape == (BATCH, ran.global_shape[1], PROMPT + (STEPS if phase == "decode" else 0), 8)
+    # Some plan shards the cache, by sequences or by heads.
+    assert any(ran.local_shape != ran.global_shape for ran in ranks[0])

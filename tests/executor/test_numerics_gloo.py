@@ -29,7 +29,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "fully-sharded bert, tied": lambda: fully_sharded("bert"),
     "fully-sharded vit": lambda: fully_sharded("vit"),
     "megatron": megatron,
-    "megatron, vocabulary split, FSDP": lambda: megatron(vocabulary=True, fsdp=True),
+    "megatron, vocabulary sharded, FSDP": lambda: megatron(vocabulary=True, fsdp=True),
     "fully-sharded llama, full AC": lambda: fully_sharded("llama", activation_checkpointing={"model.layers.*": "full"}),
     "fully-sharded mlp, AC of an owner": lambda: fully_sharded("mlp", activation_checkpointing={"fc1": "full"}),
     "megatron, FSDP, selective AC": lambda: megatron(
@@ -45,9 +45,9 @@ class Result:
     gradient_error: float
     """Largest difference, relative to the model's largest gradient."""
     moved: tuple[str, ...]
-    """Parameters whose gradient is not in their own layout."""
+    """Parameters whose gradient has another layout."""
     tied: bool
-    """Whether as many names go by one parameter as before."""
+    """Whether tied parameters are still tied."""
     flag_left_on: bool
 
 
@@ -70,15 +70,15 @@ def run_case(name: str) -> Result:
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (reference, model)]
     loss_error = gradient_error = 0.0
     for step in range(STEPS):
-        # Each micro-batch ignores as many labels as the others: the mean of their means is the mean of all.
-        whole = [make_batch(case.family, seed=10 * step + index) for index in range(case.plan.micro_batches)]
-        expected = train_step(reference, whole, optimizers[0])
-        loss = train_step(model, [local_batch(batch, mesh, case.plan) for batch in whole], optimizers[1])
+        # All micro-batches ignore equally many labels, so the mean of their means is the mean of all.
+        batches = [make_batch(case.family, seed=10 * step + index) for index in range(case.plan.micro_batches)]
+        expected = train_step(reference, batches, optimizers[0])
+        loss = train_step(model, [local_batch(batch, mesh, case.plan) for batch in batches], optimizers[1])
         loss_error = max(loss_error, abs(loss - expected))
-        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        largest = max(gradient.abs().max().item() for gradient in wanted.values())
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
         for name, parameter in model.named_parameters():
-            error = (parameter.grad.full_tensor() - wanted[name]).abs().max().item() / largest
+            error = (parameter.grad.full_tensor() - gradients[name]).abs().max().item() / largest
             gradient_error = max(gradient_error, error)
         moved = tuple(name for name, p in model.named_parameters() if p.grad.placements != p.placements)
         for optimizer in optimizers:
@@ -108,7 +108,7 @@ def test_losses_and_gradients_equal_the_unsharded_modules(results: dict[str, Res
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_end_in_their_parameters_layouts(results: dict[str, Result], name: str) -> None:
+def test_gradients_have_their_parameters_layouts(results: dict[str, Result], name: str) -> None:
     assert results[name].moved == ()
 
 
@@ -118,5 +118,5 @@ def test_tied_parameters_stay_tied(results: dict[str, Result], name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plain_tensors_are_refused_again_after_the_step(results: dict[str, Result], name: str) -> None:
+def test_implicit_replication_is_off_after_the_step(results: dict[str, Result], name: str) -> None:
     assert not results[name].flag_left_on

@@ -1,4 +1,4 @@
-"""The numbers are the unsharded model's: plans of every planner, on four real processes, float32, uneven labels."""
+"""Loss and gradients equal the unsharded model's under plans of every planner, on four real processes, in float32."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ def plans_of(family: str, planners: list[str], ac: str = "none") -> dict[str, di
 
 def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
     for errors in run_on_gloo(train_all, 4, family, plans_of(family, planners, ac), "sgd"):
-        for planner, found in errors.items():
-            assert found.loss <= TOLERANCE, (planner, found)
-            assert found.gradient <= TOLERANCE, (planner, found)
-            assert found.tied, planner
+        for planner, error in errors.items():
+            assert error.loss <= TOLERANCE, (planner, error)
+            assert error.gradient <= TOLERANCE, (planner, error)
+            assert error.tied, planner
 
 
 SLOW = ("bert", "vit", "deepseek")
-"""Of BERT and ViT `test_fidelity` runs plans on fake processes in every run of the tests; their numbers wait for a slow
-one."""
+"""Families whose numbers are checked in the slow suite alone; the fast one has BERT and ViT in ``test_fidelity``."""
 
 
 @pytest.mark.parametrize(
@@ -46,17 +45,17 @@ def test_losses_and_gradients_equal_the_unsharded_models(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
-def test_random_plans_give_the_unsharded_models_numbers(family: str) -> None:
+def test_losses_and_gradients_equal_the_unsharded_models_under_random_plans(family: str) -> None:
     check_numerics(family, [f"random:{seed}" for seed in range(1, 5)])
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
-def test_blocks_that_differ_give_the_unsharded_models_numbers(family: str) -> None:
+def test_losses_and_gradients_equal_the_unsharded_models_with_some_blocks_checkpointed(family: str) -> None:
     check_numerics(family, ["ilp", "random:1"], ac="full:1")
 
 
-def test_loss_curves_agree_under_adamw() -> None:
-    # Adam divides by the root of squared gradients: those that are zero but for rounding move by noise. Losses agree.
+def test_losses_equal_the_unsharded_models_under_adamw() -> None:
+    # Adam amplifies gradients that are zero but for rounding, so parameters differ; losses are compared alone.
     for errors in run_on_gloo(train_all, 4, "llama", plans_of("llama", ["ilp", "random:7"]), "adamw"):
-        for planner, found in errors.items():
-            assert found.loss <= 1e-4, (planner, found)
+        for planner, error in errors.items():
+            assert error.loss <= 1e-4, (planner, error)

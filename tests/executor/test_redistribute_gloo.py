@@ -1,4 +1,4 @@
-"""Every redistribution gives the tensor that it started from, forward and backward, on real processes."""
+"""Every redistribution preserves the values of a tensor and of its gradient, on real processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PAIRS = [
 
 
 def values(layout: Layout, mesh, shape: tuple[int, ...]) -> tuple[DTensor, torch.Tensor]:
-    """A tensor in ``layout`` whose partial pieces differ, and the whole that it stands for."""
-    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    local = whole
-    share = 1.0
+    """Return a tensor in ``layout``, with different addends on ranks where it is partial, and its global values."""
+    global_values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    local = global_values
+    factor = 1.0
     for axis, placement in enumerate(layout):
         size, index = mesh.size(axis), mesh.get_coordinate()[axis]
         if isinstance(placement, Shard):
             local = local.chunk(size, placement.dim)[index]
         elif isinstance(placement, Partial):
-            share *= (index + 1) / (size * (size + 1) / 2)
-    return DTensor.from_local(local.contiguous() * share, mesh, layout, run_check=False), whole
+            factor *= (index + 1) / (size * (size + 1) / 2)
+    return DTensor.from_local(local.contiguous() * factor, mesh, layout, run_check=False), global_values
 
 
 def check(rank: int) -> list[str]:
@@ -46,39 +46,44 @@ def check(rank: int) -> list[str]:
         redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=PlanMesh(axes=axes, device="cpu")))
         for source, target in PAIRS:
             text = f"{name} {format_layout(source)} -> {format_layout(target)}"
-            start, whole = values(source, mesh, SHAPE)
+            start, global_values = values(source, mesh, SHAPE)
             start.requires_grad_()
             result = redistributor.redistribute(start, target)
             if result.placements != target or tuple(result.to_local().shape) != local_shape(SHAPE, target, shape):
                 wrong.append(f"{text}: layout")
-            if not torch.allclose(result.full_tensor(), whole):
+            if not torch.allclose(result.full_tensor(), global_values):
                 wrong.append(f"{text}: values")
             gradient, expected = values(conjugate(target), mesh, SHAPE)
-            (found,) = torch.autograd.grad(result, start, gradient)
-            if found.placements != conjugate(source):
+            (actual,) = torch.autograd.grad(result, start, gradient)
+            if actual.placements != conjugate(source):
                 wrong.append(f"{text}: layout of the gradient")
-            if not torch.allclose(found.full_tensor(), expected):
+            if not torch.allclose(actual.full_tensor(), expected):
                 wrong.append(f"{text}: gradient")
         wrong += check_partial_gradients(redistributor, mesh, name)
     return wrong
 
 
 def check_partial_gradients(redistributor: Redistributor, mesh, name: str) -> list[str]:
-    """A whole tensor's partial gradients are summed; where a partial gradient is wanted of a whole one, it adds up."""
+    """Check the gradient of a replicated tensor, from and to partial layouts."""
     wrong = []
-    partial, whole = (Partial(), Replicate()), (Replicate(), Replicate())
-    for arriving, wanted in ((partial, whole), (partial, partial), (whole, partial), ((Shard(0), Shard(1)), partial)):
-        start, _ = values(whole, mesh, SHAPE)
+    partial, replicated = (Partial(), Replicate()), (Replicate(), Replicate())
+    for grad_layout, source_grad in (
+        (partial, replicated),
+        (partial, partial),
+        (replicated, partial),
+        ((Shard(0), Shard(1)), partial),
+    ):
+        start, _ = values(replicated, mesh, SHAPE)
         start.requires_grad_()
-        result = redistributor.redistribute(start, whole, wanted)
-        gradient, expected = values(arriving, mesh, SHAPE)
-        (found,) = torch.autograd.grad(result, start, gradient)
-        if found.placements != wanted or not torch.allclose(found.full_tensor(), expected):
-            wrong.append(f"{name} gradient {format_layout(arriving)} -> {format_layout(wanted)}")
+        result = redistributor.redistribute(start, replicated, source_grad)
+        gradient, expected = values(grad_layout, mesh, SHAPE)
+        (actual,) = torch.autograd.grad(result, start, gradient)
+        if actual.placements != source_grad or not torch.allclose(actual.full_tensor(), expected):
+            wrong.append(f"{name} gradient {format_layout(grad_layout)} -> {format_layout(source_grad)}")
     return wrong
 
 
-def test_values_and_gradients_survive_every_redistribution() -> None:
+def test_redistributions_preserve_values_and_gradients() -> None:
     assert run_on_gloo(check, 4) == [[]] * 4
 
 

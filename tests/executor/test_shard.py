@@ -1,4 +1,4 @@
-"""What ``shard_module`` leaves behind around runs: contexts, gradients, parameters; on fake processes."""
+"""Contexts, gradients and parameters during and after runs of a sharded module, on fake processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def two_layers(**fields: object) -> ShardingPlan:
 
 
 class Either(nn.Module):
-    """Uses one of two layers."""
+    """Uses either of two layers, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def test_gradients_are_reduced_in_the_last_micro_batch() -> None:
     assert layouts_of_gradients(module) == {"left": (R, R), "right": (R, R)}
 
 
-def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same() -> None:
+def test_gradients_of_parameters_that_the_last_micro_batch_does_not_use_are_reduced() -> None:
     module, x = sharded(Either(), two_layers(micro_batches=2)), torch.randn(2, 8)
     for _ in range(2):
         module(x, which="left").backward()
@@ -75,7 +75,7 @@ def test_what_the_last_micro_batch_does_not_use_is_reduced_all_the_same() -> Non
         module.zero_grad()
 
 
-def test_clearing_gradients_starts_a_step_again() -> None:
+def test_clearing_gradients_restarts_the_step() -> None:
     module, x = sharded(Either(), two_layers(micro_batches=2)), torch.randn(2, 8)
     module(x).backward()
     module.zero_grad()
@@ -85,7 +85,7 @@ def test_clearing_gradients_starts_a_step_again() -> None:
     assert layouts_of_gradients(module) == {"left": (R, R), "right": (R, R)}
 
 
-def test_contexts_end_with_the_run_whether_it_fails_or_not() -> None:
+def test_contexts_end_with_the_run_even_if_it_fails() -> None:
     module, x = sharded(Either(), two_layers()), torch.randn(2, 8)
     with pytest.raises(RuntimeError, match="on purpose"):
         module(x, which="fail")
@@ -103,7 +103,7 @@ def test_contexts_end_with_the_run_whether_it_fails_or_not() -> None:
     assert not allows_implicit_replication()
 
 
-def test_models_in_turn_do_not_switch_each_other_off() -> None:
+def test_two_models_do_not_switch_off_each_others_contexts() -> None:
     old, new, x = sharded(Either(), two_layers()), sharded(Either(), two_layers()), torch.randn(2, 8)
     old_loss = old(x)
     loss = new(x)
@@ -116,7 +116,7 @@ def test_models_in_turn_do_not_switch_each_other_off() -> None:
     assert not allows_implicit_replication()
 
 
-def test_a_graph_that_another_thread_frees_leaves_both_threads_as_they_should_be() -> None:
+def test_a_graph_may_be_freed_by_another_thread() -> None:
     module, x = sharded(Either(), two_layers()), torch.randn(2, 8)
     losses = [module(x)]
 
@@ -133,7 +133,7 @@ def test_a_graph_that_another_thread_frees_leaves_both_threads_as_they_should_be
     assert not allows_implicit_replication()
 
 
-def test_parameters_are_themselves_again_after_a_run() -> None:
+def test_parameters_are_restored_after_a_run() -> None:
     case = fully_sharded("mlp", job=Job(dtype="bf16"))
     module = sharded(make_model("mlp"), case.plan)
     before = dict(module.named_parameters())
@@ -142,13 +142,13 @@ def test_parameters_are_themselves_again_after_a_run() -> None:
     batch = local_batch(make_batch("mlp"), device_mesh_for(case.plan), case.plan)
     module(**{**batch, "x": batch["x"].bfloat16()}).backward()
     assert all(parameter is before[name] for name, parameter in module.named_parameters())
-    # For the length of the run everybody sees them in the compute dtype, and nobody but their owner gathered.
+    # During the run all modules see the compute dtype, and the owner alone sees the compute layout.
     assert [tensor.dtype for tensor in seen[0]] == [torch.bfloat16] * 2
     assert [tensor.placements for tensor in seen[0]] == [(S0, S0)] * 2
     assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
 
 
-def test_a_mistyped_result_or_argument_is_named() -> None:
+def test_errors_name_mistyped_results_and_arguments() -> None:
     module = sharded(Either(), two_layers(output_plan={"left": {"1": Port(layout=(R, R))}}))
     with pytest.raises(UnmatchedKeyError, match=r"\['1'\] of 'left'"):
         module(torch.randn(2, 8))
@@ -157,37 +157,37 @@ def test_a_mistyped_result_or_argument_is_named() -> None:
         sharded(Either(), plan)(torch.randn(2, 8), which="left")
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products on local tensors."""
+class GemmCounter(TorchDispatchMode):
+    """Counts GEMMs on local tensors."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
-        # DTensor tries each op on fake tensors once.
+        # DTensor runs each op on fake tensors once.
         if FakeTensor not in types:
             self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
 
 
-def products(mode: str | None) -> int:
+def gemms(mode: str | None) -> int:
     blocks = {} if mode is None else {"model.layers.*": mode}
     case = fully_sharded("llama", activation_checkpointing=blocks)
     module, batch = sharded(make_model("llama"), case.plan), make_batch("llama")
-    with Products() as counter:
+    with GemmCounter() as counter:
         module(**local_batch(batch, device_mesh_for(case.plan), case.plan)).loss.backward()
     return counter.count
 
 
-def test_selective_checkpointing_repeats_no_product() -> None:
-    without, selective, full = products(None), products("selective"), products("full")
+def test_selective_checkpointing_repeats_no_gemm() -> None:
+    without, selective, full = gemms(None), gemms("selective"), gemms("full")
     assert selective == without
     # Seven in each of two blocks.
     assert full == without + 14
 
 
-def test_each_rank_feeds_its_slice() -> None:
+def test_local_batch_returns_the_slice_of_this_rank() -> None:
     plan = megatron().plan
     batch = make_batch("llama")
     mine = local_batch(batch, device_mesh_for(plan), plan)
@@ -199,7 +199,7 @@ def test_each_rank_feeds_its_slice() -> None:
     assert torch.equal(second, batch["labels"])
 
 
-def test_batches_that_do_not_fit_are_refused() -> None:
+def test_batches_that_do_not_fit_the_plan_are_errors() -> None:
     plan = megatron().plan
     with pytest.raises(PlanLayoutError, match="does not divide"):
         local_batch({"input_ids": torch.zeros(7, 16)}, device_mesh_for(plan), plan)
@@ -207,16 +207,16 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         local_batch({"attention_mask": torch.zeros(8, 16)}, device_mesh_for(plan), plan)
 
 
-def test_what_no_split_tensor_meets_stays_plain() -> None:
-    """The plan says nothing of the inputs, so that the right branch may run on plain tensors."""
+def test_parameters_that_meet_no_sharded_tensor_stay_plain() -> None:
+    """Without a layout of the inputs the right branch may run on plain tensors."""
     module = sharded(Either(), two_layers(plan={"left.weight": (R, S0)}, input_plan={}))
     assert isinstance(module.left.weight, DTensor)
     assert not isinstance(module.right.weight, DTensor)
-    assert module.left.bias.placements == (R, R), "not named, but its module computes with a split weight"
+    assert module.left.bias.placements == (R, R), "not named, but its module has a sharded weight"
 
 
-def test_where_the_inputs_are_laid_out_all_parameters_become_dtensors() -> None:
-    """A plain one would get the gradient of this rank's part of the batch alone."""
+def test_all_parameters_become_dtensors_where_the_plan_lays_out_the_inputs() -> None:
+    """A plain parameter would get the gradient of this rank's shard of the batch alone."""
     module = sharded(Either(), two_layers(plan={"left.*": (R, S0)}))
     assert module.left.weight.placements == (R, S0)
     assert module.right.weight.placements == (R, R)

@@ -1,4 +1,4 @@
-"""The collectives that plans really run, against counts worked out by hand; on fake processes."""
+"""Collectives that plans really run, compared with counts worked out by hand, on fake processes."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Port, Shard
 
 
 def counts(case: Case) -> Counter[tuple[str, str, str, int]]:
-    found = observed_collectives(make_model(case.family), case.plan, make_batch(case.family))
-    return Counter({(row.phase, row.kind, row.axis, row.bytes): count for row, count in found.items()})
+    observed = observed_collectives(make_model(case.family), case.plan, make_batch(case.family))
+    return Counter({(row.phase, row.kind, row.axis, row.bytes): count for row, count in observed.items()})
 
 
-def in_phase(found: Counter[tuple[str, str, str, int]], phase: str) -> dict[tuple[str, str, int], int]:
-    return {row[1:]: count for row, count in found.items() if row[0] == phase}
+def in_phase(observed: Counter[tuple[str, str, str, int]], phase: str) -> dict[tuple[str, str, int], int]:
+    return {row[1:]: count for row, count in observed.items() if row[0] == phase}
 
 
-def test_data_parallelism_reduces_losses_forward_and_gradients_once() -> None:
-    found = counts(data_parallel("mlp"))
+def test_data_parallelism_all_reduces_the_loss_in_forward_and_gradients_once() -> None:
+    observed = counts(data_parallel("mlp"))
     # Sum and count of losses, two float32, on each axis.
-    assert in_phase(found, "forward") == {("all_reduce", "dp", 8): 1, ("all_reduce", "tp", 8): 1}
-    assert in_phase(found, "backward") == {}
-    reduced = {row: count for row, count in in_phase(found, "grad_reduce").items() if row[0] == "all_reduce"}
+    assert in_phase(observed, "forward") == {("all_reduce", "dp", 8): 1, ("all_reduce", "tp", 8): 1}
+    assert in_phase(observed, "backward") == {}
+    reduced = {row: count for row, count in in_phase(observed, "grad_reduce").items() if row[0] == "all_reduce"}
     # Biases of fc1 [256], fc2 [64], head [16] and the weight of head [16, 64]: small ones reduce on both axes.
     for nbytes in (256 * 4, 64 * 4, 16 * 4, 16 * 64 * 4):
         assert reduced["all_reduce", "dp", nbytes] == 1
 
 
-def test_fully_sharded_parameters_are_gathered_again_only_where_backward_needs_them() -> None:
-    found = counts(fully_sharded("mlp"))
-    forward, backward = in_phase(found, "forward"), in_phase(found, "backward")
+def test_parameters_outside_fsdp_groups_are_gathered_in_backward_only_where_it_needs_them() -> None:
+    observed = counts(fully_sharded("mlp"))
+    forward, backward = in_phase(observed, "forward"), in_phase(observed, "backward")
     # Weights of fc1 [256, 64] and fc2 [64, 256]: two gathers each, inner axis first.
     assert forward["all_gather", "tp", 256 * 64 * 2] == 2
     assert forward["all_gather", "dp", 256 * 64 * 4] == 2
-    # Backward the first layer needs its weight no more (its input has no gradient), and biases nobody.
+    # The backward needs neither the first layer's weight, whose input has no gradient, nor biases.
     assert backward == {
         ("all_gather", "tp", 256 * 64 * 2): 1,
         ("all_gather", "dp", 256 * 64 * 4): 1,
@@ -66,19 +66,19 @@ def test_fully_sharded_parameters_are_gathered_again_only_where_backward_needs_t
     }
 
 
-def test_megatrons_layout_runs_megatrons_collectives() -> None:
-    found = counts(megatron())
+def test_the_megatron_layout_runs_megatrons_collectives() -> None:
+    observed = counts(megatron())
     # Per layer: hidden states [4, 16, 64] gathered and reduce-scattered around attention and MLP; q, k, v share theirs.
     nbytes = 4 * 16 * 64 * 4
     # The head's input and the embedding's gradient are gathered as well.
     expected = {("all_gather", "tp", nbytes): 5, ("reduce_scatter", "tp", nbytes): 4}
-    forward = in_phase(found, "forward")
+    forward = in_phase(observed, "forward")
     assert forward.pop(("all_reduce", "dp", 8)) == 1
     assert forward == expected
-    assert in_phase(found, "backward") == expected
+    assert in_phase(observed, "backward") == expected
 
 
-def test_split_vocabularies_reduce_maxima_and_sums() -> None:
+def test_a_sharded_vocabulary_reduces_maxima_and_sums() -> None:
     forward = in_phase(counts(megatron(vocabulary=True)), "forward")
     rows = 4 * 16
     assert forward["all_reduce", "tp", 4 * rows] == 1
@@ -92,39 +92,39 @@ def test_recomputation_repeats_the_collectives_inside_the_blocks(mode: str) -> N
     checkpointed = counts(fully_sharded("llama", activation_checkpointing={"model.layers.*": mode}))
     for phase in ("forward", "grad_reduce"):
         assert in_phase(checkpointed, phase) == in_phase(plain, phase)
-    again = in_phase(checkpointed, "recompute")
+    recomputed = in_phase(checkpointed, "recompute")
     forward = in_phase(plain, "forward")
     # Two norms [64] in each of two blocks, and one after them.
     assert forward["all_gather", "dp", 64 * 4] == 5
-    assert again["all_gather", "dp", 64 * 4] == 4
-    # The block's backward pass uses what its recomputation gathered; the last norm and the head lie outside.
+    assert recomputed["all_gather", "dp", 64 * 4] == 4
+    # The block's backward uses the copies of its recomputation; the last norm and the head lie outside of blocks.
     backward = in_phase(checkpointed, "backward")
     assert {row[2] for row in backward if row[1] == "dp"} == {64 * 4, 256 * 64 * 4}
     assert set(backward.values()) == {1}
     assert ("all_gather", "dp", 256 * 64 * 4) in forward
-    assert ("all_gather", "dp", 256 * 64 * 4) not in again
+    assert ("all_gather", "dp", 256 * 64 * 4) not in recomputed
 
 
 def test_parameters_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_theirs() -> None:
     case = fully_sharded("mlp", job=Job(dtype="bf16", reduce_dtype="fp32"))
-    found = counts(case)
-    assert in_phase(found, "forward")["all_gather", "dp", 256 * 64 * 2] == 2
-    assert in_phase(found, "grad_reduce")["reduce_scatter", "dp", 256 * 64 * 4] == 2
+    observed = counts(case)
+    assert in_phase(observed, "forward")["all_gather", "dp", 256 * 64 * 2] == 2
+    assert in_phase(observed, "grad_reduce")["reduce_scatter", "dp", 256 * 64 * 4] == 2
 
 
-def test_micro_batches_repeat_all_but_the_reduction_of_gradients() -> None:
+def test_micro_batches_repeat_all_collectives_but_the_gradient_reduction() -> None:
     one, five = counts(fully_sharded("mlp")), counts(fully_sharded("mlp", micro_batches=5))
     for phase, times in (("forward", 5), ("backward", 5), ("grad_reduce", 1)):
         assert in_phase(five, phase) == {row: times * count for row, count in in_phase(one, phase).items()}
 
 
 def test_inference_runs_the_forward_alone() -> None:
-    found = counts(fully_sharded("mlp", job=dataclasses.replace(FP32, training=False)))
-    assert {row[0] for row in found} == {"forward"}
+    observed = counts(fully_sharded("mlp", job=dataclasses.replace(FP32, training=False)))
+    assert {row[0] for row in observed} == {"forward"}
 
 
 class TwoReaders(nn.Module):
-    """Two layers read one tensor."""
+    """Two layers that read one tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class TwoReaders(nn.Module):
         return (self.left(hidden) + self.right(hidden)).sum()
 
 
-def readers_plan(*, alike: bool) -> ShardingPlan:
+def readers_plan(*, same_layout: bool) -> ShardingPlan:
     gathered = Port(layout=(R, R), grad=(R, R), source=(S0, R), source_grad=(S0, R))
     other = Port(layout=(R, S0), grad=(R, S0), source=(S0, R), source_grad=(S0, R))
     return ShardingPlan(
@@ -145,19 +145,19 @@ def readers_plan(*, alike: bool) -> ShardingPlan:
         input_plan={
             "input": {"x": Port(layout=(S0, R))},
             "left.input": (gathered,),
-            "right.input": (gathered if alike else other,),
+            "right.input": (gathered if same_layout else other,),
         },
-        output_plan={} if alike else {"right": Port(layout=(R, R), source=(R, S0))},
+        output_plan={} if same_layout else {"right": Port(layout=(R, R), source=(R, S0))},
     )
 
 
-def test_readers_of_one_tensor_share_its_redistribution_where_they_want_it_alike() -> None:
-    def forward(alike: bool) -> dict[tuple[str, str, int], int]:
-        found = observed_collectives(TwoReaders(), readers_plan(alike=alike), {"x": torch.zeros(8, 8)})
-        return {(row.kind, row.axis, row.bytes): n for row, n in found.items() if row.phase == "forward"}
+def test_readers_of_a_tensor_share_its_redistribution_to_one_layout() -> None:
+    def forward(same_layout: bool) -> dict[tuple[str, str, int], int]:
+        observed = observed_collectives(TwoReaders(), readers_plan(same_layout=same_layout), {"x": torch.zeros(8, 8)})
+        return {(row.kind, row.axis, row.bytes): n for row, n in observed.items() if row.phase == "forward"}
 
-    assert forward(alike=True) == {("all_gather", "dp", 8 * 8 * 4): 1}
-    assert sum(forward(alike=False).values()) > 1
+    assert forward(same_layout=True) == {("all_gather", "dp", 8 * 8 * 4): 1}
+    assert sum(forward(same_layout=False).values()) > 1
 
 
 def estimated(plan: ShardingPlan, rows: Counter[CollectiveKey]) -> ShardingPlan:
@@ -177,7 +177,7 @@ def estimated(plan: ShardingPlan, rows: Counter[CollectiveKey]) -> ShardingPlan:
     return dataclasses.replace(plan, estimate=estimate)
 
 
-def test_the_report_shows_what_differs() -> None:
+def test_the_report_has_the_differences() -> None:
     case = data_parallel("mlp")
     model, batch = make_model("mlp"), make_batch("mlp")
     rows = observed_collectives(model, case.plan, batch)
@@ -193,13 +193,13 @@ def test_the_report_shows_what_differs() -> None:
 
 
 def test_a_redistribution_that_dtensor_runs_by_itself_is_counted() -> None:
-    plan = dataclasses.replace(readers_plan(alike=True), input_plan={"input": {"x": Port(layout=(S0, R))}})
+    plan = dataclasses.replace(readers_plan(same_layout=True), input_plan={"input": {"x": Port(layout=(S0, R))}})
     with_row_split = dataclasses.replace(plan, plan={"first.*": (R, R), "left.*": (S0, R), "right.*": (R, R)})
-    found = observed_collectives(TwoReaders(), with_row_split, {"x": torch.zeros(8, 8)})
-    assert any(row.phase == "forward" and row.bytes > 8 for row in found)
+    observed = observed_collectives(TwoReaders(), with_row_split, {"x": torch.zeros(8, 8)})
+    assert any(row.phase == "forward" and row.bytes > 8 for row in observed)
 
 
-def test_the_module_and_the_process_group_are_left_as_they_were() -> None:
+def test_verify_changes_neither_the_module_nor_the_process_group() -> None:
     model = make_model("mlp")
     observed_collectives(model, fully_sharded("mlp").plan, make_batch("mlp"))
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -207,12 +207,12 @@ def test_the_module_and_the_process_group_are_left_as_they_were() -> None:
     assert not dist.is_initialized()
 
 
-def test_another_process_group_is_refused() -> None:
+def test_verify_needs_a_process_group_of_the_plans_size() -> None:
     with fake_process_group(2), pytest.raises(PlanError, match="needs 4 fake processes"):
         observed_collectives(make_model("mlp"), data_parallel("mlp").plan, make_batch("mlp"))
 
 
-def test_a_plan_without_estimate_is_refused() -> None:
+def test_verify_needs_an_estimate() -> None:
     with pytest.raises(PlanError, match="no estimate"):
         verify(make_model("mlp"), data_parallel("mlp").plan, make_batch("mlp"))
 

@@ -111,7 +111,7 @@ def make_model(family: str) -> nn.Module:
 
 
 def make_batch(family: str, seed: int = 1) -> dict[str, Any]:
-    """The global batch; rows ignore different numbers of labels."""
+    """Return the global batch; rows ignore different numbers of labels."""
     generator = torch.Generator().manual_seed(seed)
     if family == "mlp":
         labels = torch.randint(0, 16, (BATCH,), generator=generator)
@@ -161,7 +161,7 @@ def data_parallel(family: str, **fields: Any) -> Case:
 
 
 def fully_sharded(family: str, **fields: Any) -> Case:
-    """Stored split on both axes, computed whole."""
+    """Return a case with parameters stored sharded on both axes, and computed replicated."""
     model, batch = make_model(family), make_batch(family)
     stored = {name: (S0, S0) if divides(p.shape, (S0, S0), (2, 2)) else (R, R) for name, p in model.named_parameters()}
     computed = {name: (R, R) for name, layout in stored.items() if layout != (R, R)}
@@ -174,7 +174,7 @@ _ROW = ("o_proj.weight", "down_proj.weight")
 
 
 def megatron(*, vocabulary: bool = False, fsdp: bool = False, **fields: Any) -> Case:
-    """Llama: data parallel on dp, tensor and sequence parallel on tp; the vocabulary split on tp too; FSDP on dp."""
+    """Return Llama, data parallel on dp, tensor and sequence parallel on tp, perhaps the vocabulary too; FSDP on dp."""
     model = make_model("llama")
     stored: dict[str, Any] = {}
     for name, _ in model.named_parameters():
@@ -210,11 +210,11 @@ LLAMA_BLOCKS = {
         *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     )
 }
-"""All large parameters of a block of Llama, gathered together."""
+"""An FSDP group of all large parameters of each block of Llama."""
 
 
-def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], *axes: int) -> Case:
-    """``case`` with the parameters in ``groups`` at rest split on ``axes``, where they were whole, gathered in one."""
+def with_fsdp_groups(case: Case, groups: Mapping[str, tuple[str, ...]], *axes: int) -> Case:
+    """Return ``case`` with FSDP groups, whose parameters are stored sharded on ``axes`` instead of replicated."""
     axes = axes or (0,)
     model = make_model(case.family)
     plan = case.plan
@@ -238,25 +238,25 @@ def gathered(case: Case, groups: Mapping[str, tuple[str, ...]], *axes: int) -> C
     return Case(case.family, changed)
 
 
-def keeping(case: Case) -> Case:
-    """``case`` with every group kept from forward to backward."""
+def reshard_after_backward(case: Case) -> Case:
+    """Return ``case`` with every FSDP group resharded after the backward."""
     return Case(case.family, dataclasses.replace(case.plan, keep_gathered=tuple(case.plan.fully_shard)))
 
 
-def keeping_for_step(case: Case) -> Case:
-    """``case`` with every group kept from the first forward of a step to its last backward."""
+def reshard_after_step(case: Case) -> Case:
+    """Return ``case`` with every FSDP group resharded after the last backward of a step."""
     return Case(case.family, dataclasses.replace(case.plan, keep_gathered_for_step=tuple(case.plan.fully_shard)))
 
 
 def replicated_on_tp(family: str, **fields: Any) -> Case:
-    """Data parallel on dp; on tp all ranks do the same."""
+    """Return a case that is data parallel on dp and replicated on tp."""
     case = data_parallel(family, **fields)
     ports = {name: Port(layout=(S0, R)) for name in tensor_names(make_batch(family))}
     return Case(family, dataclasses.replace(case.plan, input_plan={"input": ports}))
 
 
 def reference(family: str, seed: int = 1) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of the unsharded model."""
+    """Return loss and gradients of the unsharded model."""
     model = make_model(family)
     loss = loss_of(model(**make_batch(family, seed)))
     loss.backward()

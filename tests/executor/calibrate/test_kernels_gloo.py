@@ -24,7 +24,7 @@ def measured(rank: int) -> Measurements:
     return measure(torch.device("cpu"), SMALL)
 
 
-def test_two_ranks_measure_the_same_and_a_cluster_comes_of_it() -> None:
+def test_ranks_return_the_same_measurements_and_a_cluster_is_fitted_to_them() -> None:
     first, second = run_on_gloo(measured, 2)
     assert first.gemms == second.gemms
     assert first.sweeps == second.sweeps
@@ -46,7 +46,7 @@ def test_two_ranks_measure_the_same_and_a_cluster_comes_of_it() -> None:
     assert cluster_yaml(cluster, residuals).startswith("# Measured")
 
 
-def test_groups_lie_as_the_axes_of_a_mesh_do() -> None:
+def test_groups_have_the_ranks_of_mesh_axes() -> None:
     assert _shapes(1, 4) == [(1, 2), (1, 4)]
     assert _shapes(1, 3) == [(1, 3)]
     assert _shapes(2, 2) == [(1, 2), (2, 1), (2, 2)]

@@ -1,4 +1,4 @@
-"""Attention with its sequence split equals torch's, on two and four real processes."""
+"""Attention whose sequence is sharded equals torch's, on two and four real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Call = Callable[..., torch.Tensor]
 
 def cases() -> Iterator[tuple[str, Call, list[torch.Tensor]]]:
     torch.manual_seed(0)
-    for rows in (16, 12):  # with four ranks: halves of two rows, and of one and two
+    for rows in (16, 12):  # with four ranks: chunks of two rows, and of one and two
         query, key = torch.randn(2, 4, rows, 8), torch.randn(2, 2, rows, 8)
         inputs = [query, key, torch.randn_like(key)]
         yield "causal", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), inputs
@@ -71,16 +71,16 @@ def check_all(rank: int, shape: tuple[int, int], layouts: list[Layout]) -> list[
         expected.backward(gradient)
         for layout in layouts:
             sharded = [distribute_tensor(tensor, mesh, layout).requires_grad_() for tensor in inputs]
-            arriving = distribute_tensor(gradient, mesh, layout)
+            grad_out = distribute_tensor(gradient, mesh, layout)
             counter = CollectiveCounter(axes_by_group(mesh), lambda: "forward")
             with OwnOps(redistributor), counter:
-                found = call(*sharded)
-                found.backward(arriving)
-            pairs = zip((found, *(t.grad for t in sharded)), (expected, *(t.grad for t in plain)), strict=True)
+                actual = call(*sharded)
+                actual.backward(grad_out)
+            pairs = zip((actual, *(t.grad for t in sharded)), (expected, *(t.grad for t in plain)), strict=True)
             wrong += [
                 f"{name} {layout} {tensor.shape}"
-                for tensor, whole in pairs
-                if tuple(tensor.placements) != layout or not close(tensor, whole)
+                for tensor, reference in pairs
+                if tuple(tensor.placements) != layout or not close(tensor, reference)
             ]
             wrong += [f"{name} {layout} {row}" for row in counter.counts if row.axis != "cp"]
     return wrong
@@ -94,13 +94,13 @@ def check_meshes(rank: int, cases: list[tuple[tuple[int, int], list[Layout]]]) -
     return [wrong for shape, layouts in cases for wrong in check_all(rank, shape, layouts)]
 
 
-def test_attention_over_a_split_sequence_equals_torchs_on_four_ranks() -> None:
+def test_attention_over_a_sharded_sequence_equals_torchs_on_four_ranks() -> None:
     both: list[tuple[tuple[int, int], list[Layout]]] = [((1, 4), [(R, S2)]), ((2, 2), [(S0, S2), (S1, S2)])]
     assert run_on_gloo(check_meshes, 4, both) == [[]] * 4
 
 
-def check_even_orders(rank: int, ranks: int) -> list[str]:
-    """Attention in the even order, on rows of any number: also where a rank's second half has none."""
+def check_zigzag(rank: int, ranks: int) -> list[str]:
+    """Check attention in zigzag order for several numbers of rows; with one row a rank's second chunk is empty."""
     axes = PlanMesh(axes=(("cp", ranks),), device="cpu")
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=axes.names)
     redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=axes))
@@ -116,28 +116,28 @@ def check_even_orders(rank: int, ranks: int) -> list[str]:
         sharded = [
             distribute_tensor(tensor.detach()[:, :, order], mesh, [Shard(2)]).requires_grad_() for tensor in whole
         ]
-        found = context_parallel_attention(redistributor, 0, sharded, None, True, None, is_zigzag=True)
-        arriving = distribute_tensor(gradient[:, :, order], mesh, [Shard(2)])
-        found.backward(arriving, retain_graph=True)
-        found.backward(arriving)
-        pairs = [(found, expected), *((t.grad, 2 * w.grad) for t, w in zip(sharded, whole, strict=True))]
+        actual = context_parallel_attention(redistributor, 0, sharded, None, True, None, is_zigzag=True)
+        grad_out = distribute_tensor(gradient[:, :, order], mesh, [Shard(2)])
+        actual.backward(grad_out, retain_graph=True)
+        actual.backward(grad_out)
+        pairs = [(actual, expected), *((t.grad, 2 * w.grad) for t, w in zip(sharded, whole, strict=True))]
         wrong += [f"{rows} rows: {i}" for i, (a, b) in enumerate(pairs) if not close(a, b[:, :, order])]
     return wrong
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_attention_in_an_even_order_equals_torchs_for_any_rows(ranks: int) -> None:
-    assert run_on_gloo(check_even_orders, ranks, ranks) == [[]] * ranks
+def test_attention_in_zigzag_order_equals_torchs_for_several_numbers_of_rows(ranks: int) -> None:
+    assert run_on_gloo(check_zigzag, ranks, ranks) == [[]] * ranks
 
 
-def test_attention_over_a_split_sequence_equals_torchs_on_two_ranks() -> None:
+def test_attention_over_a_sharded_sequence_equals_torchs_on_two_ranks() -> None:
     assert run_on_gloo(check_meshes, 2, [((1, 2), [(R, S2)])]) == [[]] * 2
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8}
 ROWS = 256
 KEYS_NBYTES = 2 * 2 * 2 * ROWS * 8 * 4
-"""Of keys and values of one layer: 2 sequences, 2 heads of 8 values each, float32."""
+"""Bytes of keys and values of one layer: 2 sequences, 2 heads of 8 values each, float32."""
 
 
 def make_model() -> nn.Module:
@@ -159,8 +159,8 @@ def train_all(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, ShardingPlan]:
-    """Plans of the search for more devices than there are heads of keys, which cannot be split by heads then."""
-    found = {}
+    """Return plans for more devices than there are key heads, so that attention cannot be sharded by heads."""
+    by_mode = {}
     for ac in ("none", "selective", "full"):
         session = PlanningSession(
             make_model(),
@@ -171,11 +171,11 @@ def plans() -> dict[str, ShardingPlan]:
             micro_batches=1,
             ac=ac,
         )
-        found[ac] = session.plan(mesh="dp=1,tp=4")
-    return found
+        by_mode[ac] = session.plan(mesh="dp=1,tp=4")
+    return by_mode
 
 
-def test_search_splits_sequences_where_there_are_fewer_heads_than_devices(plans: dict[str, ShardingPlan]) -> None:
+def test_sequences_are_sharded_where_there_are_fewer_heads_than_devices(plans: dict[str, ShardingPlan]) -> None:
     for ac, plan in plans.items():
         assert plan.estimate is not None
         gathers = {
@@ -183,10 +183,10 @@ def test_search_splits_sequences_where_there_are_fewer_heads_than_devices(plans:
             for row in plan.estimate.collectives
             if (row.kind, row.axis, row.bytes) == ("all_gather", "tp", KEYS_NBYTES)
         }
-        again = {} if ac == "none" else {"recompute": 2}
-        assert gathers == {"forward": 2, "backward": 2, **again}, ac
+        recomputed = {} if ac == "none" else {"recompute": 2}
+        assert gathers == {"forward": 2, "backward": 2, **recomputed}, ac
         assert verify(make_model(), plan, make_batch()).equal, ac
 
 
-def test_models_with_split_sequences_give_the_unsharded_models_numbers(plans: dict[str, ShardingPlan]) -> None:
+def test_losses_and_gradients_equal_the_unsharded_models_with_sharded_sequences(plans: dict[str, ShardingPlan]) -> None:
     assert run_on_gloo(train_all, 4, {ac: plan.to_dict() for ac, plan in plans.items()}) == [[]] * 4

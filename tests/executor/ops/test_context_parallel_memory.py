@@ -1,4 +1,4 @@
-"""What is said to be kept and alive of attention with its sequence split is what is there on one rank, on meta."""
+"""Saved and peak bytes of attention with a sharded sequence are those that are priced, on one rank and on meta."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYOUT = (Shard(2),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Attention over ``ranks``: its heads, those of keys, and its mask."""
+    """Attention over ``ranks``: its heads, key heads, mask and token order."""
 
     ranks: int
     heads: int
@@ -31,23 +31,23 @@ class Case:
     is_zigzag: bool
 
     def measure(self, rank: int) -> tuple[ContextParallelWork, dict[str, int]]:
-        """Return the work that is expected of a rank, and the bytes that are seen there."""
-        pieces = [(2, count, ROWS, WIDTH) for count in (self.heads, self.kv_heads, self.kv_heads)]
+        """Return the priced work of a rank, and the bytes that were measured on it."""
+        local_shapes = [(2, count, ROWS, WIDTH) for count in (self.heads, self.kv_heads, self.kv_heads)]
         with fake_process_group(self.ranks):
             mesh = init_device_mesh("cpu", (self.ranks,), mesh_dim_names=("x",))
             plan = ShardingPlan(mesh=PlanMesh(axes=(("x", self.ranks),), device="cpu"))
             redistributor = Redistributor.from_plan(mesh, plan)
             redistributor.coordinate = lambda axis: rank  # type: ignore[method-assign]
-            given = []
-            for piece in pieces:
-                shape = (*piece[:2], ROWS * self.ranks, WIDTH)
-                local = torch.empty(piece, dtype=torch.bfloat16, device="meta")
-                given.append(make_dtensor(local, mesh, LAYOUT, shape, contiguous_stride(shape)).requires_grad_())
+            inputs = []
+            for local_shape in local_shapes:
+                shape = (*local_shape[:2], ROWS * self.ranks, WIDTH)
+                local = torch.empty(local_shape, dtype=torch.bfloat16, device="meta")
+                inputs.append(make_dtensor(local, mesh, LAYOUT, shape, contiguous_stride(shape)).requires_grad_())
             options = {"is_causal": self.causal, "is_zigzag": self.is_zigzag}
             seen = bytes_seen(
-                lambda: context_parallel_attention(redistributor, 0, given, None, scale=None, **options), given
+                lambda: context_parallel_attention(redistributor, 0, inputs, None, scale=None, **options), inputs
             )
-        return ContextParallelWork(pieces[0], pieces[1], pieces[2], 2, self.ranks, self.causal, self.is_zigzag), seen
+        return ContextParallelWork(*local_shapes, 2, self.ranks, self.causal, self.is_zigzag), seen
 
 
 @pytest.mark.parametrize(("causal", "is_zigzag"), [(True, False), (False, False), (True, True)])
@@ -56,13 +56,13 @@ class Case:
 def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, causal: bool, is_zigzag: bool) -> None:
     case = Case(ranks=ranks, heads=heads, kv_heads=kv_heads, causal=causal, is_zigzag=is_zigzag)
     work, seen = case.measure(0)
-    for rank in range(1, ranks if is_zigzag else 1):  # which ranks have most differs
+    for rank in range(1, ranks if is_zigzag else 1):  # ranks differ in their peaks
         other = case.measure(rank)[1]
         assert other["kept"] == seen["kept"]
         seen = {name: max(seen[name], other[name]) for name in seen}
-    # Beside its inputs: the result that the kernel made, of which this is the owner, and the queries that it got.
-    beside = work.result_nbytes + (work.query_nbytes if work.exchanged else 0)
-    assert seen["kept"] == work.saved_nbytes + beside
-    # Of sums that are freed before the last kernel it says more.
+    # In addition to what is priced as the op's own: its result, and the queries after their exchange.
+    additional = work.result_nbytes + (work.query_nbytes if work.exchanged else 0)
+    assert seen["kept"] == work.saved_nbytes + additional
+    # The price includes log-sum-exps that are freed before the last kernel.
     assert 0.9 * work.forward_peak_nbytes <= seen["forward"] <= 1.03 * work.forward_peak_nbytes
     assert seen["backward"] == pytest.approx(work.backward_rise_nbytes, rel=0.001)

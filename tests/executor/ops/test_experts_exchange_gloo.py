@@ -1,4 +1,4 @@
-"""Tokens that go to the ranks of their experts: plans that do so run as they say, and give the unsharded numbers."""
+"""Plans that send tokens to the ranks of their experts run as planned, with the unsharded model's loss and gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from planner import PlanningSession
 from planner.plan.sharding_plan import ShardingPlan
 
 ROWS, EXPERTS, LAYERS = 64, 8, 2
-MATRICES = "model.layers.*.mlp.experts.gate_up_proj"
+GATE_UP = "model.layers.*.mlp.experts.gate_up_proj"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Where experts are pinned to be, and the axis on which tokens go to them; by what planner the rest is chosen."""
+    """Pinned layouts of experts, the axis of the token exchange, and the planner that chooses the rest."""
 
     mesh: str
     ac: str
@@ -34,8 +34,8 @@ class Case:
 
 CASES = {
     "all ranks": Case("dp=4", "none", ("S(0)@dp",), "dp", 8 * 4 * 2, "ilp"),
-    "all ranks, again": Case("dp=4", "full", ("S(0)@dp",), "dp", 8 * 4 * 2, "ilp"),
-    "each expert split": Case("dp=2,tp=2", "selective", ("S(0)@dp", "SS(1,2)@tp"), "dp", 8 * 2 * 4, "random"),
+    "all ranks, full AC": Case("dp=4", "full", ("S(0)@dp",), "dp", 8 * 4 * 2, "ilp"),
+    "inner dim sharded too": Case("dp=2,tp=2", "selective", ("S(0)@dp", "SS(1,2)@tp"), "dp", 8 * 2 * 4, "random"),
     "experts on both axes, tokens on the outer": Case(
         "a=2,b=2", "full", ("S(0)@a", "S(0)@b"), "a", 8 * 2 * 2, "random"
     ),
@@ -77,29 +77,29 @@ def plans() -> dict[str, ShardingPlan]:
 
 def plan_of(case: Case) -> ShardingPlan:
     job = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": case.ac}
-    pins = [f"{MATRICES}:used={used}" for used in case.used]
+    pins = [f"{GATE_UP}:used={used}" for used in case.used]
     session = PlanningSession(make_model(), cluster="1x4xtoy", example_inputs=make_batch(), pins=pins, **job)
     if case.planner == "ilp":
         return session.plan(mesh=case.mesh)
-    found = (session.plan(mesh=case.mesh, planner=f"random:{seed}") for seed in range(20))
-    return next(plan for plan in found if exchanges(plan, case))
+    plans = (session.plan(mesh=case.mesh, planner=f"random:{seed}") for seed in range(20))
+    return next(plan for plan in plans if exchanges(plan, case))
 
 
 def exchanges(plan: ShardingPlan, case: Case) -> dict[str, int]:
-    """Return how often each phase tells experts' ranks how many tokens come."""
+    """Return phase -> number of all-to-alls of token counts."""
     assert plan.estimate is not None
-    wanted = ("all_to_all", case.axis, case.counts_nbytes)
-    return {row.phase: row.count for row in plan.estimate.collectives if (row.kind, row.axis, row.bytes) == wanted}
+    key = ("all_to_all", case.axis, case.counts_nbytes)
+    return {row.phase: row.count for row in plan.estimate.collectives if (row.kind, row.axis, row.bytes) == key}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plans_send_tokens_to_their_experts_as_they_say(name: str, plans: dict[str, ShardingPlan]) -> None:
-    again = {} if CASES[name].ac == "none" else {"recompute": LAYERS}
-    assert exchanges(plans[name], CASES[name]) == {"forward": LAYERS, **again}
+def test_plans_exchange_tokens_as_planned(name: str, plans: dict[str, ShardingPlan]) -> None:
+    recomputed = {} if CASES[name].ac == "none" else {"recompute": LAYERS}
+    assert exchanges(plans[name], CASES[name]) == {"forward": LAYERS, **recomputed}
     assert verify(make_model(), plans[name], make_batch()).equal
 
 
-def test_models_that_send_tokens_to_their_experts_give_the_unsharded_models_numbers(
+def test_losses_and_gradients_equal_the_unsharded_models_with_token_exchange(
     plans: dict[str, ShardingPlan],
 ) -> None:
     assert run_on_gloo(train_all, 4, {name: plan.to_dict() for name, plan in plans.items()}) == [[]] * 4

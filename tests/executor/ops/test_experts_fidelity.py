@@ -1,4 +1,4 @@
-"""What is planned is what runs, of models with experts: collectives counted equal the plans'; as test_fidelity.py."""
+"""Plans of models with experts run the collectives of their estimates, as in ``test_fidelity``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def session(family: str) -> PlanningSession:
 
 
 def check(family: str, session: PlanningSession, planner: str, mesh: str) -> set[str]:
-    """Return the kinds of collectives of a plan that runs as it says."""
+    """Check that a plan runs as planned, and return the kinds of its collectives."""
     module, inputs = make(family, BATCH)
     report = verify(module, session.plan(planner=planner, mesh=mesh), inputs)
     assert report.expected
@@ -64,7 +64,7 @@ def test_random_plans_run_as_planned(family: str, mesh: str, seeds: range) -> No
 
 
 @pytest.mark.parametrize("used", ["S(0)", "SS(1,2)"])
-def test_experts_that_are_split_run_as_planned(used: str) -> None:
+def test_sharded_experts_run_as_planned(used: str) -> None:
     module, inputs = make("mixtral", BATCH)
     pins = (f"model.layers.*.mlp.experts.gate_up_proj:used={used}@tp",)
     pinned = PlanningSession(

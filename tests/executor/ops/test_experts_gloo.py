@@ -1,4 +1,4 @@
-"""Our experts equal transformers', in every combination of layouts that their rule covers, on real processes."""
+"""The experts op equals transformers' experts, in every combination of layouts that it covers, on real processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def module_of_experts() -> nn.Module:
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(TOKENS, EXPERTS, generator=generator)
-    scores[:, :4] = -100.0  # experts that nobody chooses: with two ranks, all of the first
+    scores[:, :4] = -100.0  # experts that no token chooses: with two ranks, all of the first
     weights, index = scores.softmax(-1).topk(CHOSEN, -1)
     return torch.randn(TOKENS, WIDTH, generator=generator), index, weights
 
@@ -58,43 +58,43 @@ def check_all(rank: int) -> list[str]:
     expected = part(*plain)
     gradient = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(2))
     expected.backward(gradient)
-    wanted = [plain[0].grad, plain[2].grad, part.gate_up_proj.grad, part.down_proj.grad]
+    gradients = [plain[0].grad, plain[2].grad, part.gate_up_proj.grad, part.down_proj.grad]
     wrong = []
     for names in itertools.product(SPLITS, repeat=2):
         tokens, up, down = zip(*(SPLITS[name] for name in names), strict=True)
         if names in (("inner",) * 2, ("tokens and experts",) * 2):
-            continue  # two strided shards of one dim, which no plan has; two exchanges, which are refused
-        given = [distribute_tensor(tensor, mesh, tokens) for tensor in inputs()]
-        given += [distribute_tensor(part.gate_up_proj.detach(), mesh, up)]
-        given += [distribute_tensor(part.down_proj.detach(), mesh, down)]
-        given = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in given]
-        found = experts(redistributor, *given, "silu")
-        if not torch.allclose(found.full_tensor(), expected, rtol=1e-4, atol=1e-4):
-            wrong.append(f"{names}: {format_layout(tuple(found.placements))}")
-        back = tuple(R if isinstance(place, Partial) else place for place in found.placements)
-        found.backward(distribute_tensor(gradient, mesh, back))
+            continue  # two strided shards of one dim, which no plan has; two exchanges, which are an error
+        arguments = [distribute_tensor(tensor, mesh, tokens) for tensor in inputs()]
+        arguments += [distribute_tensor(part.gate_up_proj.detach(), mesh, up)]
+        arguments += [distribute_tensor(part.down_proj.detach(), mesh, down)]
+        arguments = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in arguments]
+        actual = experts(redistributor, *arguments, "silu")
+        if not torch.allclose(actual.full_tensor(), expected, rtol=1e-4, atol=1e-4):
+            wrong.append(f"{names}: {format_layout(tuple(actual.placements))}")
+        back = tuple(R if isinstance(place, Partial) else place for place in actual.placements)
+        actual.backward(distribute_tensor(gradient, mesh, back))
         parts = ("hidden", "weights", "gate_up", "down")
-        for name, tensor, reference in zip(parts, (given[0], *given[2:]), wanted, strict=True):
+        for name, tensor, reference in zip(parts, (arguments[0], *arguments[2:]), gradients, strict=True):
             if not torch.allclose(tensor.grad.full_tensor(), reference, rtol=1e-4, atol=1e-4):
                 wrong.append(f"{names}: gradient of {name}, {format_layout(tuple(tensor.grad.placements))}")
-    check_refusal(redistributor, mesh, part)
+    check_errors(redistributor, mesh, part)
     return wrong
 
 
-def check_refusal(redistributor: Redistributor, mesh: DeviceMesh, part: nn.Module) -> None:
-    given = [distribute_tensor(tensor, mesh, (R, R)) for tensor in inputs()]
-    matrices = [distribute_tensor(p.detach(), mesh, (R, Shard(1))) for p in part.parameters()]
+def check_errors(redistributor: Redistributor, mesh: DeviceMesh, part: nn.Module) -> None:
+    routing = [distribute_tensor(tensor, mesh, (R, R)) for tensor in inputs()]
+    weights = [distribute_tensor(p.detach(), mesh, (R, Shard(1))) for p in part.parameters()]
     with pytest.raises(PlanLayoutError, match="SS\\(1,2\\)"):
-        experts(redistributor, *given, *matrices, "silu")
-    given = [
+        experts(redistributor, *routing, *weights, "silu")
+    arguments = [
         distribute_tensor(tensor, mesh, (S0, S0))
         for tensor in (*inputs(), *map(torch.Tensor.detach, part.parameters()))
     ]
     with pytest.raises(PlanLayoutError, match="one axis at most"):
-        experts(redistributor, *given, "silu")
+        experts(redistributor, *arguments, "silu")
 
 
-def test_experts_equal_transformers_or_are_refused() -> None:
+def test_experts_equal_transformers_or_are_errors() -> None:
     assert run_on_gloo(check_all, 4) == [[]] * 4
 
 

@@ -1,4 +1,4 @@
-"""What `experts` says that the op keeps and has alive is what it keeps and has alive on one rank, on meta."""
+"""Saved and peak bytes of the experts op are those that are priced, on one rank and on meta."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ SPLITS = {
 
 
 def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, int]]:
-    """Return the work that is expected of one rank, and the bytes that are seen there."""
+    """Return the priced work of one rank, and the bytes that were measured on it."""
     tokens, up, down = SPLITS[split]
     shapes = [(TOKENS, width), (TOKENS, CHOSEN), (TOKENS, CHOSEN), (EXPERTS, 2 * inner, width), (EXPERTS, width, inner)]
     layouts = [(tokens,)] * 3 + [(up,), (down,)]
     dtypes = [torch.bfloat16, torch.int64, torch.bfloat16, torch.bfloat16, torch.bfloat16]
     mesh = PlanMesh(axes=(("x", RANKS),), device="cpu")
-    pieces = [local_shape(shape, layout, (RANKS,)) for shape, layout in zip(shapes, layouts, strict=True)]
+    local_shapes = [local_shape(shape, layout, (RANKS,)) for shape, layout in zip(shapes, layouts, strict=True)]
     with fake_process_group(RANKS):
         device_mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("x",))
         redistributor = Redistributor.from_plan(device_mesh, ShardingPlan(mesh=mesh))
-        given: list[DTensor] = []
-        for shape, piece, layout, dtype in zip(shapes, pieces, layouts, dtypes, strict=True):
-            local = torch.empty(piece, dtype=dtype, device="meta")
+        inputs: list[DTensor] = []
+        for shape, own_shape, layout, dtype in zip(shapes, local_shapes, layouts, dtypes, strict=True):
+            local = torch.empty(own_shape, dtype=dtype, device="meta")
             tensor = make_dtensor(local, device_mesh, layout, shape, contiguous_stride(shape))
-            given.append(tensor.requires_grad_(dtype.is_floating_point))
-        seen = bytes_seen(lambda: experts(redistributor, *given, "silu"), given)
-    work = ExpertsWork.from_shapes(pieces, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
+            inputs.append(tensor.requires_grad_(dtype.is_floating_point))
+        seen = bytes_seen(lambda: experts(redistributor, *inputs, "silu"), inputs)
+    work = ExpertsWork.from_shapes(local_shapes, EXPERTS, 2, RANKS if split == "tokens and experts" else 1)
     return work, seen
 
 
@@ -53,7 +53,7 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
 @pytest.mark.parametrize("split", SPLITS)
 def test_bytes_are_those_that_are_priced(split: str, width: int, inner: int) -> None:
     work, seen = measure(split, width, inner)
-    assert seen["kept"] == pytest.approx(work.saved_nbytes, rel=1e-3)  # and how many rows each expert has
-    indices_nbytes = 4 * 8 * work.rows  # of integers, which are not counted
+    assert seen["kept"] == pytest.approx(work.saved_nbytes, rel=1e-3)  # and the rows of each expert
+    indices_nbytes = 4 * 8 * work.rows  # not priced
     assert work.forward_peak_nbytes <= seen["forward"] <= work.forward_peak_nbytes + indices_nbytes
     assert work.backward_rise_nbytes <= seen["backward"] <= work.backward_rise_nbytes + indices_nbytes

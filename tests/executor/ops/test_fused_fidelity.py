@@ -1,4 +1,4 @@
-"""With fused ops what is planned is what runs: collectives counted equal the plans', bytes kept are those priced."""
+"""Plans with fused ops run the collectives of their estimates, and fused ops save the bytes that are priced."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bytes_kept_are_those_that_are_priced(case: str) -> None:
+def test_saved_bytes_are_those_that_are_priced(case: str) -> None:
     name, shapes, placements, op = CASES[case]
     ranks = 4
     mesh = PlanMesh(axes=(("x", ranks),), device="cpu")
-    given, pieces = [], []
+    inputs, sizes = [], []
     with fake_process_group(ranks):
         device_mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
         redistributor = Redistributor.from_plan(device_mesh, ShardingPlan(mesh=mesh))
@@ -96,22 +96,22 @@ def test_bytes_kept_are_those_that_are_priced(case: str) -> None:
                 device="meta",
             )
             tensor = make_dtensor(local, device_mesh, (placement,), shape, contiguous_stride(shape))
-            pieces.append((tuple(local.shape), local.nbytes))
-            given.append(tensor.requires_grad_(local.is_floating_point() and not (case == "rotary" and given)))
-        seen = bytes_seen(lambda: _called(op, redistributor, given), given)
-    work = fused_kernels.fused_work(name, pieces, output_nbytes=0)
-    # Beside what is priced the loss keeps two numbers: its sum, and how many labels count.
+            sizes.append((tuple(local.shape), local.nbytes))
+            inputs.append(tensor.requires_grad_(local.is_floating_point() and not (case == "rotary" and inputs)))
+        seen = bytes_seen(lambda: _call(op, redistributor, inputs), inputs)
+    work = fused_kernels.fused_work(name, sizes, output_nbytes=0)
+    # The loss also saves two numbers that are not priced: its sum, and the number of labels.
     assert work.saved_extra_nbytes <= seen["kept"] <= work.saved_extra_nbytes + 8
 
 
-def _called(op: object, redistributor: Redistributor, given: list[DTensor]) -> DTensor:
-    return op(redistributor, *given)  # type: ignore[operator,no-any-return]
+def _call(op: object, redistributor: Redistributor, inputs: list[DTensor]) -> DTensor:
+    return op(redistributor, *inputs)  # type: ignore[operator,no-any-return]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiled_formulas_give_what_the_formulas_give() -> None:
-    """On a GPU they are compiled; a CPU's compiler takes the same road."""
+def test_compiled_formulas_equal_the_formulas() -> None:
+    """On a GPU they are compiled; here by the CPU's compiler."""
     torch.manual_seed(0)
     x, weight, gate, up = torch.randn(4, 8, 16), torch.randn(16), torch.randn(4, 24), torch.randn(4, 24)
     heads, cos, sin = torch.randn(2, 4, 8, 6), torch.randn(1, 8, 6), torch.randn(1, 8, 6)
@@ -130,7 +130,7 @@ def test_compiled_formulas_give_what_the_formulas_give() -> None:
         (fused_kernels.logits_gradient, (logits, labels, maxima, torch.rand(12))),
     ]
     for formula, args in calls:
-        # As in a step: under the mode of our own ops, and one that watches what is dispatched, as checkpointing's does.
+        # As in a step, with the mode of the own ops, and a dispatch mode as that of checkpointing.
         with OwnOps(None), FlopCount():  # type: ignore[arg-type]
-            found = compiled(formula)(*args)
-        torch.testing.assert_close(found, formula(*args), msg=formula.__name__)
+            actual = compiled(formula)(*args)
+        torch.testing.assert_close(actual, formula(*args), msg=formula.__name__)

@@ -1,5 +1,5 @@
-"""Fused ops equal the chains that they stand for, in every combination of layouts that their rules cover, and a model
-with them trains as the unsharded one does: on real processes, in float32."""
+"""Fused ops equal the chains of ops that they replace, in every combination of layouts that they cover, and models with
+them have the unsharded model's loss and gradients; on real processes, in float32."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 BATCH = 8
 Fused = Callable[..., torch.Tensor]
 Case = tuple[str, Fused, Fused, Inputs]
-"""A name, the op, the chain of torch's ops that it stands for, and the inputs with their layouts."""
+"""(name, fused op, chain of torch's ops, inputs with their layouts)."""
 
 
 def norms() -> Iterator[Case]:
@@ -51,12 +51,12 @@ def norms() -> Iterator[Case]:
 def activations() -> Iterator[Case]:
     gate, up = torch.randn(8, 4, 16), torch.randn(8, 4, 16)
     for name, function in ACTIVATIONS.items():
-        for one, two in layouts((R, R), (S0, S0), (S1, S1), (S2, S2)):
+        for gate_layout, up_layout in layouts((R, R), (S0, S0), (S1, S1), (S2, S2)):
             yield (
                 name,
                 lambda redistributor, gate, up, name=name: gated(redistributor, gate, up, name),
                 lambda gate, up, function=function: function(gate) * up,
-                ((gate, one), (up, two)),
+                ((gate, gate_layout), (up, up_layout)),
             )
 
 
@@ -72,21 +72,21 @@ def pairs() -> Iterator[Case]:
             )
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     swapped = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos[:, None] + swapped * sin[:, None]
 
 
 def rotations() -> Iterator[Case]:
-    x = torch.randn(4, 8, 8, 6).transpose(1, 2)  # as the heads of a projection lie
+    x = torch.randn(4, 8, 8, 6).transpose(1, 2)  # strides of a projection's heads
     for samples in (1, 4):
         cos, sin = torch.randn(samples, 8, 6), torch.randn(samples, 8, 6)
         for (layout,) in layouts((R,), (S0,), (S1,), (S2,)):
             yield (
                 f"rotary {samples}",
                 lambda redistributor, x, cos=cos, sin=sin: rotary(redistributor, x, cos, sin),
-                lambda x, cos=cos, sin=sin: turned(x, cos, sin),
+                lambda x, cos=cos, sin=sin: rotate(x, cos, sin),
                 ((x, layout),),
             )
 
@@ -94,13 +94,13 @@ def rotations() -> Iterator[Case]:
 def losses() -> Iterator[Case]:
     logits, labels = 4 * torch.randn(16, 8), torch.randint(0, 8, (16,))
     labels[:7] = -100
-    for of, at in layouts((R, R), (S0, S0), (S0, R), (S1, R)):
+    for logits_layout, labels_layout in layouts((R, R), (S0, S0), (S0, R), (S1, R)):
         for mean in (True, False):
             yield (
                 "cross_entropy",
                 lambda redistributor, x, y, mean=mean: fused_cross_entropy(redistributor, x, y, -100, mean),
                 lambda x, y, mean=mean: F.cross_entropy(x, y, reduction="mean" if mean else "sum"),
-                ((logits, of), (labels, at)),
+                ((logits, logits_layout), (labels, labels_layout)),
             )
 
 
@@ -111,26 +111,26 @@ def check_all(rank: int) -> list[str]:
     wrong = []
     for name, op, chain, inputs in itertools.chain(norms(), activations(), pairs(), rotations(), losses()):
         text = f"{name} {[format_layout(layout) for _, layout in inputs]}"
-        expected_of = [leaf(tensor) for tensor, _ in inputs]
-        expected = chain(*expected_of)
+        plain = [leaf(tensor) for tensor, _ in inputs]
+        expected = chain(*plain)
         gradient = torch.randn_like(expected)
         expected.backward(gradient)
         for spread in (False, True):
-            given = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]
-            found = op(redistributor, *given)
-            if not isinstance(found, DTensor) or not close(found, expected):
-                wrong.append(f"{text}: {found} for {expected}")
+            sharded = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]
+            actual = op(redistributor, *sharded)
+            if not isinstance(actual, DTensor) or not close(actual, expected):
+                wrong.append(f"{text}: {actual} for {expected}")
                 continue
-            found.backward(arriving(gradient, found, mesh, spread))
+            actual.backward(output_gradient(gradient, actual, mesh, spread))
             wrong += [
-                f"{text}, gradient spread {spread}: {mine.grad.placements}"
-                for mine, wanted in zip(given, expected_of, strict=True)
-                if wanted.grad is not None and not close(mine.grad, wanted.grad)
+                f"{text}, gradient spread {spread}: {tensor.grad.placements}"
+                for tensor, reference in zip(sharded, plain, strict=True)
+                if reference.grad is not None and not close(tensor.grad, reference.grad)
             ]
-    return wrong + check_refusals(redistributor, mesh) + check_plain(redistributor)
+    return wrong + check_errors(redistributor, mesh) + check_plain(redistributor)
 
 
-def arriving(gradient: torch.Tensor, result: DTensor, mesh: DeviceMesh, spread: bool) -> DTensor:
+def output_gradient(gradient: torch.Tensor, result: DTensor, mesh: DeviceMesh, spread: bool) -> DTensor:
     """Return a result's gradient in its layout; ``spread``: where that is replicated each rank has an addend of it."""
     back = tuple(R if isinstance(place, Partial) else place for place in result.placements)
     whole = distribute_tensor(gradient, mesh, back)
@@ -143,40 +143,41 @@ def arriving(gradient: torch.Tensor, result: DTensor, mesh: DeviceMesh, spread: 
     return make_dtensor(whole.to_local() / shares, mesh, parts, gradient.shape, gradient.stride())
 
 
-def check_refusals(redistributor: Redistributor, mesh: DeviceMesh) -> list[str]:
-    def of(shape: tuple[int, ...], *layout: object) -> DTensor:
+def check_errors(redistributor: Redistributor, mesh: DeviceMesh) -> list[str]:
+    def tensor_in(shape: tuple[int, ...], *layout: object) -> DTensor:
         return distribute_tensor(torch.randn(shape), mesh, layout)
 
-    x, weight, angles = of((8, 4, 16), R, R), of((16,), R, R), torch.randn(1, 4, 4)
-    refused: dict[str, Callable[[], object]] = {
-        "a norm over a split dim": lambda: rms_norm(redistributor, of((8, 4, 16), R, S2), weight, EPS),
-        "a norm with a split weight": lambda: rms_norm(redistributor, x, of((16,), R, S0), EPS),
-        "factors in two layouts": lambda: gated(redistributor, x, of((8, 4, 16), S0, R), "silu"),
-        "cut pairs": lambda: gated_pairs(redistributor, of((8, 4, 6), R, S2), "silu"),
-        "a split width": lambda: rotary(redistributor, of((4, 4, 4, 4), R, S3), angles, angles),
+    x, weight, angles = tensor_in((8, 4, 16), R, R), tensor_in((16,), R, R), torch.randn(1, 4, 4)
+    faulty: dict[str, Callable[[], object]] = {
+        "a norm over a sharded dim": lambda: rms_norm(redistributor, tensor_in((8, 4, 16), R, S2), weight, EPS),
+        "a norm with a sharded weight": lambda: rms_norm(redistributor, x, tensor_in((16,), R, S0), EPS),
+        "gate and up in two layouts": lambda: gated(redistributor, x, tensor_in((8, 4, 16), S0, R), "silu"),
+        "a gate and its up on two ranks": lambda: gated_pairs(redistributor, tensor_in((8, 4, 6), R, S2), "silu"),
+        "a sharded width": lambda: rotary(redistributor, tensor_in((4, 4, 4, 4), R, S3), angles, angles),
     }
     wrong = []
-    for name, call in refused.items():
+    for name, call in faulty.items():
         try:
             call()
         except PlanLayoutError as error:
             if "layout" not in str(error):
                 wrong.append(f"{name}: {error}")
         else:
-            wrong.append(f"{name} was not refused")
+            wrong.append(f"{name} raised no error")
     return wrong
 
 
 def check_plain(redistributor: Redistributor) -> list[str]:
     module = LlamaMLP(transformers.LlamaConfig(hidden_size=8, intermediate_size=16, num_attention_heads=2))
     x = torch.randn(4, 8)
-    own = module(x)
+    expected = module(x)
     replace_with_fused_ops(module, redistributor)
-    found = module(x)
-    return [] if type(found) is torch.Tensor and torch.equal(found, own) else [f"a plain tensor gave {found}"]
+    actual = module(x)
+    is_equal = type(actual) is torch.Tensor and torch.equal(actual, expected)
+    return [] if is_equal else [f"a plain tensor gave {actual}"]
 
 
-def test_fused_ops_equal_the_chains_that_they_stand_for() -> None:
+def test_fused_ops_equal_the_chains_that_they_replace() -> None:
     assert run_on_gloo(check_all, 4) == [[]] * 4
 
 
@@ -201,6 +202,6 @@ def plans_of(family: str, planners: list[str], ac: str) -> dict[str, dict]:
 def test_losses_and_gradients_equal_the_unsharded_models(family: str, ac: str) -> None:
     plans = plans_of(family, ["ilp", "fully-sharded", "tensor-parallel", "random:0", "random:1"], ac)
     for errors in run_on_gloo(train_all, 4, family, plans, "sgd"):
-        for planner, found in errors.items():
-            assert found.loss <= TOLERANCE, (planner, found)
-            assert found.gradient <= TOLERANCE, (planner, found)
+        for planner, error in errors.items():
+            assert error.loss <= TOLERANCE, (planner, error)
+            assert error.gradient <= TOLERANCE, (planner, error)

@@ -1,4 +1,4 @@
-"""Sharded models with packed projections give the numbers of the unsharded model as it was, on four real processes."""
+"""Sharded models with fused projections have the loss and gradients of the unsharded model, on four real processes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SIZES = {
 }
 
 
-def make_packed() -> nn.Module:
+def make_fused() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(**SIZES)  # whose queries, keys and values have biases
+    config = transformers.Qwen2Config(**SIZES)  # its q, k and v projections have biases
     return fuse_projections(transformers.AutoModelForCausalLM.from_config(config).train())
 
 
@@ -40,7 +40,7 @@ def make_batch() -> dict[str, Any]:
 def planned(mesh: str, **options: Any) -> ShardingPlan:
     planner = options.pop("planner", "ilp")
     session = PlanningSession(
-        make_packed(),
+        make_fused(),
         cluster="1x4xtoy",
         example_inputs=make_batch(),
         dtype="fp32",
@@ -58,16 +58,16 @@ def plans() -> dict[str, ShardingPlan]:
         "data_axes": ["dp"],
     }
     return {
-        "split in columns": planned("dp=2,tp=2", ac="none", **columns),
-        "split in columns, fused": planned("dp=2,tp=2", ac="none", fused_ops=True, **columns),
-        "one group a rank, run again": planned("dp=1,tp=4", ac="full", pins=columns["pins"], data_axes=[]),
+        "columns sharded": planned("dp=2,tp=2", ac="none", **columns),
+        "columns sharded, fused ops": planned("dp=2,tp=2", ac="none", fused_ops=True, **columns),
+        "one key head a rank, full AC": planned("dp=1,tp=4", ac="full", pins=columns["pins"], data_axes=[]),
         "selective": planned("dp=2,tp=2", ac="selective", fused_ops=True, **columns),
         "fully sharded": planned("dp=4", ac="none", planner="fully-sharded"),
         **{f"random {seed}": planned("dp=2,tp=2", ac="none", planner=f"random:{seed}") for seed in range(3)},
     }
 
 
-def test_plans_split_packed_layers(plans: dict[str, ShardingPlan]) -> None:
+def test_plans_shard_fused_projections(plans: dict[str, ShardingPlan]) -> None:
     for name, plan in plans.items():
         if not name.startswith(("random", "fully")):
             for layer in ("self_attn.qkv_proj", "mlp.gate_up_proj"):
@@ -75,14 +75,14 @@ def test_plans_split_packed_layers(plans: dict[str, ShardingPlan]) -> None:
 
 
 def run(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
-    return differences(plans, make_packed, make_batch)
+    return differences(plans, make_fused, make_batch)
 
 
 def test_losses_and_gradients_equal_the_unsharded_models(plans: dict[str, ShardingPlan]) -> None:
     assert run_on_gloo(run, 4, {name: plan.to_dict() for name, plan in plans.items()}) == [[]] * 4
 
 
-def test_collectives_are_those_that_were_planned(plans: dict[str, ShardingPlan]) -> None:
+def test_plans_run_as_planned(plans: dict[str, ShardingPlan]) -> None:
     for name, plan in plans.items():
-        found = verify(make_packed(), plan, make_batch())
-        assert found.equal, (name, found)
+        report = verify(make_fused(), plan, make_batch())
+        assert report.equal, (name, report)

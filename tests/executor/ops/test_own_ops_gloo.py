@@ -1,4 +1,4 @@
-"""Our own ops equal torch's, in every combination of layouts that their rules cover, on real processes."""
+"""The executor's own ops equal torch's, in every combination of layouts that they cover, on real processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def embeddings() -> Iterator[tuple[str, Call, Inputs]]:
     table, ids = torch.randn(16, 8), torch.randint(0, 16, (8, 4))
     ids[0, :2] = 5
     for padding in (None, -11):
-        for of, at in layouts((R, R), (R, S0), (R, S1), (S0, R), (S1, R)):
+        for table_layout, ids_layout in layouts((R, R), (R, S0), (R, S1), (S0, R), (S1, R)):
             yield (
                 f"embedding padding {padding}",
                 lambda table, ids, padding=padding: F.embedding(ids, table, padding_idx=padding),
-                ((table, of), (ids, at)),
+                ((table, table_layout), (ids, ids_layout)),
             )
 
 
@@ -43,7 +43,7 @@ def convolutions() -> Iterator[tuple[str, Call, Inputs]]:
 
 def attentions() -> Iterator[tuple[str, Call, Inputs]]:
     query, key = torch.randn(4, 8, 6, 4), torch.randn(4, 4, 6, 4)
-    masks = {"whole": torch.randn(4, 8, 6, 6), "per head": torch.randn(1, 8, 6, 6), "one": torch.randn(1, 1, 6, 6)}
+    masks = {"full": torch.randn(4, 8, 6, 6), "per head": torch.randn(1, 8, 6, 6), "one": torch.randn(1, 1, 6, 6)}
     for (layout,) in layouts((R,), (S0,), (S1,)):
         inputs = ((query, layout), (key, layout), (key + 1, layout))
         yield (
@@ -68,14 +68,18 @@ def masks() -> Iterator[tuple[str, Call, Inputs]]:
 def losses() -> Iterator[tuple[str, Call, Inputs]]:
     logits, labels = 4 * torch.randn(16, 8), torch.randint(0, 8, (16,))
     labels[:7] = -100
-    for of, at in layouts((R, R), (S0, S0), (S0, R), (S1, R)):
+    for logits_layout, labels_layout in layouts((R, R), (S0, S0), (S0, R), (S1, R)):
         for reduction in ("mean", "sum"):
             yield (
                 f"cross entropy {reduction}",
                 lambda x, y, how=reduction: F.cross_entropy(x, y, reduction=how),
-                ((logits, of), (labels, at)),
+                ((logits, logits_layout), (labels, labels_layout)),
             )
-        yield "ignoring 3", lambda x, y: F.cross_entropy(x, y.abs() % 8, ignore_index=3), ((logits, of), (labels, at))
+        yield (
+            "ignoring 3",
+            lambda x, y: F.cross_entropy(x, y.abs() % 8, ignore_index=3),
+            ((logits, logits_layout), (labels, labels_layout)),
+        )
 
 
 def check_all(rank: int) -> list[str]:
@@ -89,25 +93,25 @@ def check_all(rank: int) -> list[str]:
         sharded = [leaf(distribute_tensor(tensor.detach(), mesh, layout)) for tensor, layout in inputs]
         expected = call(*plain)
         with OwnOps(redistributor):
-            found = call(*sharded)
-        if not isinstance(found, DTensor) or not close(found, expected):
-            wrong.append(f"{text}: {found} for {expected}")
+            actual = call(*sharded)
+        if not isinstance(actual, DTensor) or not close(actual, expected):
+            wrong.append(f"{text}: {actual} for {expected}")
             continue
         gradient = torch.randn_like(expected)
         expected.backward(gradient)
-        back = tuple(R if isinstance(placement, Partial) else placement for placement in found.placements)
-        found.backward(distribute_tensor(gradient, mesh, back))
-        for mine, wanted in zip(sharded, plain, strict=True):
-            if wanted.grad is not None and not close(mine.grad, wanted.grad):
-                wrong.append(f"{text}: gradient {mine.grad.placements}")
-    return wrong + check_nothing_counts(redistributor, mesh)
+        back = tuple(R if isinstance(placement, Partial) else placement for placement in actual.placements)
+        actual.backward(distribute_tensor(gradient, mesh, back))
+        for tensor, reference in zip(sharded, plain, strict=True):
+            if reference.grad is not None and not close(tensor.grad, reference.grad):
+                wrong.append(f"{text}: gradient {tensor.grad.placements}")
+    return wrong + check_mean_over_no_label(redistributor, mesh)
 
 
-def check_nothing_counts(redistributor: Redistributor, mesh) -> list[str]:
+def check_mean_over_no_label(redistributor: Redistributor, mesh) -> list[str]:
     logits = distribute_tensor(torch.randn(8, 4), mesh, (S0, S1))
     with OwnOps(redistributor):
         loss = F.cross_entropy(logits, torch.full((8,), -100))
-    return [] if loss.to_local().isnan() else [f"a mean over nothing is {loss}"]
+    return [] if loss.to_local().isnan() else [f"a mean over no label is {loss}"]
 
 
 def test_own_ops_equal_torchs() -> None:

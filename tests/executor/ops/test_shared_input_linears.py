@@ -1,4 +1,4 @@
-"""Linear layers that read the same tensor: their gradients are torch's, and that of the tensor needs no sum."""
+"""Linear layers that read one tensor: gradients equal torch's, and the tensor's needs no additions."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Shape = tuple[int, ...]
 Linear = Callable[..., torch.Tensor]
 
 WIDTHS = (24, 8, 8)
-"""Of the results of query, key and value projections, say."""
+"""Widths of the results of q, k and v projections."""
 
 
 class Ops(TorchDispatchMode):
-    """Counts what is dispatched, of DTensors and of local pieces."""
+    """Counts the ops that are dispatched on DTensors and on local tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def weights_of(bias: bool) -> list[torch.Tensor]:
 
 
 def loss_of(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]) -> Any:
-    """Return a scalar that every layer's result and ``x`` itself have a part in."""
+    """Return a scalar that depends on the results of all layers and on ``x`` itself."""
     count = len(WIDTHS)
     biases = weights[count:] or (None,) * count
     results = [linear(x, weight, bias) for weight, bias in zip(weights[:count], biases, strict=True)]
@@ -66,18 +66,18 @@ def check_layouts(rank: int) -> list[str]:
     torch.manual_seed(0)
     x, wrong = torch.randn(8, 4, 16), []
     factors = [torch.randn(8, 4, width) for width in WIDTHS]
-    # Batch, sequence, outputs or the width that is summed over are split; the last layer may be split otherwise.
+    # Batch, sequence, outputs or the reduced width are sharded; the last layer may have another layout.
     cases = itertools.product(layouts((R, R), (S0, R), (S1, R), (R, S0), (S2, S1)), (False, True), (False, True))
     for (x_layout, layout), bias, odd in cases:
-        if x_layout == (S1, S1):  # torch's DTensor cannot split the rows of its product again
+        if x_layout == (S1, S1):  # DTensor cannot shard the rows of its product again
             continue
         weights = weights_of(bias)
         at = [layout] * len(WIDTHS)
         if odd:
             at[-1] = tuple(R if place == S0 else place for place in layout)
-        found = check_one(mesh, redistributor, (x, x_layout), weights, at, factors)
-        if found:
-            wrong.append(f"{format_layout(x_layout)}, {[format_layout(a) for a in at]}, bias {bias}: {found}")
+        fault = check_one(mesh, redistributor, (x, x_layout), weights, at, factors)
+        if fault:
+            wrong.append(f"{format_layout(x_layout)}, {[format_layout(a) for a in at]}, bias {bias}: {fault}")
     return wrong
 
 
@@ -89,66 +89,66 @@ def check_one(
     at: Sequence[Layout],
     factors: Sequence[torch.Tensor],
 ) -> str:
-    whole = [leaf(tensor) for tensor in (x[0], *weights)]
-    expected = loss_of(F.linear, whole[0], whole[1:], factors)
+    plain = [leaf(tensor) for tensor in (x[0], *weights)]
+    expected = loss_of(F.linear, plain[0], plain[1:], factors)
     expected.backward()
-    joined = SharedInputLinears()
+    linears = SharedInputLinears()
 
     def linear(*args: Any) -> torch.Tensor:
-        found = joined(redistributor, *args)
-        assert found is not NotImplemented
-        return found  # type: ignore[no-any-return]
+        result = linears(redistributor, *args)
+        assert result is not NotImplemented
+        return result  # type: ignore[no-any-return]
 
     biases = [tuple(S0 if place == S0 else R for place in layout) for layout in at]
     split = [*at, *biases][: len(weights)]
     placed = (x, *zip(weights, split, strict=True))
-    given = [leaf(distribute_tensor(tensor, mesh, layout)) for tensor, layout in placed]
+    sharded = [leaf(distribute_tensor(tensor, mesh, layout)) for tensor, layout in placed]
     replicated = [distribute_tensor(factor, mesh, (R, R)) for factor in factors]
-    loss = loss_of(linear, given[0] * 1.0, given[1:], replicated)
+    loss = loss_of(linear, sharded[0] * 1.0, sharded[1:], replicated)
     loss.backward(torch.ones_like(loss))
     if not close(loss, expected):
         return f"loss {loss} for {expected}"
     names = ("x", *(f"weight {i}" for i in range(len(weights))))
-    off = [name for name, mine, own in zip(names, given, whole, strict=True) if not close(mine.grad, own.grad)]
-    return f"gradients of {off}" if off else ""
+    wrong = [name for name, a, b in zip(names, sharded, plain, strict=True) if not close(a.grad, b.grad)]
+    return f"gradients of {wrong}" if wrong else ""
 
 
-def test_gradients_are_those_of_the_layers_one_by_one() -> None:
+def test_gradients_equal_those_of_separate_layers() -> None:
     assert run_on_gloo(check_layouts, 4) == [[]] * 4
 
 
-class Given(NamedTuple):
-    """Layers on a fake mesh, joined and one by one."""
+class Layers(NamedTuple):
+    """Shared-input linears on a fake mesh, with an input and weights."""
 
     redistributor: Redistributor
     linears: SharedInputLinears
     x: DTensor
     weights: list[DTensor]
 
-    def joined(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
-        found = self.linears(self.redistributor, *args, **kwargs)
-        assert found is not NotImplemented
-        return found  # type: ignore[no-any-return]
+    def shared(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        result = self.linears(self.redistributor, *args, **kwargs)
+        assert result is not NotImplemented
+        return result  # type: ignore[no-any-return]
 
-    def joined_if_so(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return what is joined, where that is, as `OwnOps` does."""
-        found = self.linears(self.redistributor, x, weight)
-        return F.linear(x, weight) if found is NotImplemented else found
+    def dispatched(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result, of DTensor where the op does not cover the call, as ``OwnOps`` does."""
+        result = self.linears(self.redistributor, x, weight)
+        return F.linear(x, weight) if result is NotImplemented else result
 
     def fresh(self) -> list[DTensor]:
-        """Return the input and the weights as leaves of their own."""
+        """Return copies of the input and the weights as leaves."""
         return [tensor.detach().requires_grad_() for tensor in (self.x, *self.weights)]  # type: ignore[misc]
 
 
 @pytest.fixture
-def given() -> Iterator[Given]:
+def layers() -> Iterator[Layers]:
     torch.manual_seed(0)
     with fake_process_group(MESH.size):
         mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
         redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
         x = distribute_tensor(torch.randn(8, 4, 16), mesh, (S0, R), src_data_rank=None).requires_grad_()
         weights = [distribute_tensor(w, mesh, (R, S0), src_data_rank=None).requires_grad_() for w in weights_of(False)]
-        yield Given(redistributor, SharedInputLinears(), x, weights)
+        yield Layers(redistributor, SharedInputLinears(), x, weights)
 
 
 def loss_by(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -156,15 +156,15 @@ def loss_by(linear: Linear, x: torch.Tensor, weights: Sequence[torch.Tensor]) ->
     return loss
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's piece, of a sum its addend: no other rank answers."""
+def local(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the local tensor: fake processes cannot gather."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
-def test_products_add_to_what_is_there(given: Given) -> None:
-    read = given.x * 1.0
-    loss = loss_by(given.joined, read, given.weights)
+def test_gemms_accumulate_the_inputs_gradient(layers: Layers) -> None:
+    read = layers.x * 1.0
+    loss = loss_by(layers.shared, read, layers.weights)
     with Ops() as ops:
         loss.backward(torch.ones_like(loss))
     assert ops.counts["addmm_"] == 2
@@ -172,122 +172,122 @@ def test_products_add_to_what_is_there(given: Given) -> None:
     assert ops.counts["add"] + ops.counts["add_"] == 0
 
 
-def test_layers_whose_results_nobody_uses_are_not_waited_for(given: Given) -> None:
-    plain = given.x.detach().requires_grad_()
-    read = given.x * 1.0
-    results = [given.joined(read, weight) for weight in given.weights]
+def test_layers_with_unused_results_are_skipped(layers: Layers) -> None:
+    plain = layers.x.detach().requires_grad_()
+    read = layers.x * 1.0
+    results = [layers.shared(read, weight) for weight in layers.weights]
     results[1].sum().backward()
-    F.linear(plain, given.weights[1]).sum().backward()
-    assert torch.equal(whole(given.x.grad), whole(plain.grad))
+    F.linear(plain, layers.weights[1]).sum().backward()
+    assert torch.equal(local(layers.x.grad), local(plain.grad))
 
 
-def test_passes_over_the_same_layers_leave_nothing_to_each_other(given: Given) -> None:
-    """Two in a row, one that asked for the weights' gradients alone, and one that broke off."""
-    x, *weights = given.fresh()
+def test_backward_passes_do_not_affect_each_other(layers: Layers) -> None:
+    """Two in sequence, one for the gradients of weights alone, and an interrupted one."""
+    x, *weights = layers.fresh()
     loss_by(F.linear, x, weights).backward()
-    read = given.x * 1.0
-    broken = [False]
+    read = layers.x * 1.0
+    fails = [False]
 
-    def breaking(gradient: torch.Tensor) -> None:
-        if broken[0]:
-            raise RuntimeError("broken")
+    def fail(gradient: torch.Tensor) -> None:
+        if fails[0]:
+            raise RuntimeError("on purpose")
 
-    results = [given.joined(read, weight) for weight in given.weights]
-    results[0].register_hook(breaking)  # the last that runs
+    results = [layers.shared(read, weight) for weight in layers.weights]
+    results[0].register_hook(fail)  # the last layer that runs
     loss = sum(result.exp().sum() for result in results)
-    torch.autograd.grad([loss], given.weights, retain_graph=True)
-    broken[0] = True
-    with pytest.raises(RuntimeError, match="broken"):
+    torch.autograd.grad([loss], layers.weights, retain_graph=True)
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="on purpose"):
         loss.backward(retain_graph=True)
-    broken[0] = False
+    fails[0] = False
     for _ in range(2):
-        given.x.grad = None
+        layers.x.grad = None
         loss.backward(retain_graph=True)
-        torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
+        torch.testing.assert_close(local(layers.x.grad), local(x.grad))
 
 
-def test_a_gradient_of_a_gradient_is_refused(given: Given) -> None:
-    loss = loss_by(given.joined, given.x * 1.0, given.weights)
+def test_a_second_derivative_is_an_error(layers: Layers) -> None:
+    loss = loss_by(layers.shared, layers.x * 1.0, layers.weights)
     with pytest.raises(RuntimeError, match="plan without --fused-ops"):
-        torch.autograd.grad([loss], [given.x], create_graph=True)
+        torch.autograd.grad([loss], [layers.x], create_graph=True)
 
 
-def test_a_tensor_that_is_changed_is_another_tensor(given: Given) -> None:
-    added = torch.ones_like(given.x).requires_grad_()
-    read = given.x * 1.0
-    first = given.joined(read, given.weights[0])
+def test_a_tensor_that_is_changed_in_place_is_a_new_input(layers: Layers) -> None:
+    added = torch.ones_like(layers.x).requires_grad_()
+    read = layers.x * 1.0
+    first = layers.shared(read, layers.weights[0])
     read.add_(added)
-    second = given.joined(read, given.weights[1])
-    x, plain_added = given.x.detach().requires_grad_(), added.detach().requires_grad_()
-    (F.linear(x + plain_added, given.weights[1]).sum()).backward()
+    second = layers.shared(read, layers.weights[1])
+    x, plain_added = layers.x.detach().requires_grad_(), added.detach().requires_grad_()
+    (F.linear(x + plain_added, layers.weights[1]).sum()).backward()
     second.sum().backward()
-    torch.testing.assert_close(whole(added.grad), whole(plain_added.grad))
-    torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
+    torch.testing.assert_close(local(added.grad), local(plain_added.grad))
+    torch.testing.assert_close(local(layers.x.grad), local(x.grad))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         first.sum().backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_block_joins_what_it_runs_again(given: Given, reentrant: bool) -> None:
-    """The block's own input, which is a leaf while a reentrant one runs again, and a tensor made inside."""
-    x, *weights = given.fresh()
+def test_recomputed_layers_share_their_input(layers: Layers, reentrant: bool) -> None:
+    """Both the block's own input, a leaf in a reentrant recomputation, and a tensor of the block."""
+    x, *weights = layers.fresh()
     loss_by(F.linear, x, weights).backward()
     loss_by(F.linear, x.sin(), weights).backward()
 
     def block(read: torch.Tensor) -> torch.Tensor:
-        once = loss_by(given.joined_if_so, read, given.weights)
-        return once + loss_by(given.joined_if_so, read.sin(), given.weights)
+        once = loss_by(layers.dispatched, read, layers.weights)
+        return once + loss_by(layers.dispatched, read.sin(), layers.weights)
 
-    checkpoint(block, given.x * 1.0, use_reentrant=reentrant).backward()
-    torch.testing.assert_close(whole(given.x.grad), whole(x.grad))
-    for mine, own in zip(given.weights, weights, strict=True):
-        torch.testing.assert_close(whole(mine.grad), whole(own.grad))
+    checkpoint(block, layers.x * 1.0, use_reentrant=reentrant).backward()
+    torch.testing.assert_close(local(layers.x.grad), local(x.grad))
+    for weight, reference in zip(layers.weights, weights, strict=True):
+        torch.testing.assert_close(local(weight.grad), local(reference.grad))
     gc.collect()
-    assert len(given.linears._inputs) == 0
+    assert len(layers.linears._inputs) == 0
 
 
-def test_a_tensor_is_forgotten_when_it_is_gone(given: Given) -> None:
-    read = given.x * 1.0
-    loss = given.joined(read, given.weights[0]).sum()
-    assert len(given.linears._inputs) == 1
+def test_an_input_is_forgotten_when_it_is_freed(layers: Layers) -> None:
+    read = layers.x * 1.0
+    loss = layers.shared(read, layers.weights[0]).sum()
+    assert len(layers.linears._inputs) == 1
     del read
     loss.backward()
     del loss
     gc.collect()
-    assert len(given.linears._inputs) == 0
+    assert len(layers.linears._inputs) == 0
 
 
-def test_of_a_frozen_weight_the_input_is_not_kept(given: Given) -> None:
-    kept: list[tuple[int, ...]] = []
-    read, frozen = given.x * 1.0, given.weights[0].detach()
+def test_a_layer_with_a_frozen_weight_does_not_save_its_input(layers: Layers) -> None:
+    saved: list[tuple[int, ...]] = []
+    read, frozen = layers.x * 1.0, layers.weights[0].detach()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tuple(tensor.shape))
+        saved.append(tuple(tensor.shape))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = given.joined(read, frozen)
-    assert kept == [tuple(frozen.shape)]
+        result = layers.shared(read, frozen)
+    assert saved == [tuple(frozen.shape)]
     result.sum().backward()
-    assert given.x.grad is not None
+    assert layers.x.grad is not None
 
 
-def test_a_plain_gradient_and_names_of_arguments_are_taken(given: Given) -> None:
-    result = given.joined(input=given.x * 1.0, weight=given.weights[0], bias=None)
+def test_plain_gradients_and_keyword_arguments_are_accepted(layers: Layers) -> None:
+    result = layers.shared(input=layers.x * 1.0, weight=layers.weights[0], bias=None)
     result.backward(torch.ones(result.shape))
-    assert given.x.grad is not None
+    assert layers.x.grad is not None
 
 
-def test_elsewhere_dtensor_runs_the_layer(given: Given) -> None:
-    def is_left(x: torch.Tensor) -> bool:
-        return given.linears(given.redistributor, x, given.weights[0]) is NotImplemented
+def test_dtensor_runs_all_other_layers(layers: Layers) -> None:
+    def is_not_covered(x: torch.Tensor) -> bool:
+        return layers.linears(layers.redistributor, x, layers.weights[0]) is NotImplemented
 
-    assert is_left(given.x)  # a leaf
-    assert is_left(given.x.detach())
-    read = given.x * 1.0
-    assert is_left(read.to_local())
+    assert is_not_covered(layers.x)  # a leaf
+    assert is_not_covered(layers.x.detach())
+    read = layers.x * 1.0
+    assert is_not_covered(read.to_local())
     with torch.no_grad():
-        assert is_left(read)
+        assert is_not_covered(read)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert is_left(read)
-    assert not is_left(read)
+        assert is_not_covered(read)
+    assert not is_not_covered(read)

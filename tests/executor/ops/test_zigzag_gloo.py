@@ -1,4 +1,4 @@
-"""Models whose sequences are in an even order give the unsharded model's numbers, and exchange no queries."""
+"""Models with sequences in zigzag order have the unsharded model's loss and gradients, and exchange no queries."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class Loss(nn.Module):
 
 
 class WithLossModule(nn.Module):
-    """Labels cross a boundary on their way to the loss, and are not shifted."""
+    """A model whose loss is a module, which gets the labels unshifted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model, self.criterion = make_model("llama"), Loss()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        found = self.model(input_ids=input_ids, use_cache=False)
-        return CausalLMOutput(loss=self.criterion(found.logits, labels))
+        output = self.model(input_ids=input_ids, use_cache=False)
+        return CausalLMOutput(loss=self.criterion(output.logits, labels))
 
 
 def make_with_loss_module() -> nn.Module:
@@ -93,7 +93,7 @@ def planned(family: str, mesh: str, **options: Any) -> ShardingPlan:
         micro_batches=1,
         zigzag=True,
         data_axes=["dp"] if mesh == "dp=2,tp=2" else [],
-        # Heads of keys and of queries are left whole, so that sequences are split.
+        # With projections replicated, heads are not sharded, so sequences are.
         pins=[f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"],
         **options,
     )
@@ -105,13 +105,13 @@ def plans() -> dict[str, ShardingPlan]:
     return {
         "plain": planned("llama", "dp=1,tp=4", ac="none"),
         "recomputed": planned("llama", "dp=1,tp=4", ac="full"),
-        "samples split too": planned("llama", "dp=2,tp=2", ac="none"),
+        "samples sharded too": planned("llama", "dp=2,tp=2", ac="none"),
         "fused_ops": planned("llama", "dp=2,tp=2", ac="none", fused_ops=True),
         "experts": planned("mixtral", "dp=2,tp=2", ac="none"),
     }
 
 
-def test_plans_say_the_order_and_exchange_nothing(plans: dict[str, ShardingPlan]) -> None:
+def test_plans_have_the_order_and_exchange_no_queries(plans: dict[str, ShardingPlan]) -> None:
     for name, plan in plans.items():
         assert plan.zigzag is not None, name
         assert (plan.zigzag.axis, plan.zigzag.length) == ("tp", ROWS)
@@ -120,8 +120,8 @@ def test_plans_say_the_order_and_exchange_nothing(plans: dict[str, ShardingPlan]
         assert any("logits" in note for note in plan.notes)
         assert ShardingPlan.from_dict(plan.to_dict()) == plan
         assert plan.estimate is not None
-        attention = 2 * ROWS * 64 * 4 // 4  # of one rank's queries, of both sequences
-        exchanged = [r for r in plan.estimate.collectives if r.kind == "all_to_all" and r.bytes >= attention]
+        queries_nbytes = 2 * ROWS * 64 * 4 // 4  # of one rank, of both sequences
+        exchanged = [r for r in plan.estimate.collectives if r.kind == "all_to_all" and r.bytes >= queries_nbytes]
         assert not [r for r in exchanged if r.count > 2], name
         report = verify(make_model("mixtral" if name == "experts" else "llama"), plan, make_batch())
         assert report.equal, (name, report)
@@ -135,7 +135,7 @@ def train_mixtral(rank: int, plans: dict[str, dict[str, Any]]) -> list[str]:
     return differences(plans, make_mixtral, make_batch)
 
 
-def test_numbers_are_the_unsharded_models(plans: dict[str, ShardingPlan]) -> None:
+def test_losses_and_gradients_equal_the_unsharded_models(plans: dict[str, ShardingPlan]) -> None:
     documents = {name: plan.to_dict() for name, plan in plans.items()}
     experts = {"experts": documents.pop("experts")}
     assert run_on_gloo(train_llama, 4, documents) == [[]] * 4
@@ -147,7 +147,7 @@ def train_with_loss_module(rank: int, plans: dict[str, dict[str, Any]]) -> list[
 
 
 @pytest.mark.parametrize("mesh", ["dp=1,tp=4", "dp=2,tp=2"])
-def test_labels_that_enter_a_loss_module_stay_whole(mesh: str) -> None:
+def test_labels_of_a_loss_module_are_not_sharded_along_the_sequence(mesh: str) -> None:
     pins = [f"model.model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
     options: dict[str, Any] = {"dtype": "fp32", "optimizer": "sgd", "micro_batches": 1, "ac": "none", "pins": pins}
     session = PlanningSession(
@@ -160,20 +160,20 @@ def test_labels_that_enter_a_loss_module_stay_whole(mesh: str) -> None:
 
 
 def run_wrong(rank: int, documents: list[dict[str, Any]]) -> list[str]:
-    said = []
+    messages = []
     for document in documents:
         plan = ShardingPlan.from_dict(document)
         mesh = device_mesh_for(plan)
         try:
             shard_module(make_llama(), mesh, plan)(**local_batch(make_batch(), mesh, plan))
-            said.append("")
+            messages.append("")
         except PlanError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
-def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, ShardingPlan]) -> None:
-    plan = plans["samples split too"]
+def test_errors_name_tensors_that_cannot_be_in_zigzag_order(plans: dict[str, ShardingPlan]) -> None:
+    plan = plans["samples sharded too"]
     order = plan.zigzag
     assert order is not None
     wrong = [
@@ -183,9 +183,9 @@ def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, Shar
         dataclasses.replace(order, outputs={"model.rotary_emb": {"0": 2, "1": 1}}),
     ]
     documents = [dataclasses.replace(plan, zigzag=each).to_dict() for each in wrong]
-    for found in run_on_gloo(run_wrong, 4, documents):
+    for messages in run_on_gloo(run_wrong, 4, documents):
         reasons = ("'7', '1' of the output", "'zzz' of the input", "'model.rotary'", "no whole sequence of 256")
-        assert all(reason in said for reason, said in zip(reasons, found, strict=True)), found
+        assert all(reason in message for reason, message in zip(reasons, messages, strict=True)), messages
     for bad, reason in (
         (dataclasses.replace(order, axis="cp"), "over 'cp'"),
         (dataclasses.replace(order, length=255), "255 tokens"),
@@ -197,15 +197,15 @@ def test_what_is_not_there_to_be_brought_in_order_is_named(plans: dict[str, Shar
 
 
 def logits_of(rank: int, document: dict[str, Any]) -> tuple[float, float]:
-    """Return how far the logits are from the unsharded model's: put back in order, and as they come."""
+    """Return the largest differences of logits from the unsharded model's, in natural order and in zigzag order."""
     plan = ShardingPlan.from_dict(document)
     mesh = device_mesh_for(plan)
     expected = make_llama()(**make_batch()).logits
     model = shard_module(make_llama(), mesh, plan)
-    found = model(**local_batch(make_batch(), mesh, plan)).logits.full_tensor()
-    return (natural_order(found, plan) - expected).abs().max().item(), (found - expected).abs().max().item()
+    logits = model(**local_batch(make_batch(), mesh, plan)).logits.full_tensor()
+    return (natural_order(logits, plan) - expected).abs().max().item(), (logits - expected).abs().max().item()
 
 
-def test_logits_can_be_put_back_in_order(plans: dict[str, ShardingPlan]) -> None:
-    for put_back, as_they_come in run_on_gloo(logits_of, 4, plans["samples split too"].to_dict()):
-        assert put_back < 1e-5 < as_they_come
+def test_natural_order_restores_the_order_of_logits(plans: dict[str, ShardingPlan]) -> None:
+    for in_natural_order, in_zigzag_order in run_on_gloo(logits_of, 4, plans["samples sharded too"].to_dict()):
+        assert in_natural_order < 1e-5 < in_zigzag_order

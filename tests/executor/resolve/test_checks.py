@@ -1,4 +1,4 @@
-"""Every way in which a plan can be wrong for a module is named before the module is touched."""
+"""Every fault of a plan is an error before the module is changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 class Identity(Sharder):
-    """Marks the module that it got."""
+    """Returns the module that it gets, with a mark."""
 
     def shard(self, module: nn.Module) -> nn.Module:
         module.marked = True
@@ -81,7 +81,7 @@ class Model(nn.Module):
 
 
 def state(module: nn.Module) -> list[object]:
-    """Whatever applying a plan would change."""
+    """Return what ``shard_module`` changes in a module."""
     hooks = [(m._forward_hooks.copy(), m._forward_pre_hooks.copy()) for m in module.modules()]
     return [list(map(id, module.modules())), list(map(id, module.parameters())), hooks]
 
@@ -196,9 +196,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_each_mistake_has_its_error_and_nothing_is_touched(name: str, mesh: DeviceMesh) -> None:
+def test_each_fault_is_an_error_before_the_module_is_changed(name: str, mesh: DeviceMesh) -> None:
     fields, error, message = WRONG[name]
-    # An entry that is right comes first: it must not have been applied either.
+    # A correct entry comes first: it must not be applied either.
     good = {} if "mesh" in fields else {"first.bias": WHOLE}
     plan = ShardingPlan(**{"mesh": PLANNED, **fields, "plan": good | fields.get("plan", {})})
     module = Model()
@@ -213,7 +213,7 @@ def test_each_mistake_has_its_error_and_nothing_is_touched(name: str, mesh: Devi
     assert not hasattr(module.emb, "marked")
 
 
-def test_a_good_plan_passes(mesh: DeviceMesh) -> None:
+def test_a_correct_plan_passes(mesh: DeviceMesh) -> None:
     module = Model()
     plan = ShardingPlan(
         mesh=PLANNED,
@@ -231,7 +231,7 @@ def test_a_good_plan_passes(mesh: DeviceMesh) -> None:
     resolve_plan(module, unnamed, plan, {"mark": Identity()})
 
 
-def test_a_plan_is_applied_once(mesh: DeviceMesh) -> None:
+def test_a_sharded_module_cannot_be_sharded_again(mesh: DeviceMesh) -> None:
     module = Model()
     plan = ShardingPlan(mesh=PLANNED, plan={"fc1.weight": ROWS})
     place_parameters(resolve_plan(module, mesh, plan), src_data_rank=None)
@@ -250,7 +250,7 @@ def test_parameters_on_meta_stay_there(mesh: DeviceMesh) -> None:
     assert module.head.weight is module.emb2.weight
 
 
-def test_sharders_replace_by_pattern_and_under_every_name(mesh: DeviceMesh) -> None:
+def test_sharders_replace_modules_by_pattern_and_under_every_name(mesh: DeviceMesh) -> None:
     def replace(module: Model, pattern: str) -> None:
         plan = ShardingPlan(mesh=PLANNED, plan={pattern: "wrap"})
         apply_sharders(module, resolve_plan(module, mesh, plan, {"wrap": Wrapper()}).sharders)
@@ -269,9 +269,9 @@ def test_sharders_replace_by_pattern_and_under_every_name(mesh: DeviceMesh) -> N
     assert module.alias is module.emb
 
 
-def test_keys_do_not_reach_into_what_a_sharder_made(mesh: DeviceMesh) -> None:
+def test_keys_do_not_match_modules_that_a_sharder_made(mesh: DeviceMesh) -> None:
     module = Model()
-    # Before, *.* are the blocks alone; the Wrapper then makes an emb.0.
+    # *.* matches the blocks alone; the Wrapper then makes an emb.0.
     plan = ShardingPlan(mesh=PLANNED, plan={"emb": "wrap"}, output_plan={"*.*": WHOLE, "emb": WHOLE})
     shard_module(module, mesh, plan, sharders={"wrap": Wrapper()})
     hooked = [name for name, submodule in module.named_modules() if name and submodule._forward_hooks]
@@ -287,7 +287,7 @@ def test_a_sharder_that_returns_no_module_changes_nothing(mesh: DeviceMesh) -> N
     assert state(module) == before
 
 
-def test_fingerprints_follow_structure_and_nothing_else() -> None:
+def test_fingerprints_depend_on_structure_alone() -> None:
     module = Model()
     fingerprint = model_fingerprint(module)
     with torch.device("meta"):

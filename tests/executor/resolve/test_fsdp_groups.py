@@ -1,4 +1,4 @@
-"""What cannot be gathered together is named before the module is touched."""
+"""FSDP groups are resolved from a plan; every fault is an error before the module is changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def plan_of(**fields: Any) -> ShardingPlan:
-    """Every parameter is stored in rows and computed whole; ``fields`` are entries to add."""
+    """Return a plan that shards rows of every stored parameter and computes it replicated, with ``fields`` added."""
     parameters = ("blocks.*.up.weight", "blocks.*.down.weight", "frozen.weight", "emb.weight", "blocks.*.scale")
     stored = dict.fromkeys(parameters, ROWS)
     computed = {**dict.fromkeys(parameters, WHOLE), "head.weight": WHOLE}
@@ -74,13 +74,13 @@ def plan_of(**fields: Any) -> ShardingPlan:
 
 
 def with_layouts(name: str, stored: list[str], computed: list[str]) -> dict[str, Any]:
-    """Of ``blocks.0.<name>`` alone."""
+    """Return plan fields with the layouts of ``blocks.0.<name>``, and unchanged ones of the other block."""
     others = {f"blocks.{index}.{name}": ROWS for index in (0, 1)}
-    at_rest, at_use = parse_layout(stored), parse_layout(computed)
+    stored_layout, compute_layout = parse_layout(stored), parse_layout(computed)
     return {
-        "plan": {**others, "blocks.0." + name: at_rest, f"blocks.*.{name}": None},
-        "compute_plan": {"blocks.0." + name: at_use, "blocks.1." + name: WHOLE, f"blocks.*.{name}": None},
-        "gradient_plan": {**others, "blocks.0." + name: at_rest, f"blocks.*.{name}": None},
+        "plan": {**others, "blocks.0." + name: stored_layout, f"blocks.*.{name}": None},
+        "compute_plan": {"blocks.0." + name: compute_layout, "blocks.1." + name: WHOLE, f"blocks.*.{name}": None},
+        "gradient_plan": {**others, "blocks.0." + name: stored_layout, f"blocks.*.{name}": None},
     }
 
 
@@ -88,8 +88,8 @@ def without_nones(fields: dict[str, Any]) -> ShardingPlan:
     plan = plan_of()
     for name, more in fields.items():
         entries = {**getattr(plan, name), **more}
-        kept = {key: value for key, value in entries.items() if value is not None}
-        plan = dataclasses.replace(plan, **{name: kept})
+        entries = {key: value for key, value in entries.items() if value is not None}
+        plan = dataclasses.replace(plan, **{name: entries})
     return plan
 
 
@@ -137,7 +137,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
     "two dims": (with_layouts("up.weight", ["S(0)", "S(1)", "R"], ["R", "R", "R"]), PlanLayoutError, "not S(d) and R"),
     "axes apart": (with_layouts("up.weight", ["S(0)", "R", "S(0)"], ["R", "R", "R"]), PlanLayoutError, "in a row"),
     "another dim": (with_layouts("up.weight", ["S(0)", "R", "R"], ["S(1)", "R", "R"]), PlanLayoutError, "S(d) and R"),
-    "whole at rest": (with_layouts("up.weight", ["R", "R", "R"], ["S(0)", "R", "R"]), PlanLayoutError, "S(d) and R"),
+    "replicated between steps": (
+        with_layouts("up.weight", ["R", "R", "R"], ["S(0)", "R", "R"]),
+        PlanLayoutError,
+        "S(d) and R",
+    ),
     "strided": (with_layouts("up.weight", ["SS(0,2)", "S(0)", "R"], ["R", "S(0)", "R"]), PlanLayoutError, "S(d) and R"),
     "interleaved": (
         with_layouts("up.weight", ["S(0)", "S(0)", "R"], ["R", "S(0)", "R"]),
@@ -158,7 +162,7 @@ class Own(Sharder):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: str) -> None:
+def test_each_faulty_group_is_an_error_before_the_module_is_changed(mesh: DeviceMesh, name: str) -> None:
     fields, kind, message = WRONG[name]
     model = Model()
     before = [id(parameter) for parameter in model.parameters()], [type(module) for module in model.modules()]
@@ -170,7 +174,7 @@ def test_a_wrong_group_is_named_and_nothing_is_touched(mesh: DeviceMesh, name: s
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
+def test_only_modules_of_fully_shard_can_reshard_later(mesh: DeviceMesh) -> None:
     for mode in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
         plan = plan_of(**{mode.value: ("blocks.1",)})
         modes = {group.fqn: group.reshard_after for group in groups_of(Model(), mesh, plan)}
@@ -183,12 +187,12 @@ def test_only_what_is_gathered_can_be_kept(mesh: DeviceMesh) -> None:
         shard_module(Model(), mesh, plan_of(keep_gathered=("layers.*",)), src_data_rank=None)
 
 
-def test_a_mesh_without_names_is_refused(mesh: DeviceMesh) -> None:
+def test_fully_shard_needs_a_mesh_with_names(mesh: DeviceMesh) -> None:
     with pytest.raises(PlanMismatchError, match="needs the names"):
         shard_module(Model(), init_device_mesh("cpu", MESH.shape), plan_of(), src_data_rank=None)
 
 
-def test_an_axis_further_out_may_split_the_same_dim(mesh: DeviceMesh) -> None:
+def test_an_outer_axis_may_shard_the_same_dim(mesh: DeviceMesh) -> None:
     fields = with_layouts("up.weight", ["S(0)", "S(0)", "R"], ["S(0)", "R", "R"])
     groups = {"fully_shard": {"blocks.*": None, "blocks.0": ("up.weight",)}}
     (group,) = groups_of(Model(), mesh, without_nones({**fields, **groups}))

@@ -1,4 +1,4 @@
-"""What torch's ``_shard`` and HyperParallel promise of a plan, on real processes, against the unsharded module."""
+"""Sharders and hand-written plans, as of torch's ``_shard`` and HyperParallel, compared with the unsharded module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bags(nn.Module):
 
 
 class ShardedBag(nn.Module):
-    """One bag split by rows (masked lookups, partial sums) or by columns."""
+    """One bag, sharded by rows (masked lookups, partial sums) or by columns."""
 
     def __init__(self, bag: nn.EmbeddingBag, mesh: DeviceMesh, dim: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ShardedBag(nn.Module):
 
 
 class BagSharder(Sharder):
-    """Splits the first half of the bags by rows, the others by columns."""
+    """Shards the first half of the bags by rows, the others by columns."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -78,7 +78,7 @@ class BagSharder(Sharder):
 
 
 class BagModel(nn.Module):
-    """``ebc2`` is there to see that it is not taken for a part of ``ebc``."""
+    """A model with a module ``ebc2``, which is no part of ``ebc``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class BagModel(nn.Module):
 
 def bags_half_by_rows_half_by_columns(rank: int) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    # Each rank starts from its own values: rank 0's must win.
+    # Each rank starts with its own values; those of rank 0 are used.
     torch.manual_seed(rank)
     sharded = BagModel()
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def bags_half_by_rows_half_by_columns(rank: int) -> None:
         output_plan={"": replicated},
         return_local_tensor=("",),
     )
-    # By way of its file's data: a plan names its Sharders, and carries none.
+    # Through JSON values: a plan names its Sharders, and contains none.
     plan = ShardingPlan.from_dict(plan.to_dict())
     apply_plan(sharded, mesh, plan, {"bags": BagSharder(mesh)})
     placements = [tuple(table.weight.placements) for table in sharded.ebc.tables.values()]
@@ -124,12 +124,12 @@ def bags_half_by_rows_half_by_columns(rank: int) -> None:
         gradient = gradients[name]
         assert isinstance(gradient, DTensor)
         if "tables" in name:
-            # Stays as small as the shard: a gathered gradient would lose what sharding the table won.
+            # Sharded like the table: a gathered gradient would take the memory that sharding saves.
             assert gradient.placements == sharded.get_parameter(name).placements
         torch.testing.assert_close(gradient.full_tensor(), parameter.grad)
 
 
-def test_sharder_splits_embedding_bags_and_equals_the_unsharded_module() -> None:
+def test_a_sharder_of_embedding_bags_equals_the_unsharded_module() -> None:
     run_on_gloo(bags_half_by_rows_half_by_columns, 4)
 
 
@@ -145,7 +145,7 @@ class Mlp(nn.Module):
 
 
 class ChunkAll(ShardingPlanner):
-    """Splits dim 0 of every parameter: torch's own example of a planner."""
+    """Shards dim 0 of every parameter, as torch's example of a planner."""
 
     def __init__(self, mesh: PlanMesh) -> None:
         self.mesh = mesh
@@ -191,10 +191,10 @@ def _planner_example(mesh: DeviceMesh, planned: PlanMesh) -> None:
     from_zero = [torch.zeros_like(own.fc1.weight) for _ in range(4)]
     torch.distributed.all_gather(from_zero, own.fc1.weight.detach())
     torch.testing.assert_close(module.fc1.weight.full_tensor().detach(), from_zero[0])
-    # And from each rank's own values: its own piece of them, no communication.
+    # With src_data_rank=None each rank slices its own values.
     apply_plan(own_copy := copy.deepcopy(own), mesh, ChunkAll(planned).build_plan(own), src_data_rank=None)
-    piece = own.fc1.weight.chunk(4)[mesh.get_rank()]
-    torch.testing.assert_close(own_copy.fc1.weight.to_local(), piece)
+    shard = own.fc1.weight.chunk(4)[mesh.get_rank()]
+    torch.testing.assert_close(own_copy.fc1.weight.to_local(), shard)
 
 
 def _megatron_mlp(mesh: DeviceMesh, planned: PlanMesh) -> None:
@@ -273,9 +273,9 @@ def _outputs_stay_dtensors_without_return_local_tensor(mesh: DeviceMesh, planned
     plan = ShardingPlan(mesh=planned, output_plan={"0": (Shard(0), Shard(1))}, return_local_tensor=["1"])
     apply_plan(module, mesh, plan)
     assert isinstance(module[0](torch.ones(2, 1)), DTensor)
-    # Unlike torch's, a piece keeps a dim of size 1.
+    # Unlike torch's, a local tensor keeps dims of size 1.
     assert module(torch.ones(2, 1)).shape == (2, 1)
 
 
-def test_plans_written_by_hand_place_parameters_and_pin_boundaries() -> None:
+def test_hand_written_plans_place_parameters_and_redistribute_at_boundaries() -> None:
     run_on_gloo(hand_written_plans, 4)

@@ -1,4 +1,4 @@
-"""What parameters that are gathered together run, hold and free; on fake processes, counts worked out by hand."""
+"""Collectives and memory of FSDP groups, compared with counts worked out by hand, on fake processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from support.executor_cases import (
     S1,
     Case,
     R,
-    gathered,
-    keeping,
-    keeping_for_step,
     make_batch,
     make_model,
     megatron,
     replicated_on_tp,
+    reshard_after_backward,
+    reshard_after_step,
+    with_fsdp_groups,
 )
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -51,10 +51,11 @@ def observed(case: Case) -> Counter[CollectiveKey]:
 
 
 def expected(base: Case, case: Case) -> Counter[CollectiveKey]:
-    """What ``base`` runs, its parameters whole on dp, with the collectives of the groups in ``case`` instead."""
+    """Return the collectives of ``base``, with those of the FSDP groups of ``case`` instead of all-reduces on dp."""
     rows, model, job = observed(base), make_model(case.family), case.plan.job
     for pattern, names in case.plan.fully_shard.items():
-        kept, for_step = pattern in case.plan.keep_gathered, pattern in case.plan.keep_gathered_for_step
+        until_backward = pattern in case.plan.keep_gathered
+        for_step = pattern in case.plan.keep_gathered_for_step
         for module in match_keys([pattern], [fqn for fqn, _ in model.named_modules()])[pattern]:
             elements = 0
             for name in names:
@@ -72,7 +73,9 @@ def expected(base: Case, case: Case) -> Counter[CollectiveKey]:
                 continue
             rows[CollectiveKey(phase="forward", kind="all_gather", axis="dp", bytes=sent)] += calls
             if job.training:
-                rows[CollectiveKey(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += 0 if kept else calls
+                rows[CollectiveKey(phase="backward", kind="all_gather", axis="dp", bytes=sent)] += (
+                    0 if until_backward else calls
+                )
                 rows[CollectiveKey(phase="backward", kind="reduce_scatter", axis="dp", bytes=summed)] += calls
     return +rows
 
@@ -90,9 +93,9 @@ def expected(base: Case, case: Case) -> Counter[CollectiveKey]:
     ],
     ids=["plain", "3 micro-batches", "full AC", "selective AC", "bf16", "bf16 throughout, AC", "inference"],
 )
-def test_a_group_runs_one_gather_each_way_and_one_reduction(fields: dict[str, Any]) -> None:
+def test_a_group_runs_an_all_gather_in_forward_and_backward_and_a_reduce_scatter(fields: dict[str, Any]) -> None:
     base = megatron(vocabulary=True, **fields)
-    case = gathered(base, SIDES)
+    case = with_fsdp_groups(base, SIDES)
     if case.plan.job.training:
         assert observed(case) == expected(base, case)
         return
@@ -111,11 +114,11 @@ def test_a_group_runs_one_gather_each_way_and_one_reduction(fields: dict[str, An
     ],
     ids=["3 micro-batches", "full AC", "selective AC"],
 )
-def test_what_is_kept_is_gathered_once_for_forward_and_backward(fields: dict[str, Any]) -> None:
+def test_resharding_after_backward_runs_one_all_gather(fields: dict[str, Any]) -> None:
     base = megatron(vocabulary=True, **fields)
-    case = keeping(gathered(base, SIDES))
+    case = reshard_after_backward(with_fsdp_groups(base, SIDES))
     assert observed(case) == expected(base, case)
-    # Some groups may be kept, and others not.
+    # Some groups reshard after the backward, others after the forward.
     part = Case(case.family, dataclasses.replace(case.plan, keep_gathered=(BLOCKS,)))
     assert observed(part) == expected(base, part) != observed(case)
 
@@ -132,11 +135,11 @@ def test_what_is_kept_is_gathered_once_for_forward_and_backward(fields: dict[str
     ],
     ids=["4 micro-batches", "full AC", "selective AC", "bf16", "bf16 throughout", "one micro-batch"],
 )
-def test_what_is_kept_for_the_step_is_gathered_and_reduced_once(fields: dict[str, Any]) -> None:
+def test_resharding_after_the_step_runs_one_all_gather_and_one_reduce_scatter(fields: dict[str, Any]) -> None:
     base = megatron(vocabulary=True, **fields)
-    case = keeping_for_step(gathered(base, SIDES))
+    case = reshard_after_step(with_fsdp_groups(base, SIDES))
     assert observed(case) == expected(base, case)
-    # Of the same model, others may be kept from forward to backward, and others not at all.
+    # Other groups of the same model reshard after the backward, or after the forward.
     part = dataclasses.replace(case.plan, keep_gathered_for_step=(BLOCKS,), keep_gathered=("lm_head",))
     assert observed(Case(case.family, part)) == expected(base, Case(case.family, part))
 
@@ -157,18 +160,18 @@ def test_what_is_kept_for_the_step_is_gathered_and_reduced_once(fields: dict[str
         ("vit", {"vit": ("layers.0.mlp.fc1.weight",)}),
     ],
 )
-def test_every_family_runs_its_groups_and_nothing_else(family: str, groups: dict[str, tuple[str, ...]]) -> None:
+def test_every_family_runs_the_collectives_of_its_groups(family: str, groups: dict[str, tuple[str, ...]]) -> None:
     base = replicated_on_tp(family)
-    case = gathered(base, groups)
+    case = with_fsdp_groups(base, groups)
     assert observed(case) == expected(base, case)
-    assert observed(keeping(case)) == expected(base, keeping(case))
+    assert observed(reshard_after_backward(case)) == expected(base, reshard_after_backward(case))
     several = replicated_on_tp(family, micro_batches=3)
-    for_step = keeping_for_step(gathered(several, groups))
+    for_step = reshard_after_step(with_fsdp_groups(several, groups))
     assert observed(for_step) == expected(several, for_step)
 
 
 class Wide(nn.Module):
-    """Two blocks whose weights would take eight terabytes."""
+    """Two blocks whose weights have eight terabytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +185,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_hundreds_of_ranks_are_verified_without_memory(dtype: str) -> None:
+def test_verify_counts_hundreds_of_ranks_without_memory(dtype: str) -> None:
     mesh = PlanMesh(axes=(("dp", 128), ("tp", 4)), device="cpu")
     case = replicated_on_tp("mlp")
     stored, computed = {"blocks.*.weight": (S0, S1)}, {"blocks.*.weight": (R, S1)}
@@ -200,8 +203,8 @@ def test_hundreds_of_ranks_are_verified_without_memory(dtype: str) -> None:
         },
     )
     inputs = {"x": torch.empty(128, 2**20, dtype=torch.bfloat16 if dtype == "bf16" else None, device="meta")}
-    found = observed_collectives(Wide(), plan, inputs)
-    on_dp = {(row.phase, row.kind, row.bytes): count for row, count in found.items() if row.axis == "dp"}
+    observed_counts = observed_collectives(Wide(), plan, inputs)
+    on_dp = {(row.phase, row.kind, row.bytes): count for row, count in observed_counts.items() if row.axis == "dp"}
     elements = 2**40 // 4
     assert on_dp == {
         ("forward", "all_gather", elements * BYTES[dtype]): 2,
@@ -211,7 +214,7 @@ def test_hundreds_of_ranks_are_verified_without_memory(dtype: str) -> None:
 
 
 class Order(TorchDispatchMode):
-    """Notes the collectives on dp, one after the other."""
+    """Records the collectives on dp in their order."""
 
     def __init__(self, group: str) -> None:
         super().__init__()
@@ -265,13 +268,13 @@ SUMS = [("reduce_scatter", nbytes) for _, nbytes in GATHERS]
 
 
 @pytest.mark.usefixtures("ranks")
-def test_the_next_modules_gather_comes_before_this_ones_reduction() -> None:
+def test_the_next_all_gather_is_prefetched_before_a_reduce_scatter() -> None:
     plan = chain_plan()
     mesh = device_mesh_for(plan)
     model = shard_module(Chain(), mesh, plan, src_data_rank=None)
     for evaluated in (False, True):
         if evaluated:
-            # It leaves nothing behind that the next backward would prefetch.
+            # A forward without gradients leaves no module that the next backward would prefetch.
             with torch.no_grad():
                 model(torch.randn(4, 8))
         with Order(str(mesh.get_group("dp").group_name)) as order:
@@ -282,28 +285,28 @@ def test_the_next_modules_gather_comes_before_this_ones_reduction() -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_gathered_copies_live_while_their_module_runs() -> None:
+def test_gathered_parameters_are_freed_after_their_module() -> None:
     plan = chain_plan()
     model = shard_module(Chain(), device_mesh_for(plan), plan, src_data_rank=None)
-    resting = dict(model.named_parameters())
-    gathered_: list[DTensor] = []
+    sharded = dict(model.named_parameters())
+    weights: list[DTensor] = []
 
     def note(module: nn.Module, args: Any) -> None:
-        gathered_.append(module.weight)
+        weights.append(module.weight)
 
     for layer in model.layers:
         layer.register_forward_pre_hook(note)
     loss = model(torch.randn(4, 8))
-    assert [tuple(weight.placements) for weight in gathered_] == [(R, R)] * 3
-    assert [local_of(weight).untyped_storage().size() for weight in gathered_] == [0, 0, 0]
-    assert all(resting[name] is parameter for name, parameter in model.named_parameters())
+    assert [tuple(weight.placements) for weight in weights] == [(R, R)] * 3
+    assert [local_of(weight).untyped_storage().size() for weight in weights] == [0, 0, 0]
+    assert all(sharded[name] is parameter for name, parameter in model.named_parameters())
     loss.backward()
-    assert [local_of(weight).untyped_storage().size() for weight in gathered_] == [0, 0, 0]
+    assert [local_of(weight).untyped_storage().size() for weight in weights] == [0, 0, 0]
     assert all(parameter.grad.placements == (S0, R) for parameter in model.parameters())
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_gradient_that_is_not_partial_is_refused() -> None:
+def test_a_gradient_that_is_not_partial_is_an_error() -> None:
     plan = chain_plan(batch=(R, R))
     model = shard_module(Chain(), device_mesh_for(plan), plan, src_data_rank=None)
     loss = model(torch.randn(4, 8))
@@ -314,7 +317,7 @@ def test_a_gradient_that_is_not_partial_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_gradient_that_is_partial_on_another_axis_too_is_refused() -> None:
+def test_a_gradient_that_is_partial_on_another_axis_is_an_error() -> None:
     plan = chain_plan(batch=(S0, S0))
     model = shard_module(Chain(), device_mesh_for(plan), plan, src_data_rank=None)
     loss = model(torch.randn(4, 8))
@@ -323,7 +326,7 @@ def test_a_gradient_that_is_partial_on_another_axis_too_is_refused() -> None:
 
 
 class Viewed(nn.Module):
-    """Its block returns a view, which it changes in place."""
+    """A model that changes its block's result, a view, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +339,7 @@ class Viewed(nn.Module):
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_view_that_is_changed_in_place_keeps_its_modules_gather() -> None:
+def test_a_module_whose_result_is_changed_in_place_gathers_in_backward() -> None:
     plan = dataclasses.replace(
         chain_plan(),
         plan={"block.0.*": (S0, R)},
@@ -353,14 +356,14 @@ def test_a_view_that_is_changed_in_place_keeps_its_modules_gather() -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_model_on_meta_can_be_given_memory_after_it_was_sharded() -> None:
+def test_a_sharded_model_on_meta_can_be_materialized() -> None:
     plan = chain_plan()
     with torch.device("meta"):
         model = Chain()
     shard_module(model, device_mesh_for(plan), plan)
-    known = list(model.parameters())
+    before = list(model.parameters())
     model.to_empty(device="cpu")
-    assert all(one is other for one, other in zip(known, model.parameters(), strict=True))
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)

@@ -1,4 +1,4 @@
-"""Parameters that are gathered together, on four real processes: the unsharded module's numbers, and a usual loop."""
+"""FSDP groups in a training loop on four real processes: loss and gradients equal the unsharded module's."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from support.executor_cases import (
     P,
     R,
     data_parallel,
-    gathered,
-    keeping,
-    keeping_for_step,
     loss_of,
     make_batch,
     make_model,
     megatron,
     replicated_on_tp,
+    reshard_after_backward,
+    reshard_after_step,
+    with_fsdp_groups,
 )
 from support.gloo import run_on_gloo
 from torch import nn
@@ -49,57 +49,69 @@ T5 = {
 AC = "model.layers.*"
 
 CASES: dict[str, Callable[[], Case]] = {
-    "mlp": lambda: gathered(replicated_on_tp("mlp"), MLP),
-    "mlp, 2 micro-batches": lambda: gathered(replicated_on_tp("mlp", micro_batches=2), MLP),
-    "gpt2": lambda: gathered(replicated_on_tp("gpt2"), GPT2),
-    "bert": lambda: gathered(replicated_on_tp("bert"), BERT),
-    "t5": lambda: gathered(replicated_on_tp("t5"), T5),
-    "llama, split on two dims": lambda: gathered(megatron(), LLAMA_BLOCKS),
-    "llama, 2 micro-batches": lambda: gathered(megatron(micro_batches=2), LLAMA_BLOCKS),
-    "llama, full AC": lambda: gathered(megatron(activation_checkpointing={AC: "full"}), LLAMA_BLOCKS),
-    "llama, selective AC": lambda: gathered(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS),
-    "llama, full AC, 2 micro-batches": lambda: gathered(
+    "mlp": lambda: with_fsdp_groups(replicated_on_tp("mlp"), MLP),
+    "mlp, 2 micro-batches": lambda: with_fsdp_groups(replicated_on_tp("mlp", micro_batches=2), MLP),
+    "gpt2": lambda: with_fsdp_groups(replicated_on_tp("gpt2"), GPT2),
+    "bert": lambda: with_fsdp_groups(replicated_on_tp("bert"), BERT),
+    "t5": lambda: with_fsdp_groups(replicated_on_tp("t5"), T5),
+    "llama, sharded on two dims": lambda: with_fsdp_groups(megatron(), LLAMA_BLOCKS),
+    "llama, 2 micro-batches": lambda: with_fsdp_groups(megatron(micro_batches=2), LLAMA_BLOCKS),
+    "llama, full AC": lambda: with_fsdp_groups(megatron(activation_checkpointing={AC: "full"}), LLAMA_BLOCKS),
+    "llama, selective AC": lambda: with_fsdp_groups(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS),
+    "llama, full AC, 2 micro-batches": lambda: with_fsdp_groups(
         megatron(activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS
     ),
-    "llama, vocabulary split, each side": lambda: gathered(
+    "llama, vocabulary sharded, head and embedding": lambda: with_fsdp_groups(
         megatron(vocabulary=True), {**LLAMA_BLOCKS, "lm_head": ("weight",), "model.embed_tokens": ("weight",)}
     ),
-    "mlp, kept, 2 micro-batches": lambda: keeping(gathered(replicated_on_tp("mlp", micro_batches=2), MLP)),
-    "gpt2, kept": lambda: keeping(gathered(replicated_on_tp("gpt2", micro_batches=2), GPT2)),
-    "t5, kept": lambda: keeping(gathered(replicated_on_tp("t5"), T5)),
-    "llama, kept, 3 micro-batches": lambda: keeping(gathered(megatron(micro_batches=3), LLAMA_BLOCKS)),
-    "llama, kept, full AC, 2 micro-batches": lambda: keeping(
-        gathered(megatron(activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS)
+    "mlp, until backward, 2 micro-batches": lambda: reshard_after_backward(
+        with_fsdp_groups(replicated_on_tp("mlp", micro_batches=2), MLP)
     ),
-    "llama, kept, selective AC": lambda: keeping(
-        gathered(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS)
+    "gpt2, until backward": lambda: reshard_after_backward(
+        with_fsdp_groups(replicated_on_tp("gpt2", micro_batches=2), GPT2)
     ),
-    "mlp, kept for the step, 4 micro-batches": lambda: keeping_for_step(
-        gathered(replicated_on_tp("mlp", micro_batches=4), MLP)
+    "t5, until backward": lambda: reshard_after_backward(with_fsdp_groups(replicated_on_tp("t5"), T5)),
+    "llama, until backward, 3 micro-batches": lambda: reshard_after_backward(
+        with_fsdp_groups(megatron(micro_batches=3), LLAMA_BLOCKS)
     ),
-    "mlp, all kept for the step": lambda: keeping_for_step(gathered(replicated_on_tp("mlp", micro_batches=3), ALL_MLP)),
-    "t5, kept for the step": lambda: keeping_for_step(gathered(replicated_on_tp("t5", micro_batches=4), T5)),
-    "llama, kept for the step, 4 micro-batches": lambda: keeping_for_step(
-        gathered(megatron(micro_batches=4), LLAMA_BLOCKS)
+    "llama, until backward, full AC, 2 micro-batches": lambda: reshard_after_backward(
+        with_fsdp_groups(megatron(activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS)
     ),
-    "llama, kept for the step, full AC": lambda: keeping_for_step(
-        gathered(megatron(activation_checkpointing={AC: "full"}, micro_batches=4), LLAMA_BLOCKS)
+    "llama, until backward, selective AC": lambda: reshard_after_backward(
+        with_fsdp_groups(megatron(activation_checkpointing={AC: "selective"}), LLAMA_BLOCKS)
     ),
-    "mlp, kept for the step, summed on tp after": lambda: keeping_for_step(
-        summed_later(gathered(data_parallel("mlp", micro_batches=4), MLP))
+    "mlp, for the step, 4 micro-batches": lambda: reshard_after_step(
+        with_fsdp_groups(replicated_on_tp("mlp", micro_batches=4), MLP)
     ),
-    "mlp, over both axes": lambda: gathered(data_parallel("mlp"), MLP, 0, 1),
-    "gpt2, over both axes, 2 micro-batches": lambda: gathered(data_parallel("gpt2", micro_batches=2), GPT2, 0, 1),
-    "llama, over both axes, full AC": lambda: gathered(
+    "mlp, all for the step": lambda: reshard_after_step(
+        with_fsdp_groups(replicated_on_tp("mlp", micro_batches=3), ALL_MLP)
+    ),
+    "t5, for the step": lambda: reshard_after_step(with_fsdp_groups(replicated_on_tp("t5", micro_batches=4), T5)),
+    "llama, for the step, 4 micro-batches": lambda: reshard_after_step(
+        with_fsdp_groups(megatron(micro_batches=4), LLAMA_BLOCKS)
+    ),
+    "llama, for the step, full AC": lambda: reshard_after_step(
+        with_fsdp_groups(megatron(activation_checkpointing={AC: "full"}, micro_batches=4), LLAMA_BLOCKS)
+    ),
+    "mlp, for the step, reduced on tp afterwards": lambda: reshard_after_step(
+        reduced_on_tp_afterwards(with_fsdp_groups(data_parallel("mlp", micro_batches=4), MLP))
+    ),
+    "mlp, over both axes": lambda: with_fsdp_groups(data_parallel("mlp"), MLP, 0, 1),
+    "gpt2, over both axes, 2 micro-batches": lambda: with_fsdp_groups(
+        data_parallel("gpt2", micro_batches=2), GPT2, 0, 1
+    ),
+    "llama, over both axes, full AC": lambda: with_fsdp_groups(
         data_parallel("llama", activation_checkpointing={AC: "full"}, micro_batches=2), LLAMA_BLOCKS, 0, 1
     ),
-    "llama, over both axes, kept": lambda: keeping(
-        gathered(data_parallel("llama", micro_batches=2), LLAMA_BLOCKS, 0, 1)
+    "llama, over both axes, until backward": lambda: reshard_after_backward(
+        with_fsdp_groups(data_parallel("llama", micro_batches=2), LLAMA_BLOCKS, 0, 1)
     ),
-    "llama, over both axes, kept for the step": lambda: keeping_for_step(
-        gathered(data_parallel("llama", micro_batches=3), LLAMA_BLOCKS, 0, 1)
+    "llama, over both axes, for the step": lambda: reshard_after_step(
+        with_fsdp_groups(data_parallel("llama", micro_batches=3), LLAMA_BLOCKS, 0, 1)
     ),
-    "llama, with other parameters gathered alone": lambda: with_gathered_norms(gathered(megatron(), LLAMA_BLOCKS)),
+    "llama, with other parameters outside of groups": lambda: with_gathered_norms(
+        with_fsdp_groups(megatron(), LLAMA_BLOCKS)
+    ),
 }
 
 
@@ -113,8 +125,8 @@ def with_gathered_norms(case: Case) -> Case:
     return Case(case.family, changed)
 
 
-def summed_later(case: Case) -> Case:
-    """``case`` with the sums over tp of gathered parameters' gradients taken once a step."""
+def reduced_on_tp_afterwards(case: Case) -> Case:
+    """Return ``case`` with gradients of FSDP groups that stay partial on tp until the end of the step."""
     gradients = {name: (layout[0], P) for name, layout in case.plan.gradient_plan.items()}
     return Case(case.family, dataclasses.replace(case.plan, gradient_plan=gradients))
 
@@ -125,9 +137,9 @@ class Result:
     gradient_error: float
     """Largest difference, relative to the model's largest gradient."""
     norm_error: float
-    """Of the clipped norm, relative."""
+    """Relative error of the gradient norm that is clipped."""
     moved: tuple[str, ...]
-    """Parameters that are not in their stored layout, or whose gradient is not."""
+    """Parameters that have another layout than the stored one, or whose gradient has."""
     flag_left_on: bool
 
 
@@ -155,14 +167,14 @@ def run_case(name: str) -> Result:
     loss_error = gradient_error = norm_error = 0.0
     moved: list[str] = []
     for step in range(STEPS):
-        whole = [make_batch(case.family, seed=10 * step + index) for index in range(case.plan.micro_batches)]
-        expected = train_step(reference, whole, optimizers[0])
-        loss = train_step(model, [local_batch(batch, mesh, case.plan) for batch in whole], optimizers[1])
+        batches = [make_batch(case.family, seed=10 * step + index) for index in range(case.plan.micro_batches)]
+        expected = train_step(reference, batches, optimizers[0])
+        loss = train_step(model, [local_batch(batch, mesh, case.plan) for batch in batches], optimizers[1])
         loss_error = max(loss_error, abs(loss - expected))
-        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        largest = max(gradient.abs().max().item() for gradient in wanted.values())
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
         for fqn, parameter in model.named_parameters():
-            error = (value(parameter.grad) - wanted[fqn]).abs().max().item() / largest
+            error = (value(parameter.grad) - gradients[fqn]).abs().max().item() / largest
             gradient_error = max(gradient_error, error)
             if not parameter.placements == parameter.grad.placements == stored[fqn]:
                 moved.append(fqn)
@@ -170,10 +182,10 @@ def run_case(name: str) -> Result:
         norm_error = max(norm_error, abs(norms[1] / norms[0] - 1))
         for optimizer in optimizers:
             optimizer.step()
-        # Between two steps it is run without gradients too.
+        # A forward without gradients between two steps.
         with torch.no_grad():
-            ours = loss_of(model(**local_batch(whole[0], mesh, case.plan)))
-            loss_error = max(loss_error, abs(value(ours).item() - loss_of(reference(**whole[0])).item()))
+            loss_without_grad = loss_of(model(**local_batch(batches[0], mesh, case.plan)))
+            loss_error = max(loss_error, abs(value(loss_without_grad).item() - loss_of(reference(**batches[0])).item()))
     return Result(
         loss_error=loss_error,
         gradient_error=gradient_error,
@@ -200,13 +212,13 @@ def test_losses_and_gradients_equal_the_unsharded_modules(results: dict[str, Res
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_and_gradients_end_in_their_stored_layouts(results: dict[str, Result], name: str) -> None:
+def test_parameters_and_gradients_have_their_stored_layouts(results: dict[str, Result], name: str) -> None:
     assert results[name].moved == ()
     assert not results[name].flag_left_on
 
 
 def run_in_bf16(rank: int) -> tuple[float, float, set[torch.dtype]]:
-    case = gathered(megatron(job=Job(dtype="bf16", reduce_dtype="fp32")), LLAMA_BLOCKS)
+    case = with_fsdp_groups(megatron(job=Job(dtype="bf16", reduce_dtype="fp32")), LLAMA_BLOCKS)
     reference, model = make_model("llama").to(torch.bfloat16), make_model("llama")
     mesh = device_mesh_for(case.plan)
     shard_module(model, mesh, case.plan)
@@ -215,57 +227,57 @@ def run_in_bf16(rank: int) -> tuple[float, float, set[torch.dtype]]:
     expected.backward()
     loss = loss_of(model(**local_batch(batch, mesh, case.plan)))
     loss.backward()
-    wanted = {name: parameter.grad.float() for name, parameter in reference.named_parameters()}
-    largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    errors = [(value(p.grad) - wanted[name]).abs().max().item() for name, p in model.named_parameters()]
+    gradients = {name: parameter.grad.float() for name, parameter in reference.named_parameters()}
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
+    errors = [(value(p.grad) - gradients[name]).abs().max().item() for name, p in model.named_parameters()]
     dtypes = {parameter.dtype for parameter in model.parameters()} | {p.grad.dtype for p in model.parameters()}
     return abs(value(loss).item() - expected.item()), max(errors) / largest, dtypes
 
 
-def test_parameters_are_computed_in_bf16_and_kept_in_fp32() -> None:
+def test_parameters_are_stored_in_fp32_and_computed_in_bf16() -> None:
     for loss_error, gradient_error, dtypes in run_on_gloo(run_in_bf16, 4):
-        # bf16 has 8 bits: what is equal but for the order of sums differs by some 2**-8.
+        # bf16 has 8 bits: sums in another order differ by about 2**-8.
         assert loss_error <= 1e-2
         assert gradient_error <= 2e-2
         assert dtypes == {torch.float32}
 
 
-KEEPING: dict[str, Callable[[Case], Case]] = {
-    "not": lambda case: case,
-    "from forward to backward": keeping,
-    "for the step": keeping_for_step,
+RESHARD_AFTER: dict[str, Callable[[Case], Case]] = {
+    "forward": lambda case: case,
+    "backward": reshard_after_backward,
+    "step": reshard_after_step,
 }
 
 
-def run_state_dicts(rank: int, kept: str) -> list[float]:
-    case = KEEPING[kept](gathered(megatron(), LLAMA_BLOCKS))
+def run_state_dicts(rank: int, reshard_after: str) -> list[float]:
+    case = RESHARD_AFTER[reshard_after](with_fsdp_groups(megatron(), LLAMA_BLOCKS))
     mesh = device_mesh_for(case.plan)
     batch = local_batch(make_batch("llama"), mesh, case.plan)
-    trained, loaded, whole = make_model("llama"), make_model("llama"), make_model("llama")
+    trained, loaded, unsharded = make_model("llama"), make_model("llama"), make_model("llama")
     for model in (trained, loaded):
         shard_module(model, mesh, case.plan)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     loss_of(trained(**batch)).backward()
     optimizer.step()
     expected = value(loss_of(trained(**batch))).item()
-    # In the shards' layouts, while a backward is still to come; then as whole tensors, for an unsharded model.
+    # Sharded, before a backward that has not run yet; then as full tensors, for an unsharded model.
     loaded.load_state_dict(trained.state_dict())
-    found = [value(loss_of(loaded(**batch))).item()]
+    losses = [value(loss_of(loaded(**batch))).item()]
     set_model_state_dict(loaded, get_model_state_dict(trained))
-    found.append(value(loss_of(loaded(**batch))).item())
-    whole.load_state_dict({name: value(tensor) for name, tensor in trained.state_dict().items()})
-    found.append(loss_of(whole(**make_batch("llama"))).item())
-    return [abs(loss - expected) for loss in found]
+    losses.append(value(loss_of(loaded(**batch))).item())
+    unsharded.load_state_dict({name: value(tensor) for name, tensor in trained.state_dict().items()})
+    losses.append(loss_of(unsharded(**make_batch("llama"))).item())
+    return [abs(loss - expected) for loss in losses]
 
 
-@pytest.mark.parametrize("kept", KEEPING)
-def test_state_dicts_hold_the_stored_parameters(kept: str) -> None:
-    for errors in run_on_gloo(run_state_dicts, 4, kept):
+@pytest.mark.parametrize("reshard_after", RESHARD_AFTER)
+def test_state_dicts_have_the_stored_parameters(reshard_after: str) -> None:
+    for errors in run_on_gloo(run_state_dicts, 4, reshard_after):
         assert max(errors) <= 1e-5
 
 
-def run_after_forwards_alone(rank: int, kept: str) -> list[float]:
-    case = KEEPING[kept](gathered(megatron(), LLAMA_BLOCKS))
+def run_after_forwards_without_backward(rank: int, reshard_after: str) -> list[float]:
+    case = RESHARD_AFTER[reshard_after](with_fsdp_groups(megatron(), LLAMA_BLOCKS))
     mesh = device_mesh_for(case.plan)
     batch = local_batch(make_batch("llama"), mesh, case.plan)
     model = make_model("llama")
@@ -274,34 +286,36 @@ def run_after_forwards_alone(rank: int, kept: str) -> list[float]:
     errors = []
     for trains in (False, True):
         with torch.set_grad_enabled(trains):
-            model(**batch)  # nothing goes backward from here
-        if not trains:  # between two steps of training they are as they rest
+            model(**batch)  # without a backward
+        if not trains:  # then parameters are sharded again
             errors += [float(dict(model.named_parameters())[name] is not own) for name, own in parameters.items()]
         with torch.no_grad():
             for own in parameters.values():
                 own.mul_(0.9)
-        whole = make_model("llama")
-        whole.load_state_dict({name: value(tensor) for name, tensor in model.state_dict().items()})
-        found = value(loss_of(model(**batch))).item()
-        errors.append(abs(found - loss_of(whole(**make_batch("llama"))).item()))
+        unsharded = make_model("llama")
+        unsharded.load_state_dict({name: value(tensor) for name, tensor in model.state_dict().items()})
+        loss = value(loss_of(model(**batch))).item()
+        errors.append(abs(loss - loss_of(unsharded(**make_batch("llama"))).item()))
     return errors
 
 
-@pytest.mark.parametrize("kept", ["from forward to backward", "for the step"])
-def test_what_is_kept_from_a_forward_without_backward_is_gathered_anew(kept: str) -> None:
-    for errors in run_on_gloo(run_after_forwards_alone, 4, kept):
+@pytest.mark.parametrize("reshard_after", ["backward", "step"])
+def test_parameters_are_gathered_again_after_a_forward_without_backward(reshard_after: str) -> None:
+    for errors in run_on_gloo(run_after_forwards_without_backward, 4, reshard_after):
         assert max(errors) <= 1e-5
 
 
-def run_given_up(rank: int) -> list[float]:
-    """Give a step up after two of its three micro-batches, change the parameters, and run a whole one."""
-    case = keeping_for_step(gathered(megatron(micro_batches=3), LLAMA_BLOCKS))
+def run_abandoned(rank: int) -> list[float]:
+    """Abandon a step after two of its three micro-batches, change the parameters, and run a full step."""
+    case = reshard_after_step(with_fsdp_groups(megatron(micro_batches=3), LLAMA_BLOCKS))
     mesh = device_mesh_for(case.plan)
     reference, model = make_model("llama"), make_model("llama")
     shard_module(model, mesh, case.plan)
-    parameters = [list(one.parameters()) for one in (reference, model)]  # an optimizer's: amid a step others are seen
-    whole = [make_batch("llama", seed) for seed in range(3)]
-    batches = [local_batch(batch, mesh, case.plan) for batch in whole]
+    parameters = [
+        list(one.parameters()) for one in (reference, model)
+    ]  # as an optimizer has them: amid a step the model shows others
+    global_batches = [make_batch("llama", seed) for seed in range(3)]
+    batches = [local_batch(batch, mesh, case.plan) for batch in global_batches]
     errors = []
     for clears_between_forward_and_backward in (False, True):
         for batch in batches[:2]:
@@ -314,27 +328,27 @@ def run_given_up(rank: int) -> list[float]:
         reference.zero_grad()
         for index in range(3):
             loss = loss_of(model(**batches[index])) / 3
-            expected = loss_of(reference(**whole[index])) / 3
+            expected = loss_of(reference(**global_batches[index])) / 3
             if index == 0:
                 model.zero_grad()
             loss.backward()
             expected.backward()
             errors.append(abs(value(loss).item() - expected.item()))
-        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        largest = max(gradient.abs().max().item() for gradient in wanted.values())
-        found = model.named_parameters()
-        errors += [(value(p.grad) - wanted[name]).abs().max().item() / largest for name, p in found]
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
+        for name, parameter in model.named_parameters():
+            errors.append((value(parameter.grad) - gradients[name]).abs().max().item() / largest)
         model.zero_grad()
     return errors
 
 
-def test_a_step_that_was_given_up_leaves_nothing() -> None:
-    for errors in run_on_gloo(run_given_up, 4):
+def test_an_abandoned_step_leaves_nothing() -> None:
+    for errors in run_on_gloo(run_abandoned, 4):
         assert max(errors) <= 1e-5
 
 
 class Failing(nn.Module):
-    """Fails where it is told to, forward or backward."""
+    """Fails in the forward or the backward, as its argument says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,30 +379,30 @@ def failing_case() -> Case:
     return Case("mlp", plan)
 
 
-def run_failures(rank: int, kept: str) -> list[float]:
+def run_failures(rank: int, reshard_after: str) -> list[float]:
     torch.manual_seed(0)
     model, x = Failing(), torch.randn(8, 8)
-    case = KEEPING[kept](failing_case())
+    case = RESHARD_AFTER[reshard_after](failing_case())
     mesh = device_mesh_for(case.plan)
     model(x).backward()
-    wanted = model.first.weight.grad
+    expected = model.first.weight.grad
     model.zero_grad()
     shard_module(model, mesh, case.plan)
-    piece = local_batch({"x": x}, mesh, case.plan)
+    batch = local_batch({"x": x}, mesh, case.plan)
     errors = []
     for fails in ("forward", "backward"):
         try:
-            model(**piece, fails=fails).backward()
+            model(**batch, fails=fails).backward()
         except RuntimeError:
             model.zero_grad()
-        loss = model(**piece)
+        loss = model(**batch)
         loss.backward()
-        errors.append((value(model.first.weight.grad) - wanted).abs().max().item())
+        errors.append((value(model.first.weight.grad) - expected).abs().max().item())
         model.zero_grad()
     return errors
 
 
-@pytest.mark.parametrize("kept", KEEPING)
-def test_a_step_that_failed_leaves_the_next_one_intact(kept: str) -> None:
-    for errors in run_on_gloo(run_failures, 4, kept):
+@pytest.mark.parametrize("reshard_after", RESHARD_AFTER)
+def test_a_failed_step_does_not_affect_the_next_one(reshard_after: str) -> None:
+    for errors in run_on_gloo(run_failures, 4, reshard_after):
         assert max(errors) <= 1e-6

@@ -1,4 +1,4 @@
-"""Modules that are called more than once: a plan has one key for all their calls, and is read, priced and run alike."""
+"""Modules that are called more than once: one key of a plan for all calls, in pricing, reading and running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = 3
 
 
 class Shared(nn.Module):
-    """Three linears, and one module without parameters for all of them."""
+    """Three linear layers, and one module without parameters that is called several times."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Shared(nn.Module):
 
 
 class Unlike(Shared):
-    """What each call returns goes on to another region; no gradient comes back by the second."""
+    """Each call's result goes to another region; the second call returns no gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.shared(self.a(x)) + 1
@@ -34,7 +34,7 @@ class Unlike(Shared):
 
 
 class Passing(Shared):
-    """What the second call returns is only passed on to a module, at whose input it could be redistributed."""
+    """The second call's result goes to a module at whose input it can be redistributed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.shared(self.a(x)) * 2
@@ -42,7 +42,7 @@ class Passing(Shared):
 
 
 @pytest.mark.parametrize(("kind", "shared"), [(Unlike, nn.GELU), (Passing, nn.GELU), (Passing, nn.Identity)])
-def test_plans_are_read_back_and_run_as_priced(kind: type[Shared], shared: type[nn.Module]) -> None:
+def test_plans_are_repriced_and_run_as_planned(kind: type[Shared], shared: type[nn.Module]) -> None:
     module, inputs = kind(shared()), (torch.randn(8, 4, 16),)
     session = PlanningSession(
         module, cluster="1x4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1, ac="none"
@@ -54,4 +54,4 @@ def test_plans_are_read_back_and_run_as_priced(kind: type[Shared], shared: type[
         assert estimate_plan(module, plan, example_inputs=inputs).estimate == plan.estimate
         assert verify(module, plan, inputs).equal
         ports += "shared" in " ".join((*plan.input_plan, *plan.output_plan))
-    assert ports, "no plan redistributes what the module is called with, or returns"
+    assert ports, "no plan redistributes an argument or result of the module"

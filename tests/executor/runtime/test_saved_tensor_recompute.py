@@ -1,4 +1,4 @@
-"""Activations that are gathered again for the backward: collectives as planned, memory freed, and values unchanged."""
+"""Activations that are all-gathered again in backward: collectives as planned, memory freed, numbers unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def session(family: str, **job: Any) -> PlanningSession:
     ],
 )
 def test_plans_run_as_planned(family: str, job: dict[str, Any], seeds: int) -> None:
-    regathering = 0
+    reallgathering = 0
     for mesh in ("dp=2,tp=2", "dp=1,tp=4"):
         for planner in ("ilp", "tensor-parallel", *(f"random:{seed}" for seed in range(seeds))):
             if planner == "tensor-parallel" and family != "llama":
@@ -59,27 +59,27 @@ def test_plans_run_as_planned(family: str, job: dict[str, Any], seeds: int) -> N
             plan = session(family, **job).plan(planner=planner, mesh=mesh)
             report = verify(module, plan, inputs)
             assert report.equal, (mesh, planner, report.differences)
-            regathering += plan.reallgathers
+            reallgathering += plan.reallgathers
             assert ShardingPlan.from_dict(plan.to_dict()) == plan
-    assert regathering
+    assert reallgathering
 
 
-def regathering_plans(family: str, planners: list[str]) -> dict[str, dict[str, Any]]:
+def reallgathering_plans(family: str, planners: list[str]) -> dict[str, dict[str, Any]]:
     plans = {planner: session(family).plan(planner=planner, mesh="dp=2,tp=2") for planner in planners}
     assert sum(plan.reallgathers for plan in plans.values()) >= 2
     return {planner: plan.to_dict() for planner, plan in plans.items()}
 
 
 def test_losses_and_gradients_equal_the_unsharded_models() -> None:
-    plans = regathering_plans("llama", [f"random:{seed}" for seed in (0, 1, 3)])
+    plans = reallgathering_plans("llama", [f"random:{seed}" for seed in (0, 1, 3)])
     for errors in run_on_gloo(train_all, 4, "llama", plans, "sgd"):
-        for planner, found in errors.items():
-            assert found.loss <= TOLERANCE, (planner, found)
-            assert found.gradient <= TOLERANCE, (planner, found)
+        for planner, error in errors.items():
+            assert error.loss <= TOLERANCE, (planner, error)
+            assert error.gradient <= TOLERANCE, (planner, error)
 
 
 class Reader(nn.Module):
-    """Reads one tensor in two linear layers, and in a third that keeps what it gathered."""
+    """Reads one tensor in three linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,43 +90,46 @@ class Reader(nn.Module):
         return (self.q(x) * self.k(x)).sum() + self.v(x).sum()
 
 
-def reading(*again: str) -> ShardingPlan:
+def reader_plan(*reallgathered: str) -> ShardingPlan:
+    """Return a plan that all-gathers the input of all layers, again in backward for those in ``reallgathered``."""
     split = (S0, R)
     ports = {
-        f"{name}.input": Port(layout=(R, R), grad=(P, R), source=split, source_grad=split, reallgather=name in again)
+        f"{name}.input": Port(
+            layout=(R, R), grad=(P, R), source=split, source_grad=split, reallgather=name in reallgathered
+        )
         for name in ("q", "k", "v")
     }
     return ShardingPlan(mesh=MESH, job=FP32, input_plan={"input": {"x": Port(layout=split)}, **ports})
 
 
-def test_a_copy_dies_with_its_readers_and_is_made_again_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[StorageWeakRef] = []
+def test_a_copy_is_freed_after_its_readers_and_recomputed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[StorageWeakRef] = []
     original = Redistributor.to_layout
 
     def recorded(self, tensor, target):
         result = original(self, tensor, target)
         if target == (R, R) and tuple(tensor.placements) == (S0, R):
-            made.append(StorageWeakRef(local_of(result).untyped_storage()))
+            copies.append(StorageWeakRef(local_of(result).untyped_storage()))
         return result
 
     monkeypatch.setattr(Redistributor, "to_layout", recorded)
     with fake_process_group(4):
-        plan = reading("q", "k")
+        plan = reader_plan("q", "k")
         model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
-        for _ in range(2):  # as for each micro-batch
-            made.clear()
+        for _ in range(2):  # two micro-batches
+            copies.clear()
             loss = model(torch.randn(4, 8))
             gc.collect()
-            # One for q and k, one for v, which keeps it.
-            assert [copy.expired() for copy in made] == [True, False]
+            # One for q and k, and one for v, which is saved.
+            assert [copy.expired() for copy in copies] == [True, False]
             loss.backward()
             gc.collect()
-            assert [copy.expired() for copy in made] == [True, True, True]
+            assert [copy.expired() for copy in copies] == [True, True, True]
 
 
-def test_hooks_of_the_user_see_what_is_kept_and_no_copy() -> None:
+def test_user_hooks_see_saved_tensors_but_no_copy() -> None:
     with fake_process_group(4):
-        plan = reading("q", "k", "v")
+        plan = reader_plan("q", "k", "v")
         model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
         seen: list[tuple[int, ...]] = []
 
@@ -136,19 +139,19 @@ def test_hooks_of_the_user_see_what_is_kept_and_no_copy() -> None:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(torch.randn(4, 8, requires_grad=True))
-        # A piece that relu keeps, three weights, two factors; no copy.
+        # relu's local result, three weights, two factors; no copy.
         assert sorted(seen) == [(4, 8), *[(8, 8)] * 5]
         loss.backward()
 
 
-def test_without_gradients_nothing_is_noted() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     with fake_process_group(4), torch.no_grad():
-        plan = reading("q", "k", "v")
+        plan = reader_plan("q", "k", "v")
         model = shard_module(Reader(), device_mesh_for(plan), plan, src_data_rank=None)
         assert model(torch.randn(4, 8)).shape == ()
 
 
-def test_only_what_a_module_is_called_with_can_be_gathered_again() -> None:
+def test_only_arguments_can_be_all_gathered_again() -> None:
     port = Port(layout=(R, R), source=(S0, R), reallgather=True)
     with pytest.raises(PlanTypeError, match="reallgather"):
         ShardingPlan(mesh=MESH, job=FP32, output_plan={"q": port}).validate()

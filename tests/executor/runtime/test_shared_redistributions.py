@@ -1,4 +1,4 @@
-"""What gathered copies keep alive, and how often they are made again; on fake processes with real memory."""
+"""Memory of redistributed copies, and the number of their recomputations, on fake processes with real memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ranks() -> Iterator[None]:
 
 
 class SavesOften(nn.Module):
-    """Saves its weight three times for backward, one of them as a view."""
+    """Saves its weight three times for backward, once as a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,16 +39,16 @@ class SavesOften(nn.Module):
 
 
 @pytest.mark.usefixtures("ranks")
-def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
+def test_a_slice_has_a_storage_of_its_own() -> None:
     plan = ShardingPlan(mesh=MESH, job=FP32, plan={})
     device_mesh = device_mesh_for(plan)
-    whole = DTensor.from_local(torch.randn(8, 8), device_mesh, (R, R), run_check=False)
-    piece = local_of(Redistributor.from_plan(device_mesh, plan).to_layout(whole, (S0, R)))
-    assert piece.untyped_storage().nbytes() == piece.nbytes < local_of(whole).nbytes
+    replicated = DTensor.from_local(torch.randn(8, 8), device_mesh, (R, R), run_check=False)
+    local = local_of(Redistributor.from_plan(device_mesh, plan).to_layout(replicated, (S0, R)))
+    assert local.untyped_storage().nbytes() == local.nbytes < local_of(replicated).nbytes
 
 
 @pytest.mark.usefixtures("ranks")
-def test_gathered_copies_die_with_the_call_and_are_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_parameters_are_freed_after_the_call_and_recomputed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = ShardingPlan(
         mesh=MESH,
         job=FP32,
@@ -57,26 +57,26 @@ def test_gathered_copies_die_with_the_call_and_are_made_again_once(monkeypatch: 
         input_plan={"input": {"x": Port(layout=(R, R))}},
     )
     model = shard_module(SavesOften(), device_mesh_for(plan), plan, src_data_rank=None)
-    made: list[StorageWeakRef] = []
+    copies: list[StorageWeakRef] = []
     original = Redistributor.to_layout
 
     def recorded(self, tensor, target):
         result = original(self, tensor, target)
         if target == (R, R) and tensor.shape == (8, 8) and tuple(tensor.placements) != target:
-            made.append(StorageWeakRef(local_of(result).untyped_storage()))
+            copies.append(StorageWeakRef(local_of(result).untyped_storage()))
         return result
 
     monkeypatch.setattr(Redistributor, "to_layout", recorded)
     loss = model(torch.randn(8, 8, requires_grad=True))
     gc.collect()
-    assert [copy.expired() for copy in made] == [True]
+    assert [copy.expired() for copy in copies] == [True]
     loss.backward()
     gc.collect()
-    assert [copy.expired() for copy in made] == [True, True]
+    assert [copy.expired() for copy in copies] == [True, True]
 
 
 @pytest.mark.usefixtures("ranks")
-def test_results_are_shared_while_their_source_lives_and_no_longer() -> None:
+def test_results_are_shared_as_long_as_their_source_lives() -> None:
     plan = ShardingPlan(mesh=MESH)
     mesh = device_mesh_for(plan, device_type="cpu")
     redistributor = Redistributor.from_plan(mesh, plan)
