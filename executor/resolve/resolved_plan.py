@@ -117,13 +117,14 @@ def resolve_plan(
         has_root_inputs="" in boundaries.inputs,
         replaced=[modules[fqn] for fqn in sharder_names],
     )
+    fsdp_names = resolve_keys(plan.fully_shard, modules, field="fully_shard", what="module")
     fsdp_groups = resolve_fsdp_groups(
-        resolve_keys(plan.fully_shard, modules, field="fully_shard", what="module"),
+        fsdp_names,
         module,
         layouts,
         mesh=plan.mesh,
         checkpointed=checkpointing,
-        reshard_after=reshard_modes(plan, modules),
+        reshard_after=reshard_modes(plan, modules, fsdp_names),
     )
     if fsdp_groups:
         check_axis_names(plan.mesh, device_mesh)

@@ -66,7 +66,7 @@ class _Reader:
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
         groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
-        self._kept = reshard_modes(plan, modules)
+        self._kept = reshard_modes(plan, modules, groups)
         self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (

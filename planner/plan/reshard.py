@@ -1,9 +1,9 @@
-"""What a plan says of how long modules keep what they gather together."""
+"""How long FSDP groups of a plan stay gathered."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from planner.errors import KeyConflictError, PlanKeyError
 from planner.plan.patterns import resolve_keys
@@ -11,10 +11,10 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 class ReshardAfter(enum.Enum):
-    """How long a module keeps what it gathered: until its forward is over, its backward, or that of the last one.
+    """When the parameters of an FSDP group are resharded: after the forward, the backward, or the last backward.
 
-    The value is the plan's field that names such modules. Kept for a step, parameters are gathered in the first
-    micro-batch, and gradients add up unreduced until the last.
+    The value is the plan's field that names such modules. With ``STEP``, parameters are gathered in the first
+    micro-batch of a step, and gradients accumulate unreduced until the last one.
     """
 
     FORWARD = None
@@ -22,35 +22,39 @@ class ReshardAfter(enum.Enum):
     STEP = "keep_gathered_for_step"
 
 
-def reshard_modes(plan: ShardingPlan, modules: Iterable[str]) -> dict[str, ReshardAfter]:
-    """Return how long the modules keep what they gather that the plan says it of, by FQN, among ``modules``.
+def reshard_modes(plan: ShardingPlan, modules: Iterable[str], fsdp_modules: Collection[str]) -> dict[str, ReshardAfter]:
+    """Return module FQN -> when it reshards, for the modules that do not reshard after the forward.
+
+    Args:
+        plan: its ``keep_gathered`` and ``keep_gathered_for_step`` are read.
+        modules: FQNs of all modules.
+        fsdp_modules: FQNs of the modules in ``fully_shard``.
 
     Raises:
         UnmatchedKeyError: a key that matches nothing.
-        PlanKeyError: a module that gathers nothing.
-        KeyConflictError: a module of both fields.
+        PlanKeyError: a module that is not in ``fully_shard``.
+        KeyConflictError: a module in both fields.
     """
     names = list(modules)
-    groups = resolve_keys(plan.fully_shard, names, field="fully_shard", what="module")
-    found: dict[str, ReshardAfter] = {}
-    for keeping in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
-        field = keeping.value
+    modes: dict[str, ReshardAfter] = {}
+    for mode in (ReshardAfter.BACKWARD, ReshardAfter.STEP):
+        field = mode.value
         keys = dict.fromkeys(getattr(plan, field), True)
         for module in resolve_keys(keys, names, field=field, what="module"):
-            if module not in groups:
+            if module not in fsdp_modules:
                 raise PlanKeyError(
                     f"{field} names {module!r}, for which fully_shard gathers nothing.",
                     field=field,
                     key=module,
                     what_to_do="Name modules of fully_shard only.",
                 )
-            if module in found:
+            if module in modes:
                 raise KeyConflictError(
-                    f"{found[module].value} and {field} both name {module!r}.",
+                    f"{modes[module].value} and {field} both name {module!r}.",
                     field=field,
                     key=module,
                     other=module,
                     what_to_do="Name it in one of them.",
                 )
-            found[module] = keeping
-    return found
+            modes[module] = mode
+    return modes

@@ -64,12 +64,13 @@ def _entries_by_block(
     """Return what a plan says of each block: field, name below the block, and value."""
     said: dict[str, set[tuple[str, str, str]]] = {block: set() for block in blocks}
     stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
+    groups = resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")
     fields: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("plan", resolve_keys(stored, names.parameters, field="plan", what="parameter")),
         ("compute_plan", resolve_keys(plan.compute_plan, names.parameters, field="compute_plan", what="parameter")),
         ("gradient_plan", resolve_keys(plan.gradient_plan, names.parameters, field="gradient_plan", what="parameter")),
-        ("fully_shard", resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")),
-        ("keep_gathered", reshard_modes(plan, names.modules)),
+        ("fully_shard", groups),
+        ("keep_gathered", reshard_modes(plan, names.modules, groups)),
         ("input_plan", resolve_input_ports(plan.input_plan, names.modules)),
         ("output_plan", resolve_output_ports(plan.output_plan, names.modules)),
     )
