@@ -1,4 +1,4 @@
-"""What one rank keeps and has alive of an op on DTensors, forward and backward, seen on meta."""
+"""Saved and peak bytes of an op on DTensors, forward and backward, measured on one rank and on meta."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.profile.dispatch_peak import LiveBytesMode
 
 
 class LiveBytes(LiveBytesMode):
-    """Of a meta tensor that has arrived torch makes another; a real one is the same."""
+    """Live bytes, without the copy that waiting for a collective makes of a meta tensor, and of no real one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().partition(".")[0].endswith(("wait_tensor", "_wrap_tensor_autograd")):
@@ -21,39 +21,39 @@ class LiveBytes(LiveBytesMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def bytes_seen(op: Callable[[], DTensor], given: Sequence[DTensor]) -> dict[str, int]:
-    """Return bytes of ``op``: what its forward keeps, its forward's peak, and its backward's rise.
+def bytes_seen(op: Callable[[], DTensor], inputs: Sequence[DTensor]) -> dict[str, int]:
+    """Return bytes of ``op``: "saved" for backward, the "forward" peak, and the rise in "backward".
 
     Args:
-        op: one call, on ``given``.
-        given: its inputs, which are counted nowhere.
+        op: one call on ``inputs``.
+        inputs: of the call, which are not counted.
     """
-    kept: dict[int, int] = {}
-    known = {_storage_of(tensor)._cdata for tensor in given}
+    saved: dict[int, int] = {}
+    input_storages = {_storage_of(tensor)._cdata for tensor in inputs}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = storage.nbytes()
+        if storage._cdata not in input_storages:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
     with LiveBytes() as live:
-        for tensor in given:
+        for tensor in inputs:
             live.ignore(local_of(tensor))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = op()
+            result = op()
         forward_peak = live.peak
-        arriving = torch.empty_like(local_of(found))
-        layout = tuple(Replicate() if place.is_partial() else place for place in found.placements)
-        gradient = make_dtensor(arriving, found.device_mesh, layout, found.shape, found.stride())
+        local = torch.empty_like(local_of(result))
+        layout = tuple(Replicate() if place.is_partial() else place for place in result.placements)
+        gradient = make_dtensor(local, result.device_mesh, layout, result.shape, result.stride())
         before = live.now
         live.peak = before
-        wanted = [tensor for tensor in given if tensor.requires_grad]
-        gradients = torch.autograd.grad([found], wanted, [gradient])
+        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        gradients = torch.autograd.grad([result], differentiable, [gradient])
         backward_peak = live.peak
-    # Gradients that come in one message share memory.
-    left = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, gradients)}.values())
-    return {"kept": sum(kept.values()), "forward": forward_peak, "backward": backward_peak - before - left}
+    # Gradients that one collective returns share memory.
+    gradient_bytes = sum({storage._cdata: storage.nbytes() for storage in map(_storage_of, gradients)}.values())
+    return {"saved": sum(saved.values()), "forward": forward_peak, "backward": backward_peak - before - gradient_bytes}
 
 
 def _storage_of(tensor: DTensor) -> torch.UntypedStorage:

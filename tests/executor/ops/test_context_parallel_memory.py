@@ -58,11 +58,11 @@ def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, 
     work, seen = case.measure(0)
     for rank in range(1, ranks if is_zigzag else 1):  # ranks differ in their peaks
         other = case.measure(rank)[1]
-        assert other["kept"] == seen["kept"]
+        assert other["saved"] == seen["saved"]
         seen = {name: max(seen[name], other[name]) for name in seen}
     # In addition to what is priced as the op's own: its result, and the queries after their exchange.
     additional = work.result_nbytes + (work.query_nbytes if work.exchanged else 0)
-    assert seen["kept"] == work.saved_nbytes + additional
+    assert seen["saved"] == work.saved_nbytes + additional
     # The price includes log-sum-exps that are freed before the last kernel.
     assert 0.9 * work.forward_peak_nbytes <= seen["forward"] <= 1.03 * work.forward_peak_nbytes
     assert seen["backward"] == pytest.approx(work.backward_rise_nbytes, rel=0.001)

@@ -53,7 +53,7 @@ def measure(split: str, width: int, inner: int) -> tuple[ExpertsWork, dict[str, 
 @pytest.mark.parametrize("split", SPLITS)
 def test_bytes_are_those_that_are_priced(split: str, width: int, inner: int) -> None:
     work, seen = measure(split, width, inner)
-    assert seen["kept"] == pytest.approx(work.saved_nbytes, rel=1e-3)  # and the rows of each expert
+    assert seen["saved"] == pytest.approx(work.saved_nbytes, rel=1e-3)  # and the rows of each expert
     indices_nbytes = 4 * 8 * work.rows  # not priced
     assert work.forward_peak_nbytes <= seen["forward"] <= work.forward_peak_nbytes + indices_nbytes
     assert work.backward_rise_nbytes <= seen["backward"] <= work.backward_rise_nbytes + indices_nbytes

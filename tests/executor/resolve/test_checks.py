@@ -31,7 +31,7 @@ from planner.plan.fingerprint import model_fingerprint, torch_fingerprint
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 PLANNED = PlanMesh.parse("dp=2,tp=4")
-WHOLE = (Replicate(), Replicate())
+REPLICATED = (Replicate(), Replicate())
 ROWS = (Replicate(), Shard(0))
 
 
@@ -93,21 +93,25 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         KeyConflictError,
         "'emb.weight', but 'emb' goes to the Sharder 'mark'",
     ),
-    "pattern into a Sharder's tree": ({"plan": {"emb": "mark", "*.weight": WHOLE}}, KeyConflictError, "'emb.weight'"),
+    "pattern into a Sharder's tree": (
+        {"plan": {"emb": "mark", "*.weight": REPLICATED}},
+        KeyConflictError,
+        "'emb.weight'",
+    ),
     "tie into a Sharder's tree": ({"plan": {"emb2": "mark", "head.weight": ROWS}}, KeyConflictError, "'emb2.weight'"),
     "compute layout in a tree": (
-        {"plan": {"emb": "mark"}, "compute_plan": {"emb.weight": WHOLE}},
+        {"plan": {"emb": "mark"}, "compute_plan": {"emb.weight": REPLICATED}},
         KeyConflictError,
         "compute",
     ),
     "Sharder in a Sharder's tree": ({"plan": {"blocks": "mark", "blocks.0": "mark"}}, KeyConflictError, "'blocks.0'"),
     "input in a tree": (
-        {"plan": {"blocks": "mark"}, "input_plan": {"blocks.1.input": WHOLE}},
+        {"plan": {"blocks": "mark"}, "input_plan": {"blocks.1.input": REPLICATED}},
         KeyConflictError,
         "input_plan",
     ),
     "output in a tree": (
-        {"plan": {"blocks": "mark"}, "output_plan": {"blocks.*": WHOLE}},
+        {"plan": {"blocks": "mark"}, "output_plan": {"blocks.*": REPLICATED}},
         KeyConflictError,
         "output_plan",
     ),
@@ -134,7 +138,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         "'fc3.weight', but the module has no attribute",
     ),
     "no such parameter": ({"plan": {"fc1.biass": ROWS}}, UnmatchedKeyError, "Close to it: 'fc1.bias'"),
-    "a buffer": ({"plan": {"scale": WHOLE}}, UnmatchedKeyError, "matches no parameter"),
+    "a buffer": ({"plan": {"scale": REPLICATED}}, UnmatchedKeyError, "matches no parameter"),
     "a module, not a parameter": ({"plan": {"fc1": ROWS}}, UnmatchedKeyError, "matches no parameter"),
     "no bias": ({"plan": {"head.bias": ROWS}}, UnmatchedKeyError, "has no attribute"),
     "no match for a pattern": ({"plan": {"layers.*.weight": ROWS}}, UnmatchedKeyError, "'layers.*.weight'"),
@@ -143,11 +147,19 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         UnmatchedKeyError,
         "compute_plan has the key 'fc9.weight'",
     ),
-    "input_plan": ({"input_plan": {"gelu.input": WHOLE}}, UnmatchedKeyError, "'gelu'"),
-    "input_plan without .input": ({"input_plan": {"relu": WHOLE}}, PlanKeyError, "Write 'relu.input'"),
-    "input_plan of a wrong argument": ({"input_plan": {"input": {"y": WHOLE}}}, UnmatchedKeyError, "takes x, mask"),
-    "input_plan of too many arguments": ({"input_plan": {"input": [WHOLE] * 3}}, UnmatchedKeyError, "argument '2'"),
-    "output_plan": ({"output_plan": {"gelu": WHOLE}}, UnmatchedKeyError, "output_plan has the key 'gelu'"),
+    "input_plan": ({"input_plan": {"gelu.input": REPLICATED}}, UnmatchedKeyError, "'gelu'"),
+    "input_plan without .input": ({"input_plan": {"relu": REPLICATED}}, PlanKeyError, "Write 'relu.input'"),
+    "input_plan of a wrong argument": (
+        {"input_plan": {"input": {"y": REPLICATED}}},
+        UnmatchedKeyError,
+        "takes x, mask",
+    ),
+    "input_plan of too many arguments": (
+        {"input_plan": {"input": [REPLICATED] * 3}},
+        UnmatchedKeyError,
+        "argument '2'",
+    ),
+    "output_plan": ({"output_plan": {"gelu": REPLICATED}}, UnmatchedKeyError, "output_plan has the key 'gelu'"),
     "return_local_tensor": (
         {"return_local_tensor": ["gelu"]},
         UnmatchedKeyError,
@@ -159,12 +171,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         "activation_checkpointing has the key",
     ),
     "disagreement": (
-        {"plan": {"*.bias": WHOLE, "fc1.bias": ROWS}},
+        {"plan": {"*.bias": REPLICATED, "fc1.bias": ROWS}},
         KeyConflictError,
         "two keys for 'fc1.bias' that disagree",
     ),
     "disagreement over a tie": (
-        {"plan": {"emb2.weight": ROWS, "head.weight": WHOLE}},
+        {"plan": {"emb2.weight": ROWS, "head.weight": REPLICATED}},
         KeyConflictError,
         "one tied parameter",
     ),
@@ -173,7 +185,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
         PlanLayoutError,
         "1 placement(s) for 2 axes (dp=2,tp=4)",
     ),
-    "too many placements": ({"output_plan": {"": (*WHOLE, Shard(0))}}, PlanLayoutError, "3 placement(s) for 2 axes"),
+    "too many placements": (
+        {"output_plan": {"": (*REPLICATED, Shard(0))}},
+        PlanLayoutError,
+        "3 placement(s) for 2 axes",
+    ),
     "uneven": ({"plan": {"fc2.weight": ROWS}}, PlanLayoutError, "dim 0 of size 6 does not divide into 4"),
     "uneven over two axes": (
         {"plan": {"head.weight": (Shard(1), Shard(1))}},
@@ -199,7 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {
 def test_each_fault_is_an_error_before_the_module_is_changed(name: str, mesh: DeviceMesh) -> None:
     fields, error, message = WRONG[name]
     # A correct entry comes first: it must not be applied either.
-    good = {} if "mesh" in fields else {"first.bias": WHOLE}
+    good = {} if "mesh" in fields else {"first.bias": REPLICATED}
     plan = ShardingPlan(**{"mesh": PLANNED, **fields, "plan": good | fields.get("plan", {})})
     module = Model()
     before = state(module)
@@ -218,10 +234,14 @@ def test_a_correct_plan_passes(mesh: DeviceMesh) -> None:
     plan = ShardingPlan(
         mesh=PLANNED,
         # emb2 begins with emb, and is another module.
-        plan={"emb": "mark", "emb2.weight": ROWS, "head.weight": ROWS, "fc*.bias": WHOLE, "blocks.*.*": ROWS},
-        compute_plan={"head.weight": WHOLE},
-        input_plan={"input": {"x": WHOLE, "1": WHOLE}, "relu.input": WHOLE, "blocks.*.input": WHOLE},
-        output_plan={"emb": WHOLE, "fc2": WHOLE, "": WHOLE},
+        plan={"emb": "mark", "emb2.weight": ROWS, "head.weight": ROWS, "fc*.bias": REPLICATED, "blocks.*.*": ROWS},
+        compute_plan={"head.weight": REPLICATED},
+        input_plan={
+            "input": {"x": REPLICATED, "1": REPLICATED},
+            "relu.input": REPLICATED,
+            "blocks.*.input": REPLICATED,
+        },
+        output_plan={"emb": REPLICATED, "fc2": REPLICATED, "": REPLICATED},
         return_local_tensor=["", "emb"],
         activation_checkpointing={"blocks.*": "full"},
         fingerprint={"model": model_fingerprint(module), "torch": torch_fingerprint(), "cluster": "not ours"},
@@ -272,7 +292,7 @@ def test_sharders_replace_modules_by_pattern_and_under_every_name(mesh: DeviceMe
 def test_keys_do_not_match_modules_that_a_sharder_made(mesh: DeviceMesh) -> None:
     module = Model()
     # *.* matches the blocks alone; the Wrapper then makes an emb.0.
-    plan = ShardingPlan(mesh=PLANNED, plan={"emb": "wrap"}, output_plan={"*.*": WHOLE, "emb": WHOLE})
+    plan = ShardingPlan(mesh=PLANNED, plan={"emb": "wrap"}, output_plan={"*.*": REPLICATED, "emb": REPLICATED})
     shard_module(module, mesh, plan, sharders={"wrap": Wrapper()})
     hooked = [name for name, submodule in module.named_modules() if name and submodule._forward_hooks]
     assert hooked == ["emb", "blocks.0", "blocks.1"]

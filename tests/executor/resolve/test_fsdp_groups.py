@@ -30,7 +30,7 @@ from planner.plan.reshard import ReshardAfter
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 MESH = PlanMesh(axes=(("dp", 2), ("tp", 2), ("one", 1)), device="cpu")
-WHOLE, ROWS, COLUMNS = (R, R, R), (S0, R, R), (S1, R, R)
+REPLICATED, ROWS, COLUMNS = (R, R, R), (S0, R, R), (S1, R, R)
 
 
 class Block(nn.Module):
@@ -61,7 +61,7 @@ def plan_of(**fields: Any) -> ShardingPlan:
     """Return a plan that shards rows of every stored parameter and computes it replicated, with ``fields`` added."""
     parameters = ("blocks.*.up.weight", "blocks.*.down.weight", "frozen.weight", "emb.weight", "blocks.*.scale")
     stored = dict.fromkeys(parameters, ROWS)
-    computed = {**dict.fromkeys(parameters, WHOLE), "head.weight": WHOLE}
+    computed = {**dict.fromkeys(parameters, REPLICATED), "head.weight": REPLICATED}
     entries: dict[str, Any] = {
         "plan": stored,
         "compute_plan": computed,
@@ -79,7 +79,7 @@ def with_layouts(name: str, stored: list[str], computed: list[str]) -> dict[str,
     stored_layout, compute_layout = parse_layout(stored), parse_layout(computed)
     return {
         "plan": {**others, "blocks.0." + name: stored_layout, f"blocks.*.{name}": None},
-        "compute_plan": {"blocks.0." + name: compute_layout, "blocks.1." + name: WHOLE, f"blocks.*.{name}": None},
+        "compute_plan": {"blocks.0." + name: compute_layout, "blocks.1." + name: REPLICATED, f"blocks.*.{name}": None},
         "gradient_plan": {**others, "blocks.0." + name: stored_layout, f"blocks.*.{name}": None},
     }
 
@@ -111,7 +111,7 @@ def test_groups_have_the_axes_on_which_their_parameters_are_gathered(mesh: Devic
     (member,) = outer.parameters
     assert (outer.fqn, outer.axes) == ("", (0,))
     assert member.slots == ((model.emb, "weight"), (model.head, "weight"))
-    assert (member.stored, member.compute, member.dim) == (ROWS, WHOLE, 0)
+    assert (member.stored, member.compute, member.dim) == (ROWS, REPLICATED, 0)
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[PlanError], str]] = {

@@ -22,7 +22,7 @@ from planner.plan import patterns
 from planner.plan.sharding_plan import Port, ShardingPlan
 from planner.plan.token_order import ZigzagOrder
 
-WHOLE, ROWS = (R, R), (S0, R)
+REPLICATED, ROWS = (R, R), (S0, R)
 PARTS = ("weight", "bias")
 
 
@@ -58,10 +58,10 @@ class Model(nn.Module):
 def make_plan(**fields: Any) -> ShardingPlan:
     entries: dict[str, Any] = {
         "plan": {"emb.weight": ROWS, "blocks.*.up.weight": ROWS},
-        "compute_plan": {"blocks.*.up.weight": WHOLE, "head.weight": WHOLE},
+        "compute_plan": {"blocks.*.up.weight": REPLICATED, "head.weight": REPLICATED},
         "gradient_plan": {"blocks.*.up.weight": ROWS},
-        "input_plan": {"input": {"ids": ROWS}, "blocks.*.input": WHOLE},
-        "output_plan": {"blocks.1": WHOLE},
+        "input_plan": {"input": {"ids": ROWS}, "blocks.*.input": REPLICATED},
+        "output_plan": {"blocks.1": REPLICATED},
         "return_local_tensor": ("",),
         "activation_checkpointing": {"blocks.*": "full"},
         "fully_shard": {"blocks.1": ("up.weight",)},
@@ -82,22 +82,26 @@ def test_parameters_have_their_layouts_under_each_of_their_names(mesh: DeviceMes
     layouts = {fqn: (item.stored, item.compute, item.gradient) for fqn, item in resolved.parameters.items()}
     assert layouts == {
         "emb.weight": (ROWS, ROWS, None),
-        "head.weight": (ROWS, WHOLE, None),
-        "blocks.0.up.weight": (ROWS, WHOLE, ROWS),
-        "blocks.1.up.weight": (ROWS, WHOLE, ROWS),
+        "head.weight": (ROWS, REPLICATED, None),
+        "blocks.0.up.weight": (ROWS, REPLICATED, ROWS),
+        "blocks.1.up.weight": (ROWS, REPLICATED, ROWS),
         # Under another name of its module, which the plan does not name.
         "alias.up.weight": (ROWS, ROWS, None),
         # The plan lays out the inputs, so all other parameters are replicated.
-        **{f"{name}.down.{part}": (WHOLE, WHOLE, None) for name in ("blocks.0", "blocks.1", "alias") for part in PARTS},
+        **{
+            f"{name}.down.{part}": (REPLICATED, REPLICATED, None)
+            for name in ("blocks.0", "blocks.1", "alias")
+            for part in PARTS
+        },
     }
     by_owner = resolved.parameters_outside_fsdp()
-    assert [(item.attribute, item.compute) for item in by_owner[model.alias.up]] == [("weight", WHOLE)]
+    assert [(item.attribute, item.compute) for item in by_owner[model.alias.up]] == [("weight", REPLICATED)]
 
 
 def test_boundaries_have_ports_by_argument_and_result(mesh: DeviceMesh) -> None:
     order = ZigzagOrder(axis="tp", length=16, inputs={"input": {"ids": 1}}, outputs={"emb": {"": 1}})
     boundaries = resolve_plan(Model(), mesh, make_plan(zigzag=order)).boundaries
-    whole = Port(layout=WHOLE)
+    whole = Port(layout=REPLICATED)
     assert boundaries.inputs == {"": {"ids": Port(layout=ROWS)}, "blocks.0": {"": whole}, "blocks.1": {"": whole}}
     assert boundaries.outputs == {"blocks.1": {"": whole}}
     assert (boundaries.zigzag_inputs, boundaries.zigzag_outputs) == ({"": {"ids": 1}}, {"emb": {"": 1}})
@@ -127,7 +131,7 @@ def test_shard_module_resolves_each_field_once(mesh: DeviceMesh, monkeypatch: py
     # Each field has other keys, so that calls are those of one field.
     plan = make_plan(
         plan={"emb.weight": ROWS, "blocks.*.up.*": ROWS},
-        output_plan={"blocks.1.up": WHOLE},
+        output_plan={"blocks.1.up": REPLICATED},
         keep_gathered=("blocks.{1-1}",),
     )
     shard_module(Model(), mesh, plan, src_data_rank=None)

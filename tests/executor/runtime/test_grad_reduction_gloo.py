@@ -112,7 +112,7 @@ def run_case(name: str) -> Result:
     excess, error = -1.0, 0.0
     for fqn, parameter in model.named_parameters():
         exact, magnitude = sums[fqn]
-        # fp32's own error, of products summed in another order, is relative to the largest.
+        # The error of fp32 itself, with sums in another order, is relative to the largest gradient.
         bound = roundings * UNIT_ROUNDOFF * magnitude + 1e-6 * largest
         difference = (parameter.grad.full_tensor() - exact).abs()
         excess = max(excess, (difference / bound - 1).max().item())
