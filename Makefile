@@ -2,13 +2,14 @@
 # make plan       plans Llama-3.1-8B on 16 H100s, prints the plan, writes plan.json
 # make test       everything that CI runs
 # make test-slow  the long tests as well
+# make docs       the documentation as a site, in build/site
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # A file's tests share what is made once for the file (a server, a plan), so they stay together.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile
 STAMP := .venv/.installed
 
-.PHONY: setup plan test test-slow lint format clean
+.PHONY: setup plan test test-slow lint format docs clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -32,6 +33,10 @@ test: lint
 
 test-slow: lint
 	$(PYTEST)
+
+docs: $(STAMP)
+	$(BIN)/python -m typer api.cli.main utils docs --name shardplan --output docs/reference/cli.md
+	$(BIN)/mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

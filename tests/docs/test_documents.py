@@ -1,0 +1,148 @@
+"""The documents say what is true: their commands and snippets run, what they print is printed, tables can be read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from api.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/get-started.md", *sorted(f"docs/tutorials/{p.name}" for p in (ROOT / "docs/tutorials").iterdir()))
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d[\d,]*\.?\d*")
+MOST_CELL = 160
+PORT = "8000"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    text: str
+
+    @property
+    def runs(self) -> bool:
+        return self.language in {"bash", "python"} and not self.text.startswith("# skip: ")
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [Block(language=match["language"], text=match["text"]) for match in BLOCK.finditer(text)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to run a page in, with the examples and a cache of plans of its own; what is left running is ended."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run_bash(text: str, groups: list[int]) -> str:
+    """Return what a block prints; commands of ours alone run in this process, which saves their imports."""
+    lines = text.replace("\\\n", " ").strip().splitlines()
+    if all(line.startswith("shardplan ") and not set("|&;<>$") & set(line.split("'")[0]) for line in lines):
+        printed = ""
+        for line in lines:
+            answer = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
+            assert answer.exit_code == 0, f"{line}\n{answer.output}"
+            printed += answer.output
+        return printed
+    output = Path("output.txt")
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", text], stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        groups.append(process.pid)
+        code = process.wait(timeout=300)
+    assert code == 0, f"{text}\n{output.read_text()}"
+    return output.read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_and_snippets_of_a_page_run_one_after_the_other(page: str, folder: Path) -> None:
+    port = str(free_port())
+    groups: list[int] = []
+    names: dict[str, object] = {}
+    try:
+        for block in blocks_of(page):
+            text = block.text.replace(PORT, port)
+            if block.runs and block.language == "bash":
+                run_bash(text, groups)
+            elif block.runs:
+                exec(compile(text, page, "exec"), names)
+    finally:
+        for group in groups:
+            try:
+                os.killpg(group, signal.SIGTERM)
+            except ProcessLookupError:
+                continue
+
+
+def close(printed: str, written: str) -> bool:
+    """Tell whether two lines have the same words and numbers within 2 %."""
+    numbers = [[float(n.replace(",", "").rstrip(".") or 0) for n in NUMBER.findall(line)] for line in (printed, written)]
+    words = [NUMBER.sub("#", " ".join(line.split())) for line in (printed, written)]
+    return words[0] == words[1] and all(abs(a - b) <= 0.02 * max(abs(a), abs(b)) for a, b in zip(*numbers, strict=True))
+
+
+def test_readme_shows_what_make_plan_prints(folder: Path) -> None:
+    blocks = blocks_of("README.md")
+    command = next(block for block in blocks if block.text.startswith("shardplan plan"))
+    assert command.text.strip() in (ROOT / "Makefile").read_text().replace("$(BIN)/", "")
+    shown = next(block for block in blocks if block.language == "text").text
+    printed = run_bash(command.text, []).splitlines()
+    missing = [line for line in shown.splitlines() if line.strip(" .") and not any(close(p, line) for p in printed)]
+    assert not missing
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_no_cell_of_a_table_is_too_long(file: Path) -> None:
+    rows = [line for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert not [cell for row in rows for cell in row.split("|") if len(cell.strip()) > MOST_CELL]
+
+
+def test_readme_and_changelog_are_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 30
+
+
+def test_the_reference_of_the_command_line_is_the_program_s(tmp_path: Path) -> None:
+    written = tmp_path / "cli.md"
+    command = [sys.executable, "-m", "typer", "api.cli.main", "utils", "docs", "--name", "shardplan", "--output", str(written)]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    assert (ROOT / "docs/reference/cli.md").read_text() == written.read_text(), "run `make docs`"
+
+
+def test_the_reference_of_http_names_every_route(tmp_path: Path) -> None:
+    from api.http.app import create_app
+    from api.jobs.settings import ServerSettings
+
+    page = (ROOT / "docs/reference/http.md").read_text()
+    paths = create_app(ServerSettings(data_dir=tmp_path)).openapi()["paths"]
+    missing = [f"{m.upper()} {path}" for path, item in paths.items() for m in item if f"{m.upper()} {path}" not in page]
+    assert not missing
