@@ -176,6 +176,7 @@ def run(plan: ShardingPlan, arguments: argparse.Namespace) -> int:
     dist.init_process_group("nccl" if on_gpus else "gloo")
     try:
         equal = train(plan, device_mesh_for(plan, device_type=device.type), device, arguments)
+        dist.barrier()  # a rank that leaves early may take the others' connections with it
     finally:
         dist.destroy_process_group()
     return 0 if equal else 1
