@@ -1,7 +1,7 @@
 """Graphs over the wire: a traced module as a JSON value and back.
 
 What is sent is the graph of ops with names and sizes: no code, and no weights. What is read is data: nothing is
-unpickled or imported, and only ops of a fixed list are looked up. See ``docs/graph-format.md``.
+unpickled or imported, and only ops of a fixed list are looked up. See ``docs/reference/graph-format.md``.
 """
 
 from __future__ import annotations
