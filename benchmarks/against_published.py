@@ -7,7 +7,7 @@
 For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
 cluster, batch, sequence, dtype of gradients' reduction and, where it was FlashAttention-3 on a GPU that runs it,
 kernel of attention, with pipelines if ``--pipelines`` says so. The two prices come from two models of a step
-(benchmarks/results/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as
+(results/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as
 well, and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with.
 Exit code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
 

@@ -41,7 +41,7 @@ class HuggingFaceModel(_Request):
 
 
 class TracedGraph(_Request):
-    """A model that the client traced itself, given as its graph of ops: no code, no weights (``docs/reference/graph-format.md``).
+    """A model that the client traced, given as its graph of ops: no code, no weights (docs/reference/graph-format.md).
 
     ``graph`` is what ``planner.wire.codec.write_graph`` returns: ``{"format": "shardplan-graph", "zlib": "..."}``, or
     the document that is compressed there, as it is.
