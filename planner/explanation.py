@@ -203,7 +203,7 @@ def difference(alternative: Estimate, plan: Estimate) -> tuple[Mapping[str, floa
     communication by kind and axis, hidden or not; each largest first."""
     parts = {
         "computing": alternative.compute_s - plan.compute_s,
-        "waiting for communication": alternative.exposed_communication_s - plan.exposed_communication_s,
+        "exposed communication": alternative.exposed_communication_s - plan.exposed_communication_s,
         "optimizer": alternative.optimizer_s - plan.optimizer_s,
     }
     collectives: dict[str, float] = {}

@@ -90,25 +90,25 @@ def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
         details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
     details += _weight_details(weights)
     if weights.gathered:
-        details += _kept(plan)
+        details += _not_resharded(plan)
     return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
 
 
-def _kept(plan: ShardingPlan) -> Iterator[str]:
-    """Yield whose weights are there for longer than one pass once they are gathered."""
+def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
+    """Yield which modules keep their all-gathered weights beyond one pass."""
     if plan.keep_gathered:
-        yield f"{', '.join(plan.keep_gathered)} kept from forward to backward"
+        yield f"{', '.join(plan.keep_gathered)} not resharded between forward and backward"
     if plan.keep_gathered_for_step:
-        yield f"{', '.join(plan.keep_gathered_for_step)} kept for the whole step"
+        yield f"{', '.join(plan.keep_gathered_for_step)} not resharded within the step"
 
 
 def _weight_details(weights: _Weights) -> Iterator[str]:
     """Yield what happens to which weights; the few are named, the many counted."""
     kinds = {
-        "stored in pieces, gathered for use": weights.gathered,
-        "used in pieces": weights.pieces,
+        "sharded, all-gathered for use": weights.gathered,
+        "sharded in compute": weights.pieces,
         "used by some ranks alone": weights.experts,
-        "whole on each rank": weights.whole,
+        "replicated": weights.whole,
     }
     total = sum(map(len, kinds.values()))
     for what, names in kinds.items():

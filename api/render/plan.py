@@ -130,8 +130,8 @@ def _layout(layout: Layout) -> str:
 
 def _step_table(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> Table:
     table = new_table("Step", "Time>", "Share>", "")
-    hidden_s = max(estimate.communication_s - estimate.exposed_communication_s, 0.0)
-    waits = f"{duration(estimate.exposed_communication_s)} of it waiting for communication"
+    overlapped_s = max(estimate.communication_s - estimate.exposed_communication_s, 0.0)
+    waits = f"{duration(estimate.exposed_communication_s)} of it exposed communication"
     rate = ""
     if job.batch is not None and estimate.step_time_s > 0:
         items, unit = job.items
@@ -141,14 +141,14 @@ def _step_table(estimate: Estimate, job: Job, pipeline: Pipeline | None) -> Tabl
         "backward": estimate.backward_s,
         "gradient reduction": estimate.grad_reduce_s,
         "optimizer": estimate.optimizer_s,
-        **({} if pipeline is None else {"waiting for other stages": pipeline.idle_s}),
+        **({} if pipeline is None else {"pipeline bubble": pipeline.idle_s}),
     }
     rows = rows if job.training else {"forward": estimate.forward_s}
     for name, value in rows.items():
         share = f"{value / estimate.step_time_s:.1%}" if estimate.step_time_s > 0 else ""
         table.add_row(name, duration(value), share)
     table.add_row("whole step", duration(estimate.step_time_s), "", rate + waits, style="bold")
-    table.add_row("", "", "", f"another {duration(hidden_s)} of communication is hidden behind computing")
+    table.add_row("", "", "", f"another {duration(overlapped_s)} of communication is overlapped with compute")
     return table
 
 

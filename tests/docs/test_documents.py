@@ -112,6 +112,8 @@ def given_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return {"torch": torch, "model": model, "batches": [{"input_ids": tokens, "labels": tokens}]}
 
 
+# As on a command line: what libraries warn of is printed.
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_commands_and_snippets_of_a_page_run_one_after_the_other(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch

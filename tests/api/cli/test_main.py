@@ -203,13 +203,13 @@ def test_show_tells_axes_weights_memory_collectives_and_gap(plan_file: str) -> N
     said = run("show", plan_file).stdout
     lines = [" ".join(line.split()) for line in said.splitlines()]
     for expected in (
-        "dp 2 FSDP splits the batch; all weights stored in pieces, gathered for use",
+        "dp 2 FSDP splits the batch; all weights sharded, all-gathered for use",
         "model.layers.* self_attn.q_proj S(0), S(0) R, S(0)",
         "model.norm S(0), R R, R",
         "parameters 10.00 GB",
         "peak 40.00 GB of 80.00 GB allowed",
-        "whole step 500.00 ms 512 tokens/s, 100.00 ms of it waiting for communication",
-        "another 20.00 ms of communication is hidden behind computing",
+        "whole step 500.00 ms 512 tokens/s, 100.00 ms of it exposed communication",
+        "another 20.00 ms of communication is overlapped with compute",
         "all-gather dp forward 32 2.00 MB 2.00 ms",
         "Note: a note for people",
     ):

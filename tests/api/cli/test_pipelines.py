@@ -64,7 +64,7 @@ def test_show_names_the_stages(plan_file: Path) -> None:
     shown = run("show", str(plan_file)).output
     assert "2 stages, 1f1b" in shown
     assert "model.embed_tokens, model.layers.0" in shown
-    assert "waiting for other stages" in shown
+    assert "pipeline bubble" in shown
     assert "send-recv" in shown
 
 

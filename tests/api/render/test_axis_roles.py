@@ -57,7 +57,7 @@ def test_heads_inside_attention_are_ulysses_and_a_split_vocabulary_alone_is_no_t
     only = only_axis(plan)
     assert only.role == "FSDP+SP"
     assert "splits sequences, but heads inside attention (Ulysses)" in only.details
-    assert "lm_head used in pieces" in only.details
+    assert "lm_head sharded in compute" in only.details
 
 
 def test_columns_of_a_table_that_become_sequences_are_no_heads() -> None:
