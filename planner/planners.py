@@ -62,7 +62,8 @@ class TensorParallelPlanner(_LocalPlanner):
 
     Args:
         tp_plan: FQN pattern of modules -> style; None takes the model's own.
-        example_inputs, options: as for the other planners.
+        example_inputs: as for the other planners.
+        options: as for the other planners.
     """
 
     kind = "tensor-parallel"

@@ -78,7 +78,9 @@ class PlanningSession:
         Args:
             model: as for `build_plan`.
             spec: the job; its planner and mesh are those of `plan`'s arguments. None: made of ``options``.
-            example_inputs, tp_plan, progress: as for `build_plan`.
+            example_inputs: as for `build_plan`.
+            tp_plan: as for `build_plan`.
+            progress: as for `build_plan`.
             options: the fields of `JobSpec`, in place of ``spec``.
 
         Raises:

@@ -134,7 +134,10 @@ def sweep(
     """Return the best plan on each smaller cluster of the same nodes, the smallest first: 1, 2, 4, ... devices.
 
     Args:
-        model, example_inputs, tp_plan, progress: as for `build_plan`.
+        model: as for `build_plan`.
+        example_inputs: as for `build_plan`.
+        tp_plan: as for `build_plan`.
+        progress: as for `build_plan`.
         spec: the job, on the largest cluster and without a mesh; None: made of ``options``.
         options: the fields of `JobSpec`, in place of ``spec``.
 
@@ -242,7 +245,9 @@ def batches(
     """Return the fastest plan at each batch, the smallest first: 1, 2, 4, ... up to the first that does not fit.
 
     Args:
-        model, tp_plan, progress: as for `build_plan`; the model is traced once.
+        model: as for `build_plan`; traced once.
+        tp_plan: as for `build_plan`.
+        progress: as for `build_plan`.
         spec: the job, whose batch is left out, for "prefill" or "decode"; None: made of ``options``.
         most: the largest batch that is tried.
         options: the fields of `JobSpec`, in place of ``spec``; the phase is "decode" where it is left out.

@@ -159,7 +159,11 @@ def test_readme_shows_what_make_plan_prints(folder: Path) -> None:
     assert all(f"\n{line.split()[1]}: " in makefile for line in blocks[0].text.splitlines())
     shown = next(block for block in blocks if block.language == "text").text
     printed = run_bash(command.text, []).splitlines()
-    missing = [line for line in shown.splitlines() if line.strip(" .") and not any(close(p[: len(line)], line) for p in printed)]
+    missing = [
+        line
+        for line in shown.splitlines()
+        if line.strip(" .") and not any(close(p[: len(line)], line) for p in printed)
+    ]
     assert not missing
 
 
