@@ -27,7 +27,7 @@ from planner.regions.regions import Region, RegionOp, find_op_inputs, is_receive
 from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
 from planner.strategies.inner_collectives import InnerCollective
-from planner.strategies.own_rules import inner_collectives, piece_shape, work_split
+from planner.strategies.own_collectives import inner_collectives, shard_shape, work_split
 
 
 class RegionPricer:
@@ -113,8 +113,8 @@ class RegionPricer:
             op=op,
             inputs=inputs,
             output=region.slots[output].value,
-            shapes=[piece_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)],
-            output_shape=piece_shape(region.slots[output].value, strategy.forward[output], mesh_shape),
+            shapes=[shard_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)],
+            output_shape=shard_shape(region.slots[output].value, strategy.forward[output], mesh_shape),
             profile=self._profile.ops[op.name],
             bytes_fraction=local_nbytes / global_nbytes,
             flops_split=work_split([strategy.forward[i] for i in slots], mesh_shape),

@@ -16,10 +16,10 @@ from planner.pricing.run_spec import Run
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, find_op_inputs
 from planner.strategies import context_parallel
-from planner.strategies.context_parallel import ContextParallelWork
+from planner.strategies.context_parallel_work import ContextParallelWork
 from planner.strategies.enumerate import Strategy
 from planner.strategies.expert_parallel import exchange_ranks
-from planner.strategies.own_rules import piece_shape, work_split
+from planner.strategies.own_collectives import shard_shape, work_split
 
 
 class InnerNbytes(NamedTuple):
@@ -125,7 +125,7 @@ class RegionMemory:
         if work is not None:
             return InnerNbytes(
                 saved=work.saved_nbytes + self._saved_in_addition(region, region_op, strategy),
-                gemm_outputs=work.gemm_output_nbytes,
+                gemm_outputs=work.partial_results_nbytes,
                 backward_rise=work.backward_rise_nbytes,
                 forward_peak=work.forward_peak_nbytes,
             )
@@ -141,7 +141,7 @@ class RegionMemory:
         """Return the bytes inside the experts' op from its local shapes: splitting experts need not split tokens."""
         values = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]
-        shapes = [piece_shape(value, layout, self._mesh_shape) for value, layout in zip(values, layouts, strict=True)]
+        shapes = [shard_shape(value, layout, self._mesh_shape) for value, layout in zip(values, layouts, strict=True)]
         ranks = exchange_ranks(region_op.op, layouts, self._mesh_shape)
         work = experts.ExpertsWork.from_shapes(shapes, values[4].shape[0], values[0].dtype.itemsize, ranks)
         return InnerNbytes(
@@ -168,5 +168,5 @@ def context_parallel_work(
     if axis is None:
         return None
     values = find_op_inputs(region, region_op)
-    shapes = [piece_shape(value, layout, mesh_shape) for value, layout in zip(values, layouts, strict=True)]
+    shapes = [shard_shape(value, layout, mesh_shape) for value, layout in zip(values, layouts, strict=True)]
     return ContextParallelWork.of(region_op.op, shapes, values[0].dtype.itemsize, mesh_shape[axis])

@@ -1,1 +1,1 @@
-"""Where may layouts change? The graph's ops between module boundaries, grouped into regions and blocks."""
+"""Where may layouts change? The ops between module boundaries, grouped into regions and blocks."""

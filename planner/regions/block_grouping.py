@@ -1,8 +1,9 @@
-"""Which equal blocks are alike: in one part of a list they share every decision, and are run again together or not.
+"""Grouping of a model's blocks: which equal blocks share their decisions, and which blocks are checkpointed.
 
-All of a list is one part as a rule. "The first k of n" is two: the first blocks of a list and the rest, each with
-layouts of its own, and of which only the first may be checkpointed. (The first, not the last: backward begins at the
-end, so that most of what the rest keeps is gone when the first are run again.)
+Equal blocks in the same part share every decision, and all of them are checkpointed alike. By default all blocks of a
+list are one part. Checkpointing only "the first k of n" blocks makes two parts, each with layouts of its own. The first
+blocks are the ones to checkpoint: the backward begins with the last, so that most activations that the other blocks
+saved are freed when the first blocks are recomputed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from planner.regions.blocks import Blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """How the blocks of a run are grouped. (Tuples, so that it can be a key.)
+    """How the blocks of a run are grouped. Its fields are tuples, so that it can be a dictionary key.
 
     Attributes:
-        modes: block -> how it is checkpointed, of those that are.
-        parts: block -> number of the part that it is in; equal blocks of a part are alike, and blocks that are not
-            named are a part as well.
+        modes: (checkpointed block, its mode).
+        parts: (block, number of its part). Blocks that are not listed are one more part.
     """
 
     modes: tuple[tuple[str, CheckpointingMode], ...] = ()
@@ -29,26 +29,28 @@ class Grouping:
 
 
 UNIFORM_BLOCKS = Grouping()
-"""Equal blocks are alike, and none is checkpointed."""
+"""All equal blocks share their decisions, and none is checkpointed."""
 
 
 def group_first_blocks(blocks: Blocks, ac: str, apart: int | None = None) -> Grouping:
-    """Return the grouping of a mode of checkpointing, with the first blocks of each list apart from the rest.
+    """Return the grouping in which ``ac`` is applied, and the first blocks of each list are parts of their own.
 
     Args:
-        blocks: of the model.
-        ac: as in a job.
-        apart: how many are apart, beside those that are checkpointed and those that are not; None: no more.
+        blocks: the blocks of the model.
+        ac: activation checkpointing as a job states it, such as ``full:8``.
+        apart: number of first blocks that differ from the others in more than checkpointing; None: none do.
     """
     mode, first = Checkpointing.parse(ac)
-    again = blocks.first(first) if mode != "none" else ()
-    modes: dict[str, CheckpointingMode] = dict.fromkeys(again, "selective" if mode == "selective" else "full")
+    checkpointed = blocks.first(first) if mode != "none" else ()
+    modes: dict[str, CheckpointingMode] = dict.fromkeys(checkpointed, "selective" if mode == "selective" else "full")
     return group_blocks(blocks, modes, apart)
 
 
 def group_blocks(blocks: Blocks, modes: Mapping[str, CheckpointingMode], apart: int | None = None) -> Grouping:
-    """Return the grouping in which blocks of one mode are alike, the first ``apart`` of each list among themselves."""
+    """Return the grouping with a part for each combination of mode and being among the first ``apart`` of a list."""
     front = frozenset(() if apart is None else blocks.first(apart))
-    kinds: dict[tuple[str | None, bool], int] = {}
-    parts = {block: kinds.setdefault((modes.get(block), block in front), len(kinds)) for block in blocks.first(None)}
-    return Grouping(modes=tuple(modes.items()), parts=tuple(parts.items()) if len(kinds) > 1 else ())
+    numbers: dict[tuple[str | None, bool], int] = {}
+    parts = {
+        block: numbers.setdefault((modes.get(block), block in front), len(numbers)) for block in blocks.first(None)
+    }
+    return Grouping(modes=tuple(modes.items()), parts=tuple(parts.items()) if len(numbers) > 1 else ())

@@ -1,4 +1,4 @@
-"""Blocks: the repeated modules (transformer layers) that activation checkpointing wraps."""
+"""Blocks: the repeated modules of a model (transformer layers), which checkpointing and FSDP groups wrap."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Blocks:
     """The blocks of a model.
 
     Attributes:
-        of_region: region index -> FQN of its block.
-        representatives: one block of each kind (blocks of equal regions are one kind).
-        lists: FQN pattern that matches the blocks of a list and nothing else -> the blocks, in order.
+        of_region: index of a region -> FQN of its block; regions outside of blocks are left out.
+        representatives: one block of each kind. Blocks whose regions are equal are of one kind.
+        lists: FQN pattern that matches exactly the blocks of one list -> these blocks, in order.
     """
 
     of_region: Mapping[int, str]
@@ -30,40 +30,41 @@ class Blocks:
         return tuple(block for blocks in self.lists.values() for block in blocks[:count])
 
 
-def find_blocks(regions: RegionGraph, known: AbstractSet[str] = frozenset()) -> Blocks:
-    """Return the repeated modules that hold parameters: children of a numbered list with at least two of a kind.
+def find_blocks(regions: RegionGraph, known_lists: AbstractSet[str] = frozenset()) -> Blocks:
+    """Return the blocks: children of a numbered list that hold parameters, where at least two are in the list.
 
     Args:
-        known: patterns of lists that are such, however few of their blocks are here: of a pipeline stage, the whole
-            model's.
+        known_lists: patterns of lists that count as such even with one block. A pipeline stage has a part of the
+            model's blocks, and takes the lists of the whole model.
     """
     of_region: dict[int, str] = {}
-    contents: dict[str, list[int]] = defaultdict(list)
+    classes: dict[str, list[int]] = defaultdict(list)
     with_parameters: set[str] = set()
     for region in regions.regions:
         block = block_of(region.fqn)
         if block is None:
             continue
         of_region[region.index] = block
-        contents[block].append(regions.class_of[region.index])
+        classes[block].append(regions.class_of[region.index])
         if any(slot.origin == "parameter" for slot in region.slots):
             with_parameters.add(block)
     siblings: dict[str, list[str]] = defaultdict(list)
-    for block in contents:
+    for block in classes:
         if block in with_parameters:
             siblings[re.sub(r"\d+$", "*", block)].append(block)
-    lists = {pattern: blocks for pattern, blocks in siblings.items() if len(blocks) > 1 or pattern in known}
+    lists = {pattern: blocks for pattern, blocks in siblings.items() if len(blocks) > 1 or pattern in known_lists}
     repeated = {block for blocks in lists.values() for block in blocks}
     kinds: dict[Hashable, str] = {}
-    for block in contents:
+    for block in classes:
         if block in repeated:
-            kinds.setdefault(tuple(sorted(contents[block])), block)
+            kinds.setdefault(tuple(sorted(classes[block])), block)
     return Blocks(
         of_region={index: block for index, block in of_region.items() if block in repeated},
         representatives=tuple(kinds.values()),
-        lists={pattern: tuple(sorted(blocks, key=_number)) for pattern, blocks in sorted(lists.items())},
+        lists={pattern: tuple(sorted(blocks, key=_position)) for pattern, blocks in sorted(lists.items())},
     )
 
 
-def _number(block: str) -> int:
+def _position(block: str) -> int:
+    """Return the position of a block in its list."""
     return int(block.rpartition(".")[2])

@@ -1,17 +1,27 @@
-"""ModuleBodies: the bodies of module calls, which tensors are seen in each, and where they come from."""
+"""Module bodies: which tensors each module call sees, and through which boundary each of them enters.
+
+A *body* is the code of one module call; code outside of the root module is the body `OUTSIDE`. A tensor is at *home* in
+the body whose op computes it. It is an *entry* of another body if it crosses a module boundary on its way to an op, or
+to a model output, of that body.
+"""
 
 from __future__ import annotations
 
 from planner.graph.op_graph import Crossing, OpGraph
 
 SlotKey = tuple[str, int]
-"""(value, index of the module call that sees it); call -1 is outside the root module."""
+"""(value, index of the module call in whose body it is seen); the index may be `OUTSIDE`."""
 
 OUTSIDE = -1
 
 
 class ModuleBodies:
-    """Which slots exist, and where each entry comes from."""
+    """The tensors that enter each module body.
+
+    Attributes:
+        home: value -> index of the call whose body computes it; `OUTSIDE` for model inputs.
+        entries: entry -> the slot that it comes from (None: a model input), and the boundary that it crosses last.
+    """
 
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
@@ -32,41 +42,40 @@ class ModuleBodies:
         for model_input in graph.inputs:
             crossing = Crossing(call=0, direction="input", path=model_input.path)
             self._paths[model_input.value, 0] = (crossing,)
-        self._stop_where_others_enter()
+        self._add_entries_of_repeated_calls()
         for key, crossings in self._paths.items():
             self.entries[key] = (self._source(key, crossings), crossings[-1])
 
-    def _stop_where_others_enter(self) -> None:
-        """Let a tensor that only passes a boundary be seen there too, where another call of the module is an entry.
+    def _add_entries_of_repeated_calls(self) -> None:
+        """Make a tensor that only passes through a boundary an entry there, if another call of the module has one.
 
-        A plan has one key for both calls, so that the one is redistributed where the other is.
+        A plan has one key for all calls of a module: a redistribution at the boundary happens in each of them.
         """
-        keys = {self._key(crossings[-1]) for crossings in self._paths.values()}
+        keys = {self._plan_key(crossings[-1]) for crossings in self._paths.values()}
         for (value, _), crossings in list(self._paths.items()):
             if self._graph.values[value].kind == "plain":
                 continue
             for position, crossing in enumerate(crossings[:-1]):
-                if self._key(crossing) in keys:
-                    self._paths.setdefault((value, self._frame(crossing)), crossings[: position + 1])
+                if self._plan_key(crossing) in keys:
+                    self._paths.setdefault((value, self._body_behind(crossing)), crossings[: position + 1])
 
-    def _key(self, crossing: Crossing) -> tuple[str, str, str]:
+    def _plan_key(self, crossing: Crossing) -> tuple[str, str, str]:
+        """Return what a plan names a boundary by."""
         return self._graph.calls[crossing.call].fqn, crossing.direction, crossing.path
 
-    def _frame(self, crossing: Crossing) -> int:
-        """Return the call whose body a tensor is in once it has crossed."""
+    def _body_behind(self, crossing: Crossing) -> int:
+        """Return the call whose body a tensor is in after it has crossed."""
         return crossing.call if crossing.direction == "input" else self._parent(crossing.call)
 
     def _source(self, key: SlotKey, crossings: tuple[Crossing, ...]) -> SlotKey | None:
-        """Return the last slot of the same value on the way to ``key``."""
+        """Return the last slot of the same value on the way to the entry ``key``."""
         value, _ = key
         for crossing in reversed(crossings[:-1]):
-            frame = self._frame(crossing)
-            if (value, frame) in self._paths and frame != key[1]:
-                return value, frame
+            body = self._body_behind(crossing)
+            if (value, body) in self._paths and body != key[1]:
+                return value, body
         home = self.home.get(value, OUTSIDE)
-        if home == OUTSIDE:
-            return None
-        return value, home
+        return None if home == OUTSIDE else (value, home)
 
     def _parent(self, call: int) -> int:
         parent = self._graph.calls[call].parent

@@ -16,7 +16,7 @@ from planner.plan.job import BYTES_PER_ELEMENT, Job
 from planner.profile.op_profile import GraphProfile
 from planner.regions.regions import Region, RegionOp, block_of, find_op_inputs
 from planner.strategies import context_parallel
-from planner.strategies.context_parallel import ContextParallelWork
+from planner.strategies.context_parallel_work import ContextParallelWork
 
 
 def least_alive_bytes(structure: Structure) -> float:

@@ -1,1 +1,1 @@
-"""How may each op be split? Strategies asked of DTensor itself, and rules for our own ops."""
+"""How may each op be split? Strategies from DTensor's behaviour, and rules for the executor's own ops."""

@@ -1,7 +1,7 @@
-"""What an even order of sequences (`planner.plan.token_order`) asks of layouts: one axis for all of attention.
+"""Constraints of zigzag token order on layouts: all attention is split on the same mesh axis, or none of it.
 
-Tokens that are in that order for one block are so for all. So attention is split along the sequence on one axis in
-every block, or in none; and what the model is called with comes whole along its sequences, to be brought in order.
+Tokens are in zigzag order (`planner.plan.token_order`) in all blocks or in none. All attention therefore has its
+sequence split on one common axis, or whole. The model's inputs have whole sequences, so that they can be reordered.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from planner.ilp.problem import Edge
 from planner.regions.regions import Region, RegionGraph, is_received
 from planner.strategies import context_parallel
 from planner.strategies.enumerate import Strategy
-from planner.strategies.token_reordering import LOSSES
+from planner.strategies.token_dims import LOSSES
 
 NOT_SPLIT = -1
-"""In place of an axis, where attention has whole sequences."""
+"""In place of an axis: attention has whole sequences."""
 
 
 def zigzag_length(graph: OpGraph) -> int | None:
-    """Return the length of sequences that are in an even order where they are split; None: none are."""
+    """Return the length of sequences that are in zigzag order when they are split; None where no sequences are."""
     return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_zigzag), None)
 
 
 def zigzag_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
-    """Return the axes on which all stages of a pipeline may have attention's sequences split, `NOT_SPLIT` among them.
+    """Return the axes on which all stages of a pipeline may have their sequences split, `NOT_SPLIT` included.
 
-    None alone where each may do as it likes, because sequences are in their own order.
+    ``(None,)`` where stages need not agree, because no sequence is in zigzag order.
     """
     if zigzag_length(graph) is None:
         return (None,)
@@ -36,30 +36,30 @@ def zigzag_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, 
 
 
 def has_zigzag_attention(region: Region) -> bool:
-    """Tell whether a region has attention that is handed sequences in an even order."""
+    """Tell whether a region has attention on sequences that may be in zigzag order."""
     return any(region_op.op.is_zigzag for region_op in region.ops)
 
 
 def sequence_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> set[int]:
-    """Return the axes on which the sequence of such attention is split, `NOT_SPLIT` for whole ones."""
-    found = set()
+    """Return the axes on which the sequences of such attention are split; `NOT_SPLIT` for whole ones."""
+    axes = set()
     for region_op in region.ops:
         if region_op.op.is_zigzag:
             layouts = [strategy.forward[i] for i in region_op.inputs]
             axis = context_parallel.split_axis(region_op.op, layouts, mesh_shape)
-            found.add(NOT_SPLIT if axis is None else axis)
-    return found
+            axes.add(NOT_SPLIT if axis is None else axis)
+    return axes
 
 
 def allows_zigzag(region: Region, strategy: Strategy, length: int, mesh_shape: Sequence[int]) -> bool:
-    """Tell whether sequences of ``length`` may be in an even order under a strategy.
+    """Tell whether sequences of ``length`` may be in zigzag order under ``strategy``.
 
-    They are whole where the model is called with them, and so are labels where a loss reads them, split by samples at
-    most; a region's attention is all split on the same axis.
+    The model's inputs are not sharded along the sequence. Labels are sharded into whole samples at most where a loss
+    reads them. All attention of the region is split on the same axis.
     """
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
-        given = slot.origin == "entry" and slot.source is None and slot.value.kind == "input"
-        if not given or is_received(slot) or slot.value.shape[1:2] != (length,) or layout is None:
+        is_model_input = slot.origin == "entry" and slot.source is None and slot.value.kind == "input"
+        if not is_model_input or is_received(slot) or slot.value.shape[1:2] != (length,) or layout is None:
             continue
         if any(sharded_dim(place) == 1 and size > 1 for place, size in zip(layout, mesh_shape, strict=True)):
             return False
@@ -75,32 +75,33 @@ def allows_zigzag(region: Region, strategy: Strategy, length: int, mesh_shape: S
 def zigzag_edges(
     regions: Sequence[Region], strategies: Sequence[Sequence[Strategy]], mesh_shape: Sequence[int]
 ) -> Iterator[Edge]:
-    """Yield edges that hold the attention of all classes to one axis.
+    """Yield edges that hold the attention of all region classes to one axis.
 
     Args:
-        regions: one of each class.
-        strategies: the choices of each.
+        regions: a representative of each class.
+        strategies: the strategies of each class.
     """
-    before: tuple[int, tuple[int, ...]] | None = None
+    previous: tuple[int, tuple[int, ...]] | None = None
     for node, (region, choices) in enumerate(zip(regions, strategies, strict=True)):
         if not has_zigzag_attention(region):
             continue
         axes = tuple(next(iter(sequence_axes(region, strategy, mesh_shape))) for strategy in choices)
-        if before is not None:
-            producer, ports = before
+        if previous is not None:
+            producer, producer_axes = previous
             yield Edge(
                 producer=producer,
                 consumer=node,
-                producer_ports=ports,
+                producer_ports=producer_axes,
                 consumer_ports=axes,
-                pairs={(axis, axis): {} for axis in dict.fromkeys(axes) if axis in ports},
+                pairs={(axis, axis): {} for axis in dict.fromkeys(axes) if axis in producer_axes},
             )
-        before = node, axes
+        previous = node, axes
 
 
 def zigzag_axis(regions: RegionGraph, strategies: Sequence[Strategy], mesh_shape: Sequence[int]) -> int | None:
-    """Return the axis on which sequences are in an even order under a decision; None: on none."""
-    for members, strategy in zip(regions.classes, strategies, strict=True):
-        for axis in sequence_axes(regions.regions[members.members[0]], strategy, mesh_shape) - {NOT_SPLIT}:
+    """Return the axis on which sequences are in zigzag order, given each class's strategy; None: they are whole."""
+    for region_class, strategy in zip(regions.classes, strategies, strict=True):
+        region = regions.regions[region_class.members[0]]
+        for axis in sequence_axes(region, strategy, mesh_shape) - {NOT_SPLIT}:
             return axis
     return None

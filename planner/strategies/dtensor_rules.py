@@ -1,9 +1,9 @@
-"""What DTensor itself does with one op: the one file that touches its private rules.
+"""`DTensorRules`: the layouts in which DTensor runs an op without communication. Only this file uses its private rules.
 
-A strategy is not taken from a table. The op is run, forward and backward, on DTensors whose local tensors live on the
-meta device, over a mesh without process groups: no data, no communication, no GPU. A collective has nowhere to go on
-such a mesh and raises, so whatever comes through is what DTensor runs without one, with the layouts that it really
-gives the outputs and the gradients.
+The rules are not a table. The op runs, forward and backward, on DTensors whose local tensors are on the meta device,
+over a mesh without process groups: no data, no communication, no GPU. A collective raises an error on such a mesh. An
+op that completes is one that DTensor runs without a collective, and its outputs and gradients have the layouts that
+DTensor really gives them.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from planner.errors import UnsupportedTorchError
 from planner.graph.op_graph import Op, Value
 from planner.graph.run_op import run_op
 from planner.regions.regions import op_signature
-from planner.strategies.small_shapes import small
+from planner.strategies.small_shapes import with_small_shapes
 
 SUPPORTED_TORCH = ((2, 13), (2, 14))
-"""From the first, up to and without the second: DTensor's rules are private and change between releases."""
+"""First supported release, and first one after it that is not: DTensor's private rules change between releases."""
 
 T = TypeVar("T")
 
 Layouts = tuple[Layout | None, ...]
-"""One layout per tensor of an op; None for plain tensors, and for gradients that do not exist."""
+"""One layout per tensor of an op; None for a plain tensor, and for a gradient that does not exist."""
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Refuse a torch outside the supported range.
+    """Check that torch is a supported release.
 
     Raises:
-        UnsupportedTorchError: naming the version found and the range.
+        UnsupportedTorchError: it is not; the message names its version and the supported range.
     """
-    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = SUPPORTED_TORCH
-    if not low <= found < high:
+    if not low <= release < high:
         raise UnsupportedTorchError(
             f"shardplan needs torch>={low[0]}.{low[1]},<{high[0]}.{high[1]} and found {version}.",
             what_to_do=f'Install it with: pip install "torch>={low[0]}.{low[1]},<{high[0]}.{high[1]}".',
@@ -60,7 +60,7 @@ def check_torch_version(version: str = torch.__version__) -> None:
 
 
 def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
-    """Return a mesh of ``shape``, seen from rank 0, on which no collective can run."""
+    """Return a mesh of ``shape`` without process groups, on which no collective can run, as rank 0 sees it."""
     names = tuple(f"axis{i}" for i in range(len(shape)))
     ranks = torch.arange(math.prod(shape)).view(*shape)
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=0)
@@ -68,7 +68,7 @@ def mesh_without_groups(shape: Sequence[int]) -> DeviceMesh:
 
 @contextmanager
 def quiet_dtensor() -> Iterator[None]:
-    """Silence what DTensor logs of the layouts that it refuses. (For many attempts at once: it takes a millisecond.)"""
+    """Silence DTensor's log of layouts that it refuses. Entering takes a millisecond: enter once for many ops."""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     if level == logging.ERROR:
@@ -82,11 +82,12 @@ def quiet_dtensor() -> Iterator[None]:
 
 
 def _free_or_not(current: Any, target: Any) -> float:
-    """Return 0 where DTensor's own `redistribute_cost` is 0 (nothing to communicate), else more than 0.
+    """Return 0 where DTensor's `redistribute_cost` is 0 (nothing to communicate), and more than 0 elsewhere.
 
-    DTensor picks the first of the cheapest strategies. Which of them are free is all that matters here, and its own
-    formula spends its time on pricing the others. It takes what leaves a strided shard for free (its prices know no
-    such shard), and a change for dear that has to undo a split of the same dim further in.
+    It replaces that function for speed. DTensor picks the first of its cheapest strategies, and only strategies without
+    communication matter here; DTensor's own formula spends its time on pricing the others. Like that formula, this one
+    returns 0 for a change from a strided shard, and more than 0 for a change that has to undo a split of the same dim
+    on an inner axis.
     """
     if current.is_replicated():
         return 0.0
@@ -105,12 +106,13 @@ def _free_or_not(current: Any, target: Any) -> float:
 
 
 @dataclass(slots=True)
-class _Ran:
-    """An op that was run on DTensors.
+class _OpRun:
+    """A run of an op on DTensors.
 
     Attributes:
-        layouts: of its outputs; None where DTensor would communicate or refuses.
-        backward: layouts of the outputs' gradients -> of the inputs', likewise.
+        tensors, outputs: its inputs and outputs.
+        layouts: layouts of the outputs; None where DTensor would communicate, or refuses.
+        backward: layouts of the outputs' gradients -> layouts of the inputs' gradients, or None likewise.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -124,7 +126,7 @@ _verify_order = DTensorSpec._verify_shard_order
 
 
 def _verified(spec: DTensorSpec, order: ShardOrder) -> None:
-    """Refuse what DTensor does; the order that follows from the placements it need not look at."""
+    """Check a shard order as DTensor does, but skip the default order, which needs no check."""
     if order is not _default_order(spec.placements):
         _verify_order(spec, order)
 
@@ -132,44 +134,43 @@ def _verified(spec: DTensorSpec, order: ShardOrder) -> None:
 _OutputMeta = TensorMeta | Sequence[TensorMeta | None] | None
 
 
-class WholeOutputs:
-    """What ops make of whole tensors, which DTensor asks again for every layout of them; each is worked out once."""
+class GlobalOutputs:
+    """Global shapes, strides and dtypes of ops' outputs. DTensor computes them for every layout; here once per op."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _OutputMeta] = {}
-        self._asked = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._metas: dict[Hashable, _OutputMeta] = {}
+        self._compute = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def of(self, propagator: ShardingPropagator, schema: OpSchema) -> _OutputMeta:
-        """Return shape, strides and dtype of what the op of ``schema`` makes."""
-        key = schema.op, _whole(schema.args_schema), _whole(schema.kwargs_schema)
-        if key not in self._known:
-            self._known[key] = self._asked(propagator, schema)
-        return self._known[key]
+        """Return the global shape, strides and dtype of the outputs of the op of ``schema``."""
+        key = schema.op, _without_layouts(schema.args_schema), _without_layouts(schema.kwargs_schema)
+        if key not in self._metas:
+            self._metas[key] = self._compute(propagator, schema)
+        return self._metas[key]
 
 
-def _whole(tree: Any) -> Hashable:
-    """Return what an op sees of its arguments, whatever layouts they are in."""
+def _without_layouts(tree: Any) -> Hashable:
+    """Return a key of an op's arguments that does not depend on their layouts."""
     if isinstance(tree, DTensorSpec):
         return tree.tensor_meta
     if isinstance(tree, (tuple, list)):
-        return tuple([_whole(part) for part in tree])
+        return tuple([_without_layouts(part) for part in tree])
     if isinstance(tree, dict):
-        return tuple([(key, _whole(part)) for key, part in tree.items()])
+        return tuple([(key, _without_layouts(part)) for key, part in tree.items()])
     return type(tree), tree if isinstance(tree, Hashable) else repr(tree)
 
 
-def _tried(run: Callable[[], T], outputs: WholeOutputs) -> T | None:
-    """Return what ``run`` does; None where DTensor cannot.
+def _try(run: Callable[[], T], outputs: GlobalOutputs) -> T | None:
+    """Return what ``run`` returns; None where DTensor raises an error.
 
-    It has no one error for "I cannot": whatever it raises means that this layout is not a strategy.
+    DTensor has no common class of errors for layouts that it does not support: any of these means that the layouts are
+    no strategy.
     """
     try:
         with (
             implicit_replication(),
             mock.patch.object(dtensor_op_utils, "redistribute_cost", _free_or_not),
-            mock.patch.object(
-                ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda *asked: outputs.of(*asked)
-            ),
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda *args: outputs.of(*args)),
             mock.patch.object(DTensorSpec, "compute_default_shard_order", staticmethod(_default_order)),
             mock.patch.object(DTensorSpec, "_verify_shard_order", _verified),
         ):
@@ -188,79 +189,80 @@ def _tried(run: Callable[[], T], outputs: WholeOutputs) -> T | None:
 
 
 class DTensorRules:
-    """DTensor's behaviour on one mesh shape, op by op; every answer is remembered.
+    """DTensor's behaviour on one mesh shape, op by op; each op runs once per combination of layouts.
 
     Args:
-        outputs: what ops make of whole tensors, known from other meshes.
+        outputs: global outputs of ops, shared between mesh shapes.
     """
 
-    def __init__(self, mesh_shape: Sequence[int], outputs: WholeOutputs | None = None) -> None:
+    def __init__(self, mesh_shape: Sequence[int], outputs: GlobalOutputs | None = None) -> None:
         check_torch_version()
         self.mesh_shape = tuple(mesh_shape)
         self._size = math.prod(mesh_shape)
         self._mesh = mesh_without_groups(mesh_shape)
-        self._whole = outputs or WholeOutputs()
-        self._runs: dict[Hashable, _Ran] = {}
+        self._outputs = outputs or GlobalOutputs()
+        self._runs: dict[Hashable, _OpRun] = {}
 
     def forward(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
-        """Return the layouts of the op's outputs, or None where DTensor would communicate or refuses.
+        """Return the layouts of the op's outputs; None where DTensor would communicate, or refuses.
 
         Args:
-            op: the op.
-            inputs: its input values, global shapes.
-            layouts: one per input; None for a plain tensor.
+            inputs: the op's inputs, with global shapes.
+            layouts: layout of each input; None for a plain tensor.
         """
-        inputs = small(op, inputs, self._size)
-        return self._ran(op, inputs, layouts).layouts
+        inputs = with_small_shapes(op, inputs, self._size)
+        return self._run_once(op, inputs, layouts).layouts
 
     def backward(self, op: Op, inputs: Sequence[Value], layouts: Layouts, output_gradients: Layouts) -> Layouts | None:
-        """Return the layouts of the gradients of the op's inputs, or None where DTensor would communicate or refuses.
+        """Return the layouts of the gradients of the op's inputs; None where DTensor would communicate, or refuses.
 
         Args:
-            output_gradients: one per output; None where no gradient arrives.
+            output_gradients: layout of the gradient of each output; None where none arrives.
         """
-        inputs = small(op, inputs, self._size)
-        ran = self._ran(op, inputs, layouts)
-        if output_gradients not in ran.backward:
-            found = None
-            if ran.layouts is not None:
-                found = _tried(lambda: self._differentiate(ran, inputs, output_gradients), self._whole)
-            ran.backward[output_gradients] = found
-        return ran.backward[output_gradients]
+        inputs = with_small_shapes(op, inputs, self._size)
+        op_run = self._run_once(op, inputs, layouts)
+        if output_gradients not in op_run.backward:
+            gradients = None
+            if op_run.layouts is not None:
+                gradients = _try(lambda: self._differentiate(op_run, inputs, output_gradients), self._outputs)
+            op_run.backward[output_gradients] = gradients
+        return op_run.backward[output_gradients]
 
-    def _ran(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _Ran:
+    def _run_once(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _OpRun:
         key = (op_signature(op, tuple(inputs)), layouts)
         if key not in self._runs:
             self._runs[key] = self._run(op, inputs, layouts)
         return self._runs[key]
 
-    def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _Ran:
-        ran = _Ran()
+    def _run(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _OpRun:
+        op_run = _OpRun()
         for value, layout in zip(inputs, layouts, strict=True):
             if layout is not None and not divides(value.shape, layout, self.mesh_shape):
-                return ran
-        ran.tensors = [self._tensor(value, layout) for value, layout in zip(inputs, layouts, strict=True)]
-        results = _tried(lambda: pytree.tree_leaves(run_op(op, ran.tensors, functional=True)), self._whole)
+                return op_run
+        op_run.tensors = [self._tensor(value, layout) for value, layout in zip(inputs, layouts, strict=True)]
+        results = _try(lambda: pytree.tree_leaves(run_op(op, op_run.tensors, functional=True)), self._outputs)
         if results is None:
-            return ran
+            return op_run
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         outputs = [result for result in tensors if isinstance(result, DTensor)]
         if len(outputs) == len(tensors):
-            ran.outputs = outputs
-            ran.layouts = tuple(tuple(output.placements) for output in outputs)
-        return ran
+            op_run.outputs = outputs
+            op_run.layouts = tuple(tuple(output.placements) for output in outputs)
+        return op_run
 
-    def _differentiate(self, ran: _Ran, inputs: Sequence[Value], gradients: Layouts) -> Layouts:
+    def _differentiate(self, op_run: _OpRun, inputs: Sequence[Value], gradients: Layouts) -> Layouts:
         pairs = [
             (result, layout)
-            for result, layout in zip(ran.outputs, gradients, strict=True)
+            for result, layout in zip(op_run.outputs, gradients, strict=True)
             if layout is not None and result.requires_grad
         ]
-        wanted = [tensor for tensor, value in zip(ran.tensors, inputs, strict=True) if value.requires_grad]
+        differentiable = [tensor for tensor, value in zip(op_run.tensors, inputs, strict=True) if value.requires_grad]
         arriving = [self._like(result, layout) for result, layout in pairs]
         outputs = [result for result, _ in pairs]
-        found = iter(torch.autograd.grad(outputs, wanted, arriving, allow_unused=True, retain_graph=True))
-        return tuple(self._layout_of(next(found)) if value.requires_grad else None for value in inputs)
+        input_gradients = iter(
+            torch.autograd.grad(outputs, differentiable, arriving, allow_unused=True, retain_graph=True)
+        )
+        return tuple(self._layout_of(next(input_gradients)) if value.requires_grad else None for value in inputs)
 
     @staticmethod
     def _layout_of(gradient: torch.Tensor | None) -> Layout | None:

@@ -1,8 +1,8 @@
-"""Experts spread over an axis that splits the tokens as well: each token goes to its experts' ranks, and comes back.
+"""Expert parallelism: experts sharded over a mesh axis that also shards tokens; ranks exchange tokens by all-to-all.
 
-Per call of the op that is, in all-to-alls: how many rows each expert gets from each rank, the rows, their weights, and
-the results back; in the backward the results' gradients, and those of weights and rows back. A row is a token at one
-of its experts. How many go where is in the data; priced, and run on meta, are experts that are equally busy.
+Each forward call runs four all-to-alls: the number of rows for each expert from each rank, the rows, their routing
+weights, and the results back. A row is a token at one of its experts. The backward exchanges the gradients of results,
+of weights and of rows. The number of rows depends on the data; the planner prices experts with equal loads.
 ``executor.ops.token_exchange`` moves the rows.
 """
 
@@ -23,14 +23,14 @@ _COUNT_NBYTES = 8
 
 
 def exchange_axes(op: Op, layouts: Sequence[Layout | None]) -> list[int]:
-    """Return the axes on which tokens and experts are both split, in ``layouts`` of the inputs."""
+    """Return the mesh axes that shard both tokens and experts, with the op's inputs in ``layouts``."""
     if op.target_name != experts.OP_NAME or layouts[0] is None or layouts[4] is None:
         return []
     return [axis for axis, both in enumerate(zip(layouts[0], layouts[4], strict=True)) if both == (S0, S0)]
 
 
 def exchange_ranks(op: Op, layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:
-    """Return among how many ranks tokens change places; 1: none does."""
+    """Return the number of ranks that exchange tokens; 1 where none do."""
     axes = exchange_axes(op, layouts)
     return mesh_shape[axes[0]] if axes else 1
 
@@ -42,18 +42,25 @@ def collectives(
     shapes: Sequence[tuple[int, ...]],
     mesh_shape: Sequence[int],
 ) -> tuple[InnerCollective, ...]:
-    """Return what the op communicates on pieces of ``shapes``."""
+    """Return the all-to-alls inside the experts' op.
+
+    Args:
+        layouts: layouts of the inputs.
+        shapes: local shapes of the inputs.
+    """
     axes, ranks = exchange_axes(op, layouts), exchange_ranks(op, layouts, mesh_shape)
     if ranks == 1:
         return ()
     hidden, _, weights, *matrices = inputs
     work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], hidden.dtype.itemsize, ranks)
-    rows, of_weights = work.rows * work.width * work.itemsize, work.rows * weights.dtype.itemsize
-    forward = [_COUNT_NBYTES * ranks * work.experts, rows, of_weights, rows]
+    counts_nbytes = _COUNT_NBYTES * ranks * work.experts
+    rows_nbytes, weights_nbytes = work.rows * work.width * work.itemsize, work.rows * weights.dtype.itemsize
+    forward = [counts_nbytes, rows_nbytes, weights_nbytes, rows_nbytes]
     backward = []
     if any(value.requires_grad for value in (hidden, weights, *matrices)):
-        backward = [rows] + [of_weights] * weights.requires_grad + [rows] * hidden.requires_grad
+        backward.append(rows_nbytes)
+        backward += [weights_nbytes] * weights.requires_grad + [rows_nbytes] * hidden.requires_grad
     return (
-        *(InnerCollective(kind="all_to_all", axis=axes[0], nbytes=n) for n in forward),
-        *(InnerCollective(kind="all_to_all", axis=axes[0], nbytes=n, phase="backward") for n in backward),
+        *(InnerCollective(kind="all_to_all", axis=axes[0], nbytes=nbytes) for nbytes in forward),
+        *(InnerCollective(kind="all_to_all", axis=axes[0], nbytes=nbytes, phase="backward") for nbytes in backward),
     )

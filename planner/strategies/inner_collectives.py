@@ -1,4 +1,4 @@
-"""Collectives that an op of ours runs inside itself, where no port shows them."""
+"""Collectives inside an op of the executor's own, which no redistribution between regions shows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cost_model.hardware.collective_kinds import CollectiveKind
 
 
 class Kernel(NamedTuple):
-    """A call of the attention kernel.
+    """One call of an attention kernel.
 
     Attributes:
-        queries, keys: rows of each.
-        causal: whether each row sees the keys up to its own alone.
-        heads, kv_heads: of queries, and of keys.
+        queries, keys: number of rows of each.
+        causal: whether a row sees only the keys up to its own.
+        heads, kv_heads: number of heads of queries, and of keys and values.
     """
 
     queries: int
@@ -29,10 +29,10 @@ class InnerCollective:
     """A collective that each call of an op runs.
 
     Attributes:
-        axis: of the mesh.
-        nbytes: of the full buffer on one rank.
-        phase: forward (and again, where a checkpointed block is recomputed) or backward.
-        overlapped_with: what the op computes meanwhile; None where it waits.
+        axis: index of the mesh axis.
+        nbytes: bytes of the full buffer on one rank.
+        phase: the pass that runs it; a forward collective runs again if its block is recomputed.
+        overlapped_with: the kernel of the same op that it overlaps with; None where the op waits for it.
     """
 
     kind: CollectiveKind

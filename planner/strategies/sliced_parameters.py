@@ -1,4 +1,4 @@
-"""Strategies in which DTensor slices a parameter that is whole on every rank."""
+"""`slices_parameters`: strategies in which DTensor copies a slice of a replicated parameter in every step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ R = Replicate()
 
 
 def slices_parameters(region: Region, strategy: Strategy) -> bool:
-    """Tell whether an op multiplies pieces with a parameter that is whole: sums come out where no sum came in."""
+    """Tell whether an op of the region multiplies sharded activations with a replicated parameter.
+
+    Its result is then partial on an axis on which no input is.
+    """
     for region_op in region.ops:
-        parameters = [i for i in region_op.inputs if region.slots[i].origin == "parameter"]
-        made = [strategy.forward[i] for i in region_op.outputs]
-        given = [strategy.forward[i] for i in region_op.inputs]
-        for axis in range(max((len(layout) for layout in made if layout is not None), default=0)):
-            if _partial(made, axis) and not _partial(given, axis):
-                held = (strategy.forward[i] for i in parameters)
-                if any(layout is not None and layout[axis] == R for layout in held):
-                    return True
+        parameters = [strategy.forward[i] for i in region_op.inputs if region.slots[i].origin == "parameter"]
+        outputs = [strategy.forward[i] for i in region_op.outputs]
+        inputs = [strategy.forward[i] for i in region_op.inputs]
+        for axis in range(max((len(layout) for layout in outputs if layout is not None), default=0)):
+            becomes_partial = _any_partial(outputs, axis) and not _any_partial(inputs, axis)
+            if becomes_partial and any(layout is not None and layout[axis] == R for layout in parameters):
+                return True
     return False
 
 
-def _partial(layouts: Sequence[Layout | None], axis: int) -> bool:
+def _any_partial(layouts: Sequence[Layout | None], axis: int) -> bool:
     return any(layout is not None and layout[axis].is_partial() for layout in layouts)

@@ -1,8 +1,8 @@
-"""Small stand-ins for the shapes of an op's inputs, so that one answer of DTensor's serves many ops.
+"""Small input shapes that DTensor's rules treat as they treat the real ones, so that one result serves many ops.
 
-For ops that name no length in their arguments, DTensor's rules look at three things of a length: what divides it, which
-other lengths it equals, and whether it is 1. Stand-ins that keep these three get the same answer, and all linear layers
-of a transformer but the square ones get one and the same.
+For ops whose arguments contain no length, DTensor's rules depend on three properties of a length: its divisors, the
+other lengths that it equals, and whether it is 1. Small shapes that keep these properties get the same result. All
+linear layers of a transformer then share one result, except square ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planner.graph.op_graph import Op, Value
 
 aten = torch.ops.aten
 
-NAME_NO_LENGTH = frozenset(
+OPS_WITHOUT_LENGTHS = frozenset(
     {
         aten.add.Tensor,
         aten.bmm.default,
@@ -41,26 +41,26 @@ NAME_NO_LENGTH = frozenset(
         aten.transpose.int,
     }
 )
-"""Ops whose arguments beside the tensors are dims, dtypes and factors: no length is among them."""
+"""Ops whose arguments, apart from tensors, are dims, dtypes and factors, and no lengths."""
 
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 
 
-def small(op: Op, inputs: Sequence[Value], mesh_size: int) -> Sequence[Value]:
-    """Return ``inputs`` with small shapes that DTensor treats alike on any mesh of ``mesh_size`` ranks.
+def with_small_shapes(op: Op, inputs: Sequence[Value], mesh_size: int) -> Sequence[Value]:
+    """Return ``inputs`` with small shapes that DTensor treats as the real ones, on any mesh of ``mesh_size`` ranks.
 
-    Returned as they are where the op is not known to name no length.
+    The inputs of other ops than `OPS_WITHOUT_LENGTHS` are returned unchanged.
     """
     lengths = [length for value in inputs for length in value.shape]
-    if op.target not in NAME_NO_LENGTH or 0 in lengths:
+    if op.target not in OPS_WITHOUT_LENGTHS or 0 in lengths:
         return inputs
-    mesh_size = math.lcm(mesh_size, 4)  # one axis of two ranks and two such axes then get the same stand-ins
+    mesh_size = math.lcm(mesh_size, 4)  # meshes of one axis of two ranks and of two such axes then share results
     primes = iter(prime for prime in _PRIMES if mesh_size % prime)
-    known: dict[int, int] = {1: 1}
+    small: dict[int, int] = {1: 1}
     for length in lengths:
-        if length not in known:
+        if length not in small:
             prime = next(primes, None)
             if prime is None:
                 return inputs
-            known[length] = math.gcd(length, mesh_size) * prime
-    return [dataclasses.replace(value, shape=tuple(known[length] for length in value.shape)) for value in inputs]
+            small[length] = math.gcd(length, mesh_size) * prime
+    return [dataclasses.replace(value, shape=tuple(small[length] for length in value.shape)) for value in inputs]

@@ -26,7 +26,7 @@ def zigzag_order(
     if axis is None or not isinstance(reordering, Reordering):
         return None
     inputs, outputs = defaultdict[str, dict[str, int]](dict), defaultdict[str, dict[str, int]](dict)
-    for place, dim in reordering.places.items():
+    for place, dim in reordering.boundaries.items():
         (inputs if place.direction == "input" else outputs)[place.fqn][place.path] = dim
     return ZigzagOrder(
         axis=run.mesh.names[axis],

@@ -14,7 +14,7 @@ from executor.ops.context_parallel import context_parallel_attention
 from executor.redistribute import Redistributor, contiguous_stride
 from executor.torch_internals import fake_process_group, make_dtensor
 from planner.plan.sharding_plan import PlanMesh, ShardingPlan
-from planner.strategies.context_parallel import ContextParallelWork
+from planner.strategies.context_parallel_work import ContextParallelWork
 
 ROWS, WIDTH = 256, 64
 LAYOUT = (Shard(2),)
@@ -61,7 +61,7 @@ def test_bytes_are_those_that_are_priced(ranks: int, heads: int, kv_heads: int, 
         assert other["saved"] == seen["saved"]
         seen = {name: max(seen[name], other[name]) for name in seen}
     # In addition to what is priced as the op's own: its result, and the queries after their exchange.
-    additional = work.result_nbytes + (work.query_nbytes if work.exchanged else 0)
+    additional = work.result_nbytes + (work.query_nbytes if work.exchanges_chunks else 0)
     assert seen["saved"] == work.saved_nbytes + additional
     # The price includes log-sum-exps that are freed before the last kernel.
     assert 0.9 * work.forward_peak_nbytes <= seen["forward"] <= 1.03 * work.forward_peak_nbytes

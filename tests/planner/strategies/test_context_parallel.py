@@ -20,9 +20,11 @@ from planner.pricing.op_times import LocalOp, OpTimes
 from planner.profile.op_profile import OpProfile
 from planner.run.compute_bound import least_compute_s
 from planner.session import PlanningSession
-from planner.strategies.context_parallel import SEQUENCE, ContextParallelWork, may_split
+from planner.strategies.context_parallel import SEQUENCE, may_split
+from planner.strategies.context_parallel_work import ContextParallelWork
 from planner.strategies.inner_collectives import Kernel
-from planner.strategies.own_rules import inner_collectives, own_rules
+from planner.strategies.own_collectives import inner_collectives
+from planner.strategies.own_rules import own_rules
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -18,15 +18,16 @@ from planner.graph.capture import to_meta
 from planner.graph.example_inputs import meta_inputs
 from planner.graph.from_fx import trace
 from planner.regions.regions import Region, build_regions
+from planner.strategies.axis_strategies import AxisStrategy
 from planner.strategies.dtensor_rules import (
     DTensorRules,
+    GlobalOutputs,
     UnsupportedTorchError,
-    WholeOutputs,
     _free_or_not,
     check_torch_version,
     mesh_without_groups,
 )
-from planner.strategies.enumerate import AxisStrategy, StrategyTable
+from planner.strategies.enumerate import StrategyTable
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
@@ -163,7 +164,7 @@ def test_dtensor_answers_the_same_where_it_is_told_what_ops_make(monkeypatch: py
     (region_op,) = region.ops
     inputs = tuple(region.slots[i].value for i in region_op.inputs)
 
-    def answers(outputs: WholeOutputs | None) -> list[Any]:
+    def answers(outputs: GlobalOutputs | None) -> list[Any]:
         found: list[Any] = []
         for shape, options in ((2, 2), [(S0, R), (R, S2), (S1, R)]), ((2,), [(R,), (S0,), (S1,), (S2,)]):
             rules = DTensorRules(shape, outputs)
@@ -176,7 +177,7 @@ def test_dtensor_answers_the_same_where_it_is_told_what_ops_make(monkeypatch: py
                         found.append(rules.backward(region_op.op, inputs, layouts, made))
         return found
 
-    told = answers(WholeOutputs())
+    told = answers(GlobalOutputs())
     assert any(answer is not None for answer in told)
-    monkeypatch.setattr(WholeOutputs, "of", lambda self, *asked: self._asked(*asked))
+    monkeypatch.setattr(GlobalOutputs, "of", lambda self, *args: self._compute(*args))
     assert told == answers(None)

@@ -21,7 +21,8 @@ from planner.graph.from_fx import trace
 from planner.plan.sharding_plan import ShardingPlan
 from planner.plan.token_order import zigzag_chunks, zigzag_indices
 from planner.session import PlanningSession
-from planner.strategies.token_reordering import ModuleBoundary, Reordering, find_reordering
+from planner.strategies.token_dims import ModuleBoundary
+from planner.strategies.token_reordering import Reordering, find_reordering
 from planner.writing.reprice import estimate_plan
 
 ROWS, WIDTH, VOCABULARY = 16, 8, 32
@@ -106,7 +107,7 @@ def test_models_that_work_token_by_token_may_be_reordered(name: str, shifted: bo
     found = found_for(Model(mix, shifted))
     assert isinstance(found, Reordering), found
     assert found.length == ROWS
-    assert found.places == {ModuleBoundary("", "input", "ids"): 1} | places
+    assert found.boundaries == {ModuleBoundary("", "input", "ids"): 1} | places
 
 
 REFUSED: dict[str, tuple[Mix, str]] = {

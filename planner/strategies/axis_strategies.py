@@ -1,0 +1,260 @@
+"""Strategies of a region on one mesh axis, by depth-first search over the placements of its tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cost_model.layouts.layout import divides
+from planner.graph.op_graph import Op, Value
+from planner.regions.module_bodies import OUTSIDE
+from planner.regions.regions import Region, RegionOp, find_op_inputs
+from planner.strategies.dtensor_rules import DTensorRules
+from planner.strategies.own_rules import dtensor_may_run, own_rules, strided_placements
+
+R = Replicate()
+P = Partial()
+
+Placements = tuple[Placement | None, ...]
+
+_Placed = dict[int, Placement | None]
+"""Slot -> its placement, or that of its gradient; None for a plain tensor, and for no gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisStrategy:
+    """A way to run a region on one mesh axis.
+
+    Attributes:
+        forward: placement of each slot; None for a plain tensor.
+        gradient: placement of each slot's gradient; None where there is none.
+    """
+
+    forward: Placements
+    gradient: Placements
+
+
+def gradient_options(placement: Placement) -> tuple[Placement, ...]:
+    """Return the placements that the gradient of a boundary tensor may have, given the tensor's own."""
+    if type(placement) is Replicate:
+        return (R, P)
+    if type(placement) in (Shard, _StridedShard):
+        return (placement,)
+    return (R,) if type(placement) is Partial and placement.reduce_op == "sum" else ()
+
+
+class AxisRules:
+    """Forward and backward of single ops on one mesh axis: by `own_rules` where an op has any, else by DTensor."""
+
+    def __init__(self, rules: DTensorRules) -> None:
+        self._rules = rules
+
+    def forward(self, op: Op, inputs: Sequence[Value], placements: Placements) -> tuple[Placement, ...] | None:
+        """Return the placements of the op's outputs; None where the op does not run on inputs in ``placements``."""
+        own = own_rules(op, inputs)
+        if own is not None:
+            return next(((rule.output,) for rule in own if rule.inputs == placements), None)
+        if not dtensor_may_run(op, placements):
+            return None
+        layouts = self._rules.forward(op, inputs, tuple(None if p is None else (p,) for p in placements))
+        return None if layouts is None else tuple(layout[0] for layout in layouts if layout is not None)
+
+    def backward(
+        self, op: Op, inputs: Sequence[Value], placements: Placements, gradients: Placements
+    ) -> Placements | None:
+        """Return the placements of the gradients of the op's inputs; None where its backward does not run.
+
+        Args:
+            placements: of the inputs.
+            gradients: of the gradients of the outputs.
+        """
+        own = own_rules(op, inputs)
+        if own is not None:
+            return next(
+                (
+                    rule.input_gradients
+                    for rule in own
+                    if rule.inputs == placements and (rule.output_gradient,) == gradients
+                ),
+                None,
+            )
+        layouts = self._rules.backward(
+            op,
+            inputs,
+            tuple(None if p is None else (p,) for p in placements),
+            tuple(None if g is None else (g,) for g in gradients),
+        )
+        return None if layouts is None else tuple(None if layout is None else layout[0] for layout in layouts)
+
+
+def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> Iterator[AxisStrategy]:
+    """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may come twice."""
+    return _RegionSearch(region, rules, axis_size).run()
+
+
+def _may_pass_on(placement: Placement) -> bool:
+    """Tell whether an op may pass a tensor with this placement to the next op.
+
+    Not an average over ranks, from which no redistribution of the planner starts. Not a strided shard, which a view
+    leaves that merges a sharded dim: it carries more than its placement states, so that asking DTensor op by op would
+    not show what it does.
+    """
+    if isinstance(placement, _StridedShard):
+        return False
+    return not placement.is_partial() or getattr(placement, "reduce_op", "sum") == "sum"
+
+
+class _RegionSearch:
+    """Search over the placements of one region: forward through its ops, then backward for their gradients."""
+
+    def __init__(self, region: Region, rules: AxisRules, axis_size: int) -> None:
+        self._region = region
+        self._rules = rules
+        self._size = axis_size
+        self._exits = set(region.exits)
+
+    def run(self) -> Iterator[AxisStrategy]:
+        slots = range(len(self._region.slots))
+        for forward in self._forward({}, 0):
+            for gradient in self._backward(forward, {}, len(self._region.ops) - 1):
+                yield AxisStrategy(
+                    forward=tuple(forward.get(i) for i in slots), gradient=tuple(gradient.get(i) for i in slots)
+                )
+
+    # --- forward -------------------------------------------------------------------------------------------------
+
+    def _forward(self, forward: _Placed, step: int) -> Iterator[_Placed]:
+        """Yield the completions of ``forward``, the placements of slots that ops before ``step`` read or write."""
+        if step == len(self._region.ops):
+            unread = [i for i, slot in enumerate(self._region.slots) if slot.origin != "op" and i not in forward]
+            for choice in itertools.product(*(list(self._options(i)) for i in unread)):
+                yield forward | dict(zip(unread, choice, strict=True))
+            return
+        region_op = self._region.ops[step]
+        inputs = find_op_inputs(self._region, region_op)
+        unplaced = list(dict.fromkeys(i for i in region_op.inputs if i not in forward))
+        options = [[*self._options(i), *self._strided_options(region_op, i)] for i in unplaced]
+        for choice in itertools.product(*options):
+            placed = forward | dict(zip(unplaced, choice, strict=True))
+            outputs = self._rules.forward(region_op.op, inputs, tuple(placed[i] for i in region_op.inputs))
+            if outputs is None or not all(map(_may_pass_on, outputs)):
+                continue
+            yield from self._forward(placed | dict(zip(region_op.outputs, outputs, strict=True)), step + 1)
+
+    def _options(self, position: int) -> Iterator[Placement | None]:
+        slot = self._region.slots[position]
+        if slot.origin == "plain":
+            yield None
+            return
+        yield R
+        for dim, length in enumerate(slot.value.shape):
+            if length % self._size == 0 and length >= self._size:
+                yield Shard(dim)
+        if slot.origin == "entry" and slot.value.requires_grad and self._region.call != OUTSIDE:
+            yield P
+
+    def _strided_options(self, region_op: RegionOp, position: int) -> Iterator[Placement]:
+        slot = self._region.slots[position]
+        if slot.origin == "parameter" and self._region.call != OUTSIDE:
+            for placement in strided_placements(region_op.op, region_op.inputs.index(position)):
+                if divides(slot.value.shape, (placement,), (self._size,)):
+                    yield placement
+
+    # --- backward ------------------------------------------------------------------------------------------------
+
+    def _backward(self, forward: _Placed, gradient: _Placed, step: int) -> Iterator[_Placed]:
+        """Yield the completions of ``gradient``, the placements of gradients after the backward of later ops.
+
+        Args:
+            forward: the placement of each slot.
+            step: the op whose backward comes next; ops run backward in reverse order.
+        """
+        if step < 0:
+            yield from self._finish(forward, gradient)
+            return
+        region_op = self._region.ops[step]
+        exits = [i for i in region_op.outputs if i in self._exits]
+        undecided = [i for i in exits if self._region.slots[i].value.requires_grad and gradient.get(i) is None]
+        for choice in itertools.product(*(self._gradient_options(forward, i) for i in undecided)):
+            state = gradient | dict(zip(undecided, choice, strict=True))
+            if not all(self._is_valid_gradient(forward[i], state.get(i)) for i in exits):
+                continue
+            after = self._through_op(region_op, forward, state)
+            if after is not None:
+                yield from self._backward(forward, after, step - 1)
+
+    def _through_op(self, region_op: RegionOp, forward: _Placed, gradient: _Placed) -> _Placed | None:
+        """Return the gradients' placements after the backward of one op; None where it does not run."""
+        arriving = tuple(gradient.get(i) for i in region_op.outputs)
+        if all(placement is None for placement in arriving):
+            return gradient
+        inputs = find_op_inputs(self._region, region_op)
+        placements = tuple(forward[i] for i in region_op.inputs)
+        input_gradients = self._rules.backward(region_op.op, inputs, placements, arriving)
+        if input_gradients is None:
+            return None
+        state = dict(gradient)
+        for position, placement in zip(region_op.inputs, input_gradients, strict=True):
+            if placement is None or not self._region.slots[position].value.requires_grad:
+                continue
+            if state.get(position, placement) != placement:
+                return None  # autograd cannot add gradients of two uses in different placements
+            state[position] = placement
+        return state
+
+    def _finish(self, forward: _Placed, gradient: _Placed) -> Iterator[_Placed]:
+        """Yield ``gradient`` with the placements of gradients that no op of the region computes."""
+        is_outside = self._region.call == OUTSIDE
+        boundary = [
+            i
+            for i, slot in enumerate(self._region.slots)
+            if slot.origin in ("entry", "parameter") and slot.value.requires_grad
+        ]
+        undecided = [i for i in boundary if gradient.get(i) is None and (i in self._exits or is_outside)]
+        for choice in itertools.product(*(self._gradient_options(forward, i) for i in undecided)):
+            if is_outside and any(placement.is_partial() for placement in choice):
+                continue
+            state = gradient | dict(zip(undecided, choice, strict=True))
+            if all(self._is_valid_gradient(forward[i], state.get(i)) for i in boundary):
+                yield state
+
+    @staticmethod
+    def _gradient_options(forward: _Placed, position: int) -> tuple[Placement, ...]:
+        placement = forward[position]
+        return () if placement is None else gradient_options(placement)
+
+    @staticmethod
+    def _is_valid_gradient(placement: Placement | None, gradient: Placement | None) -> bool:
+        return gradient is None or (placement is not None and gradient in gradient_options(placement))
+
+
+def batch_only_strategies(
+    region: Region, strategies: Sequence[AxisStrategy], shapes: Sequence[tuple[int, ...]], size: int
+) -> tuple[AxisStrategy, ...]:
+    """Return the strategies with replicated parameters and with activations sharded on the batch dim alone.
+
+    All activations are sharded whose batch the axis divides; all are replicated if it divides none.
+
+    Args:
+        shapes: shape of each slot at the current batch.
+        size: ranks of the axis.
+    """
+
+    def batch_shards(strategy: AxisStrategy) -> frozenset[int] | None:
+        """Return the slots that are sharded on the batch dim; None where anything else is sharded."""
+        shards = set[int]()
+        for position, (slot, placement) in enumerate(zip(region.slots, strategy.forward, strict=True)):
+            if slot.origin not in ("entry", "parameter") or placement in (None, R):
+                continue
+            if slot.origin == "parameter" or placement != Shard(0) or shapes[position][0] % size:
+                return None
+            shards.add(position)
+        return frozenset(shards)
+
+    batch_only = [(strategy, shards) for strategy in strategies if (shards := batch_shards(strategy)) is not None]
+    most = frozenset().union(*(shards for _, shards in batch_only))
+    return tuple(strategy for strategy, shards in batch_only if shards == most) or tuple(s for s, _ in batch_only)

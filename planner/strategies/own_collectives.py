@@ -1,0 +1,75 @@
+"""`inner_collectives`: the collectives that the executor's own ops run inside, and what one device has of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import Shard
+
+from cost_model.layouts.layout import Layout, shard_counts, split_factor
+from planner.graph.op_graph import Op, Value
+from planner.model_rewrites import experts, fused_kernels
+from planner.strategies import context_parallel, expert_parallel
+from planner.strategies.inner_collectives import InnerCollective
+from planner.strategies.own_rules import is_shardable_cross_entropy
+
+
+def inner_collectives(
+    op: Op, inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> tuple[InnerCollective, ...]:
+    """Return the collectives inside ``op`` with inputs in ``layouts``; none for an op that DTensor runs."""
+    shapes = [shard_shape(value, layout, mesh_shape) for value, layout in zip(inputs, layouts, strict=True)]
+    if op.target_name == context_parallel.OP_NAME:
+        return context_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    if op.target_name == experts.OP_NAME:
+        return expert_parallel.collectives(op, inputs, layouts, shapes, mesh_shape)
+    losses = ("aten.cross_entropy_loss.default", fused_kernels.CROSS_ENTROPY)
+    if op.target_name in losses and is_shardable_cross_entropy(op, inputs):
+        return _cross_entropy_collectives(inputs, layouts, mesh_shape)
+    return ()
+
+
+def _cross_entropy_collectives(
+    inputs: Sequence[Value], layouts: Sequence[Layout | None], mesh_shape: Sequence[int]
+) -> tuple[InnerCollective, ...]:
+    """Return the all-reduces of a loss, in float32.
+
+    On an axis that shards the classes: the rows' maxima; then their sums of exponentials and target logits together.
+    On an axis that shards the rows: the sum of losses and the number of labels.
+    """
+    layout = layouts[0]
+    assert layout is not None
+    axes = [axis for axis, size in enumerate(mesh_shape) if size > 1]
+    rows = inputs[0].shape[0]
+    for axis in axes:
+        if layout[axis] == Shard(0):
+            rows //= mesh_shape[axis]
+    class_axes = [axis for axis in axes if layout[axis] == Shard(1)]
+    row_axes = [axis for axis in axes if layout[axis] == Shard(0)]
+    return (
+        *(InnerCollective(kind="all_reduce", axis=axis, nbytes=4 * rows) for axis in class_axes),
+        *(InnerCollective(kind="all_reduce", axis=axis, nbytes=8 * rows) for axis in class_axes),
+        *(InnerCollective(kind="all_reduce", axis=axis, nbytes=8) for axis in row_axes),
+    )
+
+
+def shard_shape(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of one device's shard of ``value``; a plain value (layout None) is whole everywhere."""
+    if layout is None:
+        return value.shape
+    counts = shard_counts(layout, mesh_shape, len(value.shape))
+    return tuple(length // count for length, count in zip(value.shape, counts, strict=True))
+
+
+def work_split(layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:
+    """Return the number of ranks that share an op's work: the product of the axes that shard any of its tensors.
+
+    Args:
+        layouts: layouts of the op's inputs and outputs.
+    """
+    ranks = 1
+    for axis, size in enumerate(mesh_shape):
+        on_axis = [(layout[axis],) for layout in layouts if layout is not None]
+        if any(split_factor(layout, (size,)) > 1 for layout in on_axis):
+            ranks *= size
+    return ranks
