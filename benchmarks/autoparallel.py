@@ -23,7 +23,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from search import Row, measure_apart
+from search import measure_apart
+from search_cases import Row
 
 SEQ, VOCAB, LAYERS = 8192, 128256, 32
 MESHES = {"32x8": (32, 8), "64": (64,)}

@@ -1,4 +1,4 @@
-"""Draw what `search.py` measured: seconds by stage, and peak memory, against layers, devices and axes."""
+"""The picture of the outcomes of `search.py`: seconds by stage and peak memory, by layers, devices and axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from search import STAGES, Outcome
+from search_cases import STAGES, Outcome
 
 GROUPS = {
     "layers": "layers of Llama-3.1-405B, mesh dp=64,tp=8 given",
@@ -17,13 +17,13 @@ GROUPS = {
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write the picture of every group that was measured to ``path``."""
-    found = {group: [item for item in outcomes if item.row.group == group] for group in GROUPS}
-    found = {group: items for group, items in found.items() if items}
-    if not found:
+    """Write the picture of every measured group to ``path``."""
+    by_group = {group: [item for item in outcomes if item.row.group == group] for group in GROUPS}
+    by_group = {group: items for group, items in by_group.items() if items}
+    if not by_group:
         raise SystemExit(f"there is nothing to draw: measure one of the groups {', '.join(GROUPS)}")
-    figure, panels = plt.subplots(1, len(found), figsize=(5.5 * len(found), 4.2), squeeze=False)
-    for axes, (group, items) in zip(panels[0], found.items(), strict=True):
+    figure, panels = plt.subplots(1, len(by_group), figsize=(5.5 * len(by_group), 4.2), squeeze=False)
+    for axes, (group, items) in zip(panels[0], by_group.items(), strict=True):
         _panel(axes, group, items)
     panels[0][0].legend(loc="upper left", fontsize="small")
     figure.tight_layout()

@@ -1,4 +1,4 @@
-"""Seconds by stage and peak memory of the planner itself: against layers, devices, axes, and where issue 4 asks.
+"""Wall time by stage and peak memory of the planner, by layers, devices and mesh axes, and for whole searches.
 
     python benchmarks/search.py --list
     python benchmarks/search.py --row check-1-given --row check-1-free
@@ -6,8 +6,8 @@
     python benchmarks/search.py --group check-8 --json search.json
     python benchmarks/search.py --read search.json --plot search.svg --markdown search.md
 
-Every row runs in a fresh process, without any cache of plans. Seconds count from after the imports and after the
-module is built; memory is the process's peak resident set, imports included. A row past its time limit says so.
+Every row runs in a fresh process without a cache of plans. Seconds count from after the imports and after the module is
+built. Memory is the process's peak resident set, imports included.
 """
 
 from __future__ import annotations
@@ -23,129 +23,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from search_cases import STAGES, Outcome, Row, outcome_of, rows
 
-GPU, PER_NODE = "h100-sxm-80gb", 8
-LAYERS, DEVICES = (2, 8, 32, 80, 126), (1, 8, 64, 512, 4096, 16384)
-STAGES = ("trace_s", "costs_s", "solve_s", "check_s", "write_s")
-LIMITS_S = (1.0, 5.0, 30.0)
-WITH_EXPERTS = ("mixtral-8x7b", "deepseek-v3")
 TIME_LIMIT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One request to the planner.
-
-    Attributes:
-        group: "layers", "devices", "axes" or "check-N", a check of issue 4.
-        layers: in place of the preset's; None leaves them.
-        mesh, micro_batches, ac: given, or None to have them found.
-        pipelines: whether pipelines are searched as well.
-        asked_s: what the issue asks for, None where it does not.
-        time_limit_s: of the search, which then gives the best plan so far; None: it ends by itself.
-        jobs: processes that search; memory is then that of the first, and CPU seconds are those of the first.
-    """
-
-    name: str
-    group: str
-    preset: str
-    devices: int
-    batch: int
-    seq: int = 8192
-    layers: int | None = None
-    mesh: str | None = None
-    micro_batches: int | None = None
-    ac: str | None = None
-    pipelines: bool = False
-    asked_s: float | None = None
-    time_limit_s: float | None = None
-    jobs: int = 1
-
-    @property
-    def cluster(self) -> str:
-        """The cluster, whole nodes where there is more than one."""
-        nodes, inside = max(self.devices // PER_NODE, 1), min(self.devices, PER_NODE)
-        return f"{nodes}x{inside}x{GPU}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a row.
-
-    Attributes:
-        seconds: from the module to the plan, or to the refusal.
-        cpu_s: of processor time meanwhile; less than ``seconds`` where others had the processor.
-        stages: seconds by stage, as the plan has them; empty without a plan.
-        peak_mb: peak resident set of the process; ``imports_mb`` of it before planning.
-        answer: the plan in a few words, or why there is none.
-        objective_s: seconds per step of the plan; None without one.
-        gap: how far from the best it may be, relative to it.
-    """
-
-    row: Row
-    seconds: float
-    cpu_s: float
-    model_s: float
-    stages: Mapping[str, float]
-    peak_mb: float
-    imports_mb: float
-    answer: str
-    objective_s: float | None = None
-    gap: float | None = None
-
-
-def rows() -> Iterator[Row]:
-    """Yield every row."""
-    for layers in LAYERS:
-        yield Row(
-            name=f"layers-{layers}", group="layers", preset="llama-3.1-405b", layers=layers, devices=512, batch=128,
-            mesh="dp=64,tp=8", micro_batches=1, ac="full", asked_s=5.0 if layers == 126 else None,
-        )  # fmt: skip
-    for devices in DEVICES:
-        yield Row(name=f"devices-{devices}", group="devices", preset="llama-3.1-8b", devices=devices, batch=2 * devices)
-    for mesh in ("dp=64", "dp=8,tp=8"):
-        axes = mesh.count("=")
-        yield Row(
-            name=f"axes-{axes}", group="axes", preset="llama-3.1-8b", devices=64, batch=128, mesh=mesh,
-            micro_batches=1, ac="full",
-        )  # fmt: skip
-    given = Row(
-        name="check-1-given", group="check-1", preset="llama-3.1-8b", devices=256, batch=64, mesh="dp=32,tp=8",
-        micro_batches=1, ac="full", asked_s=3.0,
-    )  # fmt: skip
-    yield given
-    yield dataclasses.replace(given, name="check-1-free", micro_batches=None, ac=None)
-    for pipelines in (False, True):
-        name = "check-3-pipelines" if pipelines else "check-3"
-        yield Row(
-            name=name, group="check-3", preset="llama-3.1-405b", devices=16384, batch=2048, pipelines=pipelines,
-            asked_s=60.0,
-        )  # fmt: skip
-    for preset, sizes in (
-        ("llama-3.1-8b", (1, 8, 64, 512)),
-        ("llama-3.1-70b", (64, 512)),
-        ("llama-3.1-405b", (512, 1024, 2048, 4096, 8192, 16384)),
-        ("mixtral-8x7b", (64,)),
-        ("deepseek-v3", (256,)),
-    ):
-        for devices in sizes:
-            yield Row(
-                name=f"check-4-{preset.removeprefix('llama-3.1-')}-{devices}", group="check-4", preset=preset,
-                devices=devices, batch=max(128, devices), seq=4096 if preset in WITH_EXPERTS else 8192,
-                pipelines=True, asked_s=30.0, jobs=2,
-            )  # fmt: skip
-    for limit_s in (*LIMITS_S, None):
-        yield Row(
-            name=f"check-8-{'none' if limit_s is None else f'{limit_s:g}'}", group="check-8", preset="llama-3.1-405b",
-            devices=16384, batch=2048, time_limit_s=limit_s,
-        )  # fmt: skip
 
 
 def _peak_mb() -> float:
@@ -153,12 +38,12 @@ def _peak_mb() -> float:
 
 
 def _cpu_s() -> float:
-    """Return the processor time of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
 
 
 def measure(row: Row) -> Outcome:
-    """Return what comes of a row, planned in this process."""
+    """Return the outcome of a row, planned in this process."""
     from api.requests.model_configs import find_config
     from api.requests.model_registry import load_model, quiet_libraries
     from planner import PlanningSession
@@ -197,7 +82,7 @@ def measure(row: Row) -> Outcome:
 
 
 def measure_apart(row: Row, time_limit_s: float) -> Outcome:
-    """Return what comes of a row in a process of its own."""
+    """Return the outcome of a row, planned in a process of its own."""
     command = [sys.executable, __file__, "--alone", json.dumps(dataclasses.asdict(row))]
     nothing = Outcome(row=row, seconds=0.0, cpu_s=0.0, model_s=0.0, stages={}, peak_mb=0.0, imports_mb=0.0, answer="")
     try:
@@ -209,52 +94,47 @@ def measure_apart(row: Row, time_limit_s: float) -> Outcome:
     return outcome_of(json.loads(done.stdout.splitlines()[-1]))
 
 
-def usual_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the run of one row that took the median of the seconds, with medians of the stages; or one that broke."""
+def median_run(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the run of one row with the median seconds, with median stages; a run that failed where there is one."""
     broken = [item for item in outcomes if item.answer.startswith(("failed", "stopped"))]
     if broken:
         return broken[0]
-    usual = sorted(outcomes, key=lambda item: item.seconds)[len(outcomes) // 2]
-    stages = {name: statistics.median(item.stages[name] for item in outcomes) for name in usual.stages}
-    return dataclasses.replace(usual, stages=stages)
+    median = sorted(outcomes, key=lambda item: item.seconds)[len(outcomes) // 2]
+    stages = {name: statistics.median(item.stages[name] for item in outcomes) for name in median.stages}
+    return dataclasses.replace(median, stages=stages)
 
 
 def measure_in_rounds(wanted: Sequence[Row], time_limit_s: float, times: int) -> Iterator[list[Outcome]]:
-    """Yield what comes of the rows, the usual of so many ``times``, after each run: slow minutes fall on all rows."""
+    """Yield the outcomes so far after each run, medians over ``times`` rounds; a round runs all rows once."""
     runs: dict[str, list[Outcome]] = {}
     for row in (row for _ in range(times) for row in wanted):
-        found = measure_apart(row, time_limit_s)
-        print(f"{row.name}: {found.seconds:.2f} s, {found.answer}", file=sys.stderr, flush=True)
-        runs.setdefault(row.name, []).append(found)
-        yield [usual_of(of_row) for of_row in runs.values()]
-
-
-def outcome_of(document: Mapping[str, Any]) -> Outcome:
-    """Return an outcome from what `dataclasses.asdict` made of it."""
-    return Outcome(**{**document, "row": Row(**document["row"])})
+        outcome = measure_apart(row, time_limit_s)
+        print(f"{row.name}: {outcome.seconds:.2f} s, {outcome.answer}", file=sys.stderr, flush=True)
+        runs.setdefault(row.name, []).append(outcome)
+        yield [median_run(outcomes) for outcomes in runs.values()]
 
 
 COLUMNS = (
-    "row", "model", "cluster", "seconds", "CPU s", "asked", *STAGES, "peak MB", "imports MB", "gap", "answer",
+    "row", "model", "cluster", "seconds", "CPU s", "target", *STAGES, "peak MB", "imports MB", "gap", "answer",
 )  # fmt: skip
 WORDS = ("row", "model", "cluster", "answer")
 
 
 def cells_of(item: Outcome) -> list[str]:
-    """Return what is said of a row, one cell for each of `COLUMNS`."""
+    """Return the cells of a row, one for each of `COLUMNS`."""
     row = item.row
     depth = "" if row.layers is None else f", {row.layers} layers"
     stages = [f"{item.stages[stage]:.2f}" if stage in item.stages else "-" for stage in STAGES]
-    asked = "-" if row.asked_s is None else f"{row.asked_s:.0f}"
+    target = "-" if row.target_s is None else f"{row.target_s:.0f}"
     gap = "-" if item.gap is None else f"{100 * item.gap:.2f} %"
     return [
-        row.name, row.preset + depth, row.cluster, f"{item.seconds:.2f}", f"{item.cpu_s:.2f}", asked, *stages,
+        row.name, row.preset + depth, row.cluster, f"{item.seconds:.2f}", f"{item.cpu_s:.2f}", target, *stages,
         f"{item.peak_mb:.0f}", f"{item.imports_mb:.0f}", gap, item.answer,
     ]  # fmt: skip
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
-    """Return the table of what was measured."""
+    """Return the table of the outcomes."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in WORDS else "right")
@@ -264,7 +144,7 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 
 def markdown_of(outcomes: Sequence[Outcome]) -> str:
-    """Return the same table as docs write it, and what is checked below it."""
+    """Return the table in Markdown, and the checks below it."""
     lines = ["| " + " | ".join(name.removesuffix("_s") for name in COLUMNS) + " |"]
     lines.append("| " + " | ".join("---" if name in WORDS else "---:" for name in COLUMNS) + " |")
     lines += ["| " + " | ".join(cells_of(item)) + " |" for item in outcomes]
@@ -272,26 +152,26 @@ def markdown_of(outcomes: Sequence[Outcome]) -> str:
 
 
 def checks_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return what the rows say together: late ones, solving by layers, and plans that more time made worse."""
-    late = [item.row.name for item in outcomes if item.row.asked_s is not None and item.seconds > item.row.asked_s]
-    found = [f"later than asked for: {', '.join(late) or 'none'}"]
+    """Return the checks over all rows: targets missed, solving by layers, and plans that more time made worse."""
+    late = [item.row.name for item in outcomes if item.row.target_s is not None and item.seconds > item.row.target_s]
+    lines = [f"over the target: {', '.join(late) or 'none'}"]
     searches = [item.seconds for item in outcomes if item.row.group == "check-4"]
     if searches:
-        found.append(f"median of {len(searches)} searches of check-4: {statistics.median(searches):.1f} s")
+        lines.append(f"median of {len(searches)} searches of check-4: {statistics.median(searches):.1f} s")
     by_layers = [item for item in outcomes if item.row.group == "layers" and item.stages]
     solving = {item.row.layers or 0: item.stages["solve_s"] for item in by_layers}
     if len(solving) > 1:
         few, many = min(solving.items()), max(solving.items())
-        found.append(f"solving {many[0]} layers takes {many[1] / few[1]:.2f} times as long as {few[0]}")
+        lines.append(f"solving {many[0]} layers takes {many[1] / few[1]:.2f} times as long as {few[0]}")
     limited = [item for item in outcomes if item.row.group == "check-8"]
     limited.sort(key=lambda item: item.row.time_limit_s or math.inf)
     times = [math.inf if item.objective_s is None else item.objective_s for item in limited]
     if len(times) > 1:
         worse = any(later > sooner for sooner, later in itertools.pairwise(times))
         without = any(item.gap is None for item in limited if item.objective_s is not None)
-        found.append(f"more time made a plan worse: {'YES' if worse else 'no'}")
-        found.append(f"a plan without its gap: {'YES' if without else 'no'}")
-    return found
+        lines.append(f"more time made a plan worse: {'YES' if worse else 'no'}")
+        lines.append(f"a plan without its gap: {'YES' if without else 'no'}")
+    return lines
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -302,21 +182,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", action="append", choices=list(dict.fromkeys(row.group for row in known)))
     parser.add_argument("--list", action="store_true", help="name the rows and stop")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each row")
-    parser.add_argument("--times", type=int, default=1, help="run each row so often, and take the medians")
-    parser.add_argument("--jobs", type=int, help="processes that search, in place of what each row says")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="take what was measured from there; measure nothing")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs have it")
-    parser.add_argument("--plot", type=Path, metavar="PNG|SVG", help="draw it (needs matplotlib, the notebook extra)")
+    parser.add_argument("--times", type=int, default=1, help="rounds, of which medians are taken")
+    parser.add_argument("--jobs", type=int, help="processes that search, in place of each row's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="read outcomes from there; measure nothing")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--plot", type=Path, metavar="PNG|SVG", help="draw it (needs matplotlib: the notebook extra)")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def chosen(arguments: argparse.Namespace) -> list[Row]:
-    """Return the rows that are asked for; all where none is named."""
+    """Return the chosen rows; all where none is named."""
     groups, names = arguments.group or [], arguments.row or []
-    wanted = [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
-    return wanted if arguments.jobs is None else [dataclasses.replace(row, jobs=arguments.jobs) for row in wanted]
+    selected = [row for row in rows() if row.group in groups or row.name in names or not (groups or names)]
+    return selected if arguments.jobs is None else [dataclasses.replace(row, jobs=arguments.jobs) for row in selected]
 
 
 def main() -> int:

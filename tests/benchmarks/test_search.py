@@ -8,18 +8,19 @@ from typing import Any
 import autoparallel
 import pytest
 import search
+import search_cases
 from rich.console import Console
 
 from cost_model import ClusterSpec
 
-TINY = search.Row(
+TINY = search_cases.Row(
     name="devices-2", group="devices", preset="gpt2", devices=2, batch=4, seq=64, layers=2, mesh="dp=2",
     micro_batches=1, ac="none",
 )  # fmt: skip
 
 
 def test_every_row_has_a_name_and_a_cluster_of_its_own_size() -> None:
-    rows = list(search.rows())
+    rows = list(search_cases.rows())
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert ClusterSpec.parse(row.cluster).size == row.devices, row.name
@@ -32,16 +33,16 @@ def test_every_row_has_a_name_and_a_cluster_of_its_own_size() -> None:
 def test_rows_are_chosen_by_name_and_by_group() -> None:
     arguments = search.parse_arguments(["--row", "check-3", "--group", "axes"])
     assert [row.name for row in search.chosen(arguments)] == ["axes-1", "axes-2", "check-3"]
-    assert search.chosen(search.parse_arguments([])) == list(search.rows())
+    assert search.chosen(search.parse_arguments([])) == list(search_cases.rows())
 
 
 def test_a_row_is_measured_written_and_drawn(tmp_path: Path) -> None:
     found = search.measure(TINY)
     assert found.answer.startswith("dp=2; 1 micro-batches; none; ")
-    assert set(found.stages) == set(search.STAGES)
+    assert set(found.stages) == set(search_cases.STAGES)
     assert sum(found.stages.values()) <= found.seconds
     assert found.imports_mb <= found.peak_mb
-    assert search.outcome_of(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert search_cases.outcome_of(json.loads(json.dumps(dataclasses.asdict(found)))) == found
     console = Console(record=True, width=220)
     console.print(search.table_of([found]))
     assert "devices-2" in console.export_text()
@@ -55,9 +56,9 @@ def test_a_row_is_measured_written_and_drawn(tmp_path: Path) -> None:
         draw([], tmp_path / "none.png")
 
 
-def outcome(name: str, **changes: Any) -> search.Outcome:
-    row = next(row for row in search.rows() if row.name == name)
-    nothing = search.Outcome(
+def outcome(name: str, **changes: Any) -> search_cases.Outcome:
+    row = next(row for row in search_cases.rows() if row.name == name)
+    nothing = search_cases.Outcome(
         row=row, seconds=1.0, cpu_s=1.0, model_s=0.0, stages={}, peak_mb=0.0, imports_mb=0.0, answer="a plan"
     )
     return dataclasses.replace(nothing, **changes)
@@ -70,24 +71,24 @@ def test_rows_run_several_times_in_rounds_and_their_medians_are_taken(monkeypatc
     }
     asked: list[str] = []
 
-    def measured(row: search.Row, _: float) -> search.Outcome:
+    def measured(row: search_cases.Row, _: float) -> search_cases.Outcome:
         asked.append(row.name)
         seconds, solve = runs[row.name][asked.count(row.name) - 1]
         return outcome(row.name, seconds=seconds, stages={"solve_s": solve})
 
     monkeypatch.setattr(search, "measure_apart", measured)
-    rows = [row for row in search.rows() if row.name in runs]
+    rows = [row for row in search_cases.rows() if row.name in runs]
     *_, last = search.measure_in_rounds(rows, 1.0, 3)
     assert asked == ["layers-2", "layers-126"] * 3
     assert [(item.seconds, item.stages["solve_s"]) for item in last] == [(2.0, 0.5), (5.0, 0.9)]
     broken = outcome("layers-2", answer="failed with exit code 1", seconds=0.0)
-    assert search.usual_of([last[0], broken, last[0]]) is broken
+    assert search.median_run([last[0], broken, last[0]]) is broken
 
 
 def test_what_the_rows_say_together() -> None:
     layers = [outcome("layers-2", stages={"solve_s": 0.5}), outcome("layers-126", stages={"solve_s": 0.6}, seconds=6.0)]
     assert search.checks_of(layers) == [
-        "later than asked for: layers-126",
+        "over the target: layers-126",
         "solving 126 layers takes 1.20 times as long as 2",
     ]
     limits = [
