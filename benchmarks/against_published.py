@@ -218,7 +218,8 @@ def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | s
         except PlannerError as error:
             return str(error).splitlines()[0][:40]
     assert estimate is not None
-    return estimate.step_time_s
+    step_time_s: float = estimate.step_time_s
+    return step_time_s
 
 
 def same_as_a_plan(run: PublishedRun) -> float | None:
@@ -234,7 +235,7 @@ def same_as_a_plan(run: PublishedRun) -> float | None:
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         for mode in modes:
             fused = parallel.implementation.kernels.fused_ops
-            session = session_of(run, source.module, micro_batches=parallel.micro_batches, ac=mode, fused=fused)
+            session = session_of(run, source.module, micro_batches=parallel.micro_batches, ac=mode, fused_ops=fused)
             # Whether it fits is another question: memory is judged row by row in accuracy.py.
             estimate = session.plan(planner="fully-sharded", memory_bytes=2**50).estimate
             assert estimate is not None

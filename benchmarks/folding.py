@@ -1,13 +1,13 @@
-"""What folding equal blocks costs: the folded program against the one in which every block decides for itself.
+"""The cost of folding equal blocks: the folded program against the one in which every block has its own choice.
 
     python benchmarks/folding.py                    # six models of 8 layers, without and with a binding memory cap
     python benchmarks/folding.py --model gpt2 --layers 4 --without-cap
 
-Three programs of one model on one mesh: folded; unfolded, with equal blocks bound to choose alike (`tied`), which has
-to come to the same; and unfolded without that, which folding may lose to. Every answer is written as a plan, read back
-and priced by the estimator. The plan with `heterogeneous_blocks`, in which the first k blocks may differ from the rest,
-comes last, with how much slower it and the folded one are, at most, than any unfolded one. Exit code 1 where two
-figures that have to be equal are not.
+Three programs of one model on one mesh are solved: folded; unfolded with equal blocks tied to equal choices (`tied`),
+whose optimum must be equal; and unfolded without ties ("free"), which may be faster. Every solution is written as a
+plan, read back and priced by the estimator. The table also has the plan with ``heterogeneous_blocks``, whose first k
+blocks may differ from the rest, and bounds on how much slower it and the folded plan are than any unfolded plan. Exit
+code 1 where figures differ that must be equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
-from tied import Tied
+from tied import TiedProblem
 from torch import nn
 
 from api.requests.model_configs import find_config
@@ -49,16 +49,16 @@ SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512, "vit-large": None}
 DEFAULT_SEQ = 4096
 MODELS = ("llama-3.1-8b", "qwen3-8b", "gpt2", "bert-large", "vit-large", "t5-large")
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
-COLUMNS = ("model", "cap", "folded", "unfolded, tied", "unfolded, free", "plan", "folded loses", "it loses", "verdict")
+COLUMNS = ("model", "cap", "folded", "tied", "free", "heterogeneous", "folded: loss", "heterogeneous: loss", "verdict")
 MIP_GAP = 1e-5
 TIME_LIMIT_S = 120.0
 SAME = 1e-9
-"""Two sums of the same amounts in another order differ by no more, relatively."""
+"""Largest relative difference of two sums of the same amounts in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """One way to state the choice: folded, or every block for itself."""
+class Form:
+    """One formulation of the choice: folded, or with every block on its own."""
 
     formulator: Formulator
     structure: Structure
@@ -66,24 +66,23 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Both:
-    """One run of a model, stated both ways."""
+class BothForms:
+    """One run of a model, formulated folded and unfolded."""
 
     module: nn.Module
     run: Run
-    folded: Side
-    apart: Side
+    folded: Form
+    unfolded: Form
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one program comes to.
+    """The answer of one program.
 
     Attributes:
-        solution: None where nothing fits, or where no answer was found in time.
+        solution: None where nothing fits, or where the solver found nothing in time.
         in_time: whether the solver answered.
-        priced_s: step time of the written plan, priced from its file.
-        peak_bytes: likewise.
+        priced_s, peak_bytes: step time and peak memory of the written plan, priced from its file.
     """
 
     program: str
@@ -93,10 +92,10 @@ class Answer:
     peak_bytes: int = 0
 
 
-def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
-    """Return the session's only run on a mesh, stated both ways."""
+def both_forms(module: nn.Module, run_on: str, session: PlanningSession) -> BothForms:
+    """Return the session's only run on a mesh, formulated folded and unfolded."""
     traced = session._traced
-    apart = ModelAnalysis(
+    unfolded = ModelAnalysis(
         graph=traced.graph,
         traced_batch=traced.traced_batch,
         any_batch=traced.any_batch,
@@ -108,63 +107,63 @@ def both_ways(module: nn.Module, run_on: str, session: PlanningSession) -> Both:
     assert job.micro_batches is not None
     assert job.ac is not None
     run = session._search.run_of(MeshSpec.parse(run_on), job.micro_batches, job.ac)
-    search = RunPlanner(apart, job, session.cluster, job.batch, Clock())
-    return Both(module=module, run=run, folded=_side(session._search, run), apart=_side(search, run))
+    planner = RunPlanner(unfolded, job, session.cluster, job.batch, Clock())
+    return BothForms(module=module, run=run, folded=_form(session._search, run), unfolded=_form(planner, run))
 
 
-def _side(search: RunPlanner, run: Run) -> Side:
-    formulator, structure, formulation = search.formulate(run, None)
-    assert formulation is not None, "the mesh divides nothing"
-    return Side(formulator=formulator, structure=structure, formulation=formulation)
+def _form(planner: RunPlanner, run: Run) -> Form:
+    formulator, structure, formulation = planner.formulate(run, None)
+    assert formulation is not None, "no tensor divides over the mesh"
+    return Form(formulator=formulator, structure=structure, formulation=formulation)
 
 
-def tied(both: Both) -> Tied:
-    """Return the unfolded problem with equal blocks, and their parameters, bound to choose alike."""
-    formulation = both.apart.formulation
+def tied(both: BothForms) -> TiedProblem:
+    """Return the unfolded problem with equal blocks, and their parameters, tied to equal choices."""
+    formulation = both.unfolded.formulation
     options: list[Sequence[Hashable]] = [*formulation.strategies, *formulation.stored]
     options += [range(len(node.charges)) for node in formulation.problem.nodes[len(options) :]]
-    return Tied.of(formulation.problem, list(_groups(both)), options)
+    return TiedProblem.from_groups(formulation.problem, list(_groups(both)), options)
 
 
-def _groups(both: Both) -> Iterator[list[int]]:
-    """Yield the unfolded nodes that are one node of the folded problem."""
-    folded, apart = both.folded.structure, both.apart.structure
+def _groups(both: BothForms) -> Iterator[list[int]]:
+    """Yield the groups of unfolded nodes that are one node of the folded problem."""
+    folded, unfolded = both.folded.structure, both.unfolded.structure
     for region_class in folded.regions.classes:
-        yield list(dict.fromkeys(apart.regions.class_of[member] for member in region_class.members))
+        yield list(dict.fromkeys(unfolded.regions.class_of[member] for member in region_class.members))
     node_of = {
-        value: len(apart.regions.classes) + index
-        for index, parameter in enumerate(apart.parameters)
+        value: len(unfolded.regions.classes) + index
+        for index, parameter in enumerate(unfolded.parameters)
         for value in parameter.values
     }
     for parameter in folded.parameters:
         yield [node_of[value] for value in parameter.values]
-    first = len(apart.regions.classes) + len(apart.parameters) + 1  # after the node of the axis
-    for gather in folded.fsdp_groups:
-        yield [first + index for index, block in enumerate(apart.fsdp_groups) if block.kind in gather.blocks]
+    first = len(unfolded.regions.classes) + len(unfolded.parameters) + 1  # after the node of the axis
+    for group in folded.fsdp_groups:
+        yield [first + index for index, block in enumerate(unfolded.fsdp_groups) if block.kind in group.blocks]
 
 
-def taken_apart(both: Both, decision: Decision) -> Decision:
-    """Return the folded ``decision`` as every block's own."""
-    folded, apart = both.folded.structure, both.apart.structure
+def unfolded_decision(both: BothForms, decision: Decision) -> Decision:
+    """Return the folded ``decision`` as one of the unfolded program."""
+    folded, unfolded = both.folded.structure, both.unfolded.structure
     stored = {
         value: choice
         for parameter, choice in zip(folded.parameters, decision.stored, strict=True)
         for value in parameter.values
     }
     return Decision(
-        strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in apart.regions.classes),
-        stored=tuple(stored[parameter.values[0]] for parameter in apart.parameters),
+        strategies=tuple(decision.strategies[folded.regions.class_of[c.members[0]]] for c in unfolded.regions.classes),
+        stored=tuple(stored[parameter.values[0]] for parameter in unfolded.parameters),
         reshard_after={
-            block.kind: decision.reshard_after[gather.kind]
-            for block in apart.fsdp_groups
-            for gather in folded.fsdp_groups
-            if gather.kind in decision.reshard_after and block.kind in gather.blocks
+            block.kind: decision.reshard_after[group.kind]
+            for block in unfolded.fsdp_groups
+            for group in folded.fsdp_groups
+            if group.kind in decision.reshard_after and block.kind in group.blocks
         },
     )
 
 
-def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
-    """Return the plan of an assignment, as its file gives it back."""
+def written_plan(both: BothForms, side: Form, assignment: Assignment) -> ShardingPlan:
+    """Return the plan of an assignment, written to JSON and read back."""
     run, entries = (
         both.run,
         decision_entries(
@@ -182,83 +181,83 @@ def written(both: Both, side: Side, assignment: Assignment) -> ShardingPlan:
 
 
 def answers(
-    both: Both, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S, known_s: float = math.inf
+    both: BothForms, memory_bytes: float | None, time_limit_s: float = TIME_LIMIT_S, incumbent_s: float = math.inf
 ) -> Iterator[Answer]:
-    """Yield what the three programs come to: "folded", "tied" and "free".
+    """Yield the answers of the three programs: "folded", "tied" and "free".
 
     Args:
-        known_s: step time of a plan whose blocks may differ. The free program is asked for nothing that takes longer
-            than that, or than what is folded: both are among its own.
+        incumbent_s: step time of a plan whose blocks may differ. The free program contains it and the folded plan, so
+            the better of the two is its cutoff.
     """
-    alike = tied(both)
+    tied_problem = tied(both)
     programs = (
         ("folded", both.folded, both.folded.formulation.problem),
-        ("tied", both.apart, alike.problem),
-        ("free", both.apart, both.apart.formulation.problem),
+        ("tied", both.unfolded, tied_problem.problem),
+        ("free", both.unfolded, both.unfolded.formulation.problem),
     )
     for name, side, problem in programs:
-        wanted_s = known_s * (1 + MIP_GAP) if name == "free" and math.isfinite(known_s) else None
+        cutoff_s = incumbent_s * (1 + MIP_GAP) if name == "free" and math.isfinite(incumbent_s) else None
         try:
-            found = solve(
-                problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s, cutoff_s=wanted_s
+            solution = solve(
+                problem, memory_bytes=memory_bytes, mip_gap=MIP_GAP, time_limit_s=time_limit_s, cutoff_s=cutoff_s
             )
         except SolverError:
             yield Answer(program=name, solution=None, in_time=False)
             continue
-        if found is None:
+        if solution is None:
             yield Answer(program=name, solution=None)
             continue
         if name == "folded":
-            known_s = min(known_s, found.objective_s)
-        assignment = alike.taken_apart(found.assignment) if name == "tied" else found.assignment
-        plan = written(both, side, assignment)
+            incumbent_s = min(incumbent_s, solution.objective_s)
+        assignment = tied_problem.untied(solution.assignment) if name == "tied" else solution.assignment
+        plan = written_plan(both, side, assignment)
         priced = estimate(
             side.formulator,
             side.structure,
             decision_from_plan(side.structure, side.formulator, plan, ModuleNames.from_module(both.module)),
         )
-        yield Answer(program=name, solution=found, priced_s=priced.step_time_s, peak_bytes=priced.peak_memory_bytes)
+        yield Answer(program=name, solution=solution, priced_s=priced.step_time_s, peak_bytes=priced.peak_memory_bytes)
 
 
-def faults(found: Sequence[Answer]) -> list[str]:
-    """Return what ought to be equal, or no larger, and is not: of answers out of time, what their bounds refute."""
+def find_faults(answers: Sequence[Answer]) -> list[str]:
+    """Return the violated relations between the answers; of programs out of time, those that their bounds violate."""
     wrong = []
-    for answer in found:
+    for answer in answers:
         s = answer.solution
         if s is not None and abs(answer.priced_s - s.objective_s) > SAME * s.objective_s:
             wrong.append(f"{answer.program}: objective {s.objective_s!r} s, priced {answer.priced_s!r} s")
-    if not all(answer.in_time for answer in found):
+    if not all(answer.in_time for answer in answers):
         return wrong
-    folded, equal, free = (answer.solution for answer in found)
+    folded, equal, free = (answer.solution for answer in answers)
     if folded is None or equal is None:
         return wrong if folded is equal else [*wrong, "only one of folded and tied fits"]
     tolerance = 1 + 2 * MIP_GAP
     if folded.bound_s > equal.objective_s * tolerance or equal.bound_s > folded.objective_s * tolerance:
         wrong.append(f"folded {folded.objective_s!r} s, tied {equal.objective_s!r} s")
     if free is None or free.bound_s > equal.objective_s * tolerance:
-        wrong.append("what is free does not even come to what is tied")
+        wrong.append("the free program's bound is above the tied optimum")
     return wrong
 
 
-def proved(found: Sequence[Answer]) -> bool:
-    """Tell whether the folded and the tied program were solved to the end."""
-    return all(answer.solution is not None and answer.solution.status == "optimal" for answer in found[:2])
+def proved(answers: Sequence[Answer]) -> bool:
+    """Return whether the folded and the tied program were solved to optimality."""
+    return all(answer.solution is not None and answer.solution.status == "optimal" for answer in answers[:2])
 
 
-def loss(found: Sequence[Answer], time_s: float | None = None) -> float | None:
-    """Return by how much of the free program's time another is slower at most; None where one has no answer.
+def loss(answers: Sequence[Answer], time_s: float | None = None) -> float | None:
+    """Return a bound on the relative loss against the free program's optimum; None where a program has no answer.
 
     Args:
-        time_s: the other's; None: the folded program's.
+        time_s: step time of the plan that loses; None for the folded program's.
     """
-    folded, _, free = (answer.solution for answer in found)
+    folded, _, free = (answer.solution for answer in answers)
     if folded is None or free is None:
         return None
     return (folded.objective_s if time_s is None else time_s) / free.bound_s - 1.0
 
 
 def is_repriced(module: nn.Module, plan: ShardingPlan) -> bool:
-    """Tell whether a plan's estimate is what its file is priced at."""
+    """Return whether a plan's estimate is equal to the price of its file."""
     again = estimate_plan(module, ShardingPlan.from_dict(json.loads(plan.to_json()))).estimate
     assert plan.estimate is not None
     assert again is not None
@@ -266,8 +265,8 @@ def is_repriced(module: nn.Module, plan: ShardingPlan) -> bool:
     return same_time and again.peak_memory_bytes == plan.estimate.peak_memory_bytes
 
 
-def case_of(preset: str, layers: int) -> tuple[Both, PlanningSession]:
-    """Return a preset's model with so many layers, on `MESH`, both ways; and the session that plans it."""
+def case_of(preset: str, layers: int) -> tuple[BothForms, PlanningSession]:
+    """Return a preset's model with ``layers`` layers in both forms on `MESH`, and the session that plans it."""
     config = find_config(preset, allow_local=False)
     assert config is not None
     values = {name: layers if name in DEPTHS else value for name, value in config.values.items()}
@@ -277,33 +276,33 @@ def case_of(preset: str, layers: int) -> tuple[Both, PlanningSession]:
     session = PlanningSession(
         source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none", heterogeneous_blocks=True
     )
-    return both_ways(source.module, MESH, session), session
+    return both_forms(source.module, MESH, session), session
 
 
-def binding_cap(both: Both, free_peak_bytes: float) -> float:
-    """Return a cap halfway between the least peak there is and the fastest plan's."""
+def binding_cap(both: BothForms, free_peak_bytes: float) -> float:
+    """Return a memory cap halfway between the least possible peak and that of the fastest plan."""
     least = least_memory(both.folded.formulation.problem)
     assert least is not None
     return least[1] + 0.5 * (free_peak_bytes - least[1])
 
 
 def rows(preset: str, arguments: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the cells of the table's rows for one model, and what is wrong with them."""
+    """Yield the cells of each table row of one model, and its faults."""
     both, session = case_of(preset, arguments.layers)
     cap: float | None = None
     for _ in range(1 if arguments.without_cap else 2):
         plan = session.plan(mesh=MESH, memory_bytes=None if cap is None else int(cap))
         assert plan.estimate is not None
         step_s = plan.estimate.step_time_s
-        found = list(answers(both, cap, arguments.time_limit_s, step_s))
-        cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, found)]
-        wrong = faults(found)
+        three = list(answers(both, cap, arguments.time_limit_s, step_s))
+        cells = [preset, "-" if cap is None else f"{cap / 1e9:.2f} GB", *map(_cell, three)]
+        wrong = find_faults(three)
         if not is_repriced(both.module, plan):
             wrong.append("the plan's estimate is not the price of its file")
         cells.append(f"{step_s * 1e3:.4f} ms")
-        cells += [_share(loss(found, time_s)) for time_s in (None, step_s)]
-        yield [*cells, "; ".join(wrong) or ("equal" if proved(found) else "not proved")], wrong
-        cap = binding_cap(both, found[0].peak_bytes)
+        cells += [_share(loss(three, time_s)) for time_s in (None, step_s)]
+        yield [*cells, "; ".join(wrong) or ("equal" if proved(three) else "not proved")], wrong
+        cap = binding_cap(both, three[0].peak_bytes)
 
 
 def _share(part: float | None) -> str:
@@ -323,13 +322,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="again for more; all where left out")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--without-cap", action="store_true", help="leave out the rows with a memory cap that binds")
+    parser.add_argument("--without-cap", action="store_true", help="leave out the rows with a binding memory cap")
     parser.add_argument("--time-limit-s", type=float, default=TIME_LIMIT_S, help="of each program")
     return parser.parse_args(argv)
 
 
 def main() -> int:
-    """Print the table; 1 where something is not as it has to be."""
+    """Print the table; return 1 where there is a fault."""
     arguments = parse_arguments()
     title = f"{arguments.layers} layers, {CLUSTER}, {MESH}, batch {BATCH}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))

@@ -1,31 +1,32 @@
-"""A problem in which some nodes are bound to choose alike, stated with one variable for each of their choices.
+"""A problem whose nodes are tied in groups: all nodes of a group make the same choice.
 
-That is the problem with equality constraints between these nodes, after substitution: what two edges between the same
-nodes show is then the same pair, and what is charged once for the same pairs are paid together. Left to a solver as
-constraints, choices are equal and flows are not, so that the relaxation says little.
+It is the problem with equality constraints between these nodes, after substitution: one node per group. Edges between
+the same groups become one edge, and charges shared by the same port pairs become one charge. Equality constraints in a
+solver would leave the flows of the edges unequal, so that the relaxation is weak.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from planner.ilp.problem import Assignment, Charge, Edge, Node, Problem, SharedCharge
+from planner.ilp.problem import Assignment, Edge, Node, Problem, SharedCharge
+from planner.ilp.quantities import Charge, Quantity
 
 Member = tuple[int, int, int]
 """Edge, producer's port, consumer's port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tied:
-    """A problem with its nodes tied together.
+class TiedProblem:
+    """A problem whose nodes are tied in groups.
 
     Attributes:
-        problem: one node for each group.
-        group_of: by node of the original problem, its group.
-        choice_of: likewise, by choice of the group the node's own.
+        problem: the problem with one node per group.
+        group_of: node of the original problem -> its group.
+        choice_of: node of the original problem -> its own choice for each choice of its group.
     """
 
     problem: Problem
@@ -33,56 +34,59 @@ class Tied:
     choice_of: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, problem: Problem, groups: Sequence[Sequence[int]], options: Sequence[Sequence[Hashable]]) -> Self:
+    def from_groups(
+        cls, problem: Problem, groups: Sequence[Sequence[int]], options: Sequence[Sequence[Hashable]]
+    ) -> Self:
         """Return ``problem`` with the nodes of each group tied.
 
         Args:
-            problem: what is to be chosen.
-            groups: nodes that choose alike; a node in no group is by itself.
-            options: by node what its choices stand for: equal ones are tied.
+            problem: the original problem.
+            groups: nodes with equal choices; a node in no group is a group of its own.
+            options: for each node, the meanings of its choices: choices with equal meanings are tied.
         """
-        named = {node for group in groups for node in group}
-        together = [*groups, *([node] for node in range(len(problem.nodes)) if node not in named)]
+        grouped = {node for group in groups for node in group}
+        all_groups = [*groups, *([node] for node in range(len(problem.nodes)) if node not in grouped)]
         group_of = [0] * len(problem.nodes)
         choice_of: list[tuple[int, ...]] = [()] * len(problem.nodes)
-        for number, group in enumerate(together):
+        for number, group in enumerate(all_groups):
             for node in group:
                 index = {option: choice for choice, option in enumerate(options[node])}
-                assert set(index) == set(options[group[0]]), "equal blocks have equal choices"
+                assert set(index) == set(options[group[0]]), "nodes of a group have the same options"
                 group_of[node] = number
                 choice_of[node] = tuple(index[option] for option in options[group[0]])
-        nodes = [_node(problem, group, choice_of) for group in together]
-        edges, edge_of = _edges(problem, group_of, choice_of)
+        nodes = [_tied_node(problem, group, choice_of) for group in all_groups]
+        edges, edge_of = _tied_edges(problem, group_of, choice_of)
         tied = Problem(
             nodes=tuple(nodes), edges=edges, shared_charges=_shared_charges(problem, edge_of), constant=problem.constant
         )
         return cls(problem=tied, group_of=tuple(group_of), choice_of=tuple(choice_of))
 
-    def taken_apart(self, assignment: Assignment) -> Assignment:
-        """Return an assignment of the tied problem as one of the original."""
+    def untied(self, assignment: Assignment) -> Assignment:
+        """Return an assignment of the tied problem as one of the original problem."""
         return tuple(choices[assignment[group]] for group, choices in zip(self.group_of, self.choice_of, strict=True))
 
 
-def _node(problem: Problem, group: Sequence[int], choice_of: Sequence[Sequence[int]]) -> Node:
-    charges = []
-    for choice in range(len(choice_of[group[0]])):
-        charges.append(_sum([problem.nodes[node].charges[choice_of[node][choice]] for node in group]))
+def _tied_node(problem: Problem, group: Sequence[int], choice_of: Sequence[Sequence[int]]) -> Node:
+    charges = [
+        _sum([problem.nodes[node].charges[choice_of[node][choice]] for node in group])
+        for choice in range(len(choice_of[group[0]]))
+    ]
     return Node(name=problem.nodes[group[0]].name, charges=tuple(charges))
 
 
-def _edges(
+def _tied_edges(
     problem: Problem, group_of: Sequence[int], choice_of: Sequence[Sequence[int]]
 ) -> tuple[tuple[Edge, ...], list[int]]:
-    """Return the edges between groups, and which of them each original edge became."""
-    alike: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[Edge]] = defaultdict(list)
+    """Return the edges between groups, and the index among them of each original edge."""
+    members_of: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[Edge]] = defaultdict(list)
     keys = []
     for edge in problem.edges:
         producer_ports = tuple(edge.producer_ports[choice] for choice in choice_of[edge.producer])
         consumer_ports = tuple(edge.consumer_ports[choice] for choice in choice_of[edge.consumer])
         keys.append((group_of[edge.producer], group_of[edge.consumer], producer_ports, consumer_ports))
-        alike[keys[-1]].append(edge)
+        members_of[keys[-1]].append(edge)
     edges = []
-    for (producer, consumer, producer_ports, consumer_ports), members in alike.items():
+    for (producer, consumer, producer_ports, consumer_ports), members in members_of.items():
         pairs = {
             pair: _sum([edge.pairs[pair] for edge in members])
             for pair in members[0].pairs
@@ -97,22 +101,22 @@ def _edges(
                 pairs=pairs,
             )
         )
-    number = {key: index for index, key in enumerate(alike)}
+    number = {key: index for index, key in enumerate(members_of)}
     return tuple(edges), [number[key] for key in keys]
 
 
 def _shared_charges(problem: Problem, edge_of: Sequence[int]) -> tuple[SharedCharge, ...]:
-    together: dict[frozenset[Member], list[Charge]] = defaultdict(list)
+    charges_of: dict[frozenset[Member], list[Charge]] = defaultdict(list)
     for shared in problem.shared_charges:
-        together[frozenset((edge_of[edge], p, q) for edge, p, q in shared.members)].append(shared.charge)
+        charges_of[frozenset((edge_of[edge], p, q) for edge, p, q in shared.members)].append(shared.charge)
     return tuple(
-        SharedCharge(charge=_sum(charges), members=tuple(sorted(members))) for members, charges in together.items()
+        SharedCharge(charge=_sum(charges), members=tuple(sorted(members))) for members, charges in charges_of.items()
     )
 
 
-def _sum(charges: Sequence[Charge]) -> Mapping[str, float]:
-    total: dict[str, float] = defaultdict(float)
+def _sum(charges: Sequence[Charge]) -> Charge:
+    total: dict[Quantity, float] = defaultdict(float)
     for charge in charges:
-        for name, amount in charge.items():
-            total[name] += amount
+        for quantity, amount in charge.items():
+            total[quantity] += amount
     return dict(total)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from support.architectures import ARCHITECTURES, SEQ
 from support.random_problems import problems
-from tied import Tied
+from tied import TiedProblem
 from torch import nn
 
 from planner.formulation.estimate import itemise
@@ -26,12 +26,12 @@ SAME = 1e-9
 SLOW = pytest.mark.slow
 
 
-def both_ways(name: str, ac: str, micro_batches: int) -> tuple[PlanningSession, folding.Both]:
+def both_forms(name: str, ac: str, micro_batches: int) -> tuple[PlanningSession, folding.BothForms]:
     module = ARCHITECTURES[name].build()
     session = PlanningSession(
         module, cluster="1x4xtoy", batch=BATCH, seq=SEQ, micro_batches=micro_batches, ac=ac, dtype="fp32"
     )
-    return session, folding.both_ways(module, "dp=2,tp=2", session)
+    return session, folding.both_forms(module, "dp=2,tp=2", session)
 
 
 def by_kind(price: Any) -> Counter[tuple[Any, ...]]:
@@ -43,23 +43,23 @@ def by_kind(price: Any) -> Counter[tuple[Any, ...]]:
 
 
 def check_prices(name: str, ac: str, micro_batches: int, seeds: int) -> None:
-    session, both = both_ways(name, ac, micro_batches)
+    session, both = both_forms(name, ac, micro_batches)
     check_decisions(session, both, seeds)
 
 
-def check_decisions(session: PlanningSession, both: folding.Both, seeds: int) -> None:
+def check_decisions(session: PlanningSession, both: folding.BothForms, seeds: int) -> None:
     steps = set()
     for seed in range(seeds):
         candidate = session._search.random(both.run, seed)
         assert candidate is not None
-        apart = folding.taken_apart(both, candidate.decision)
+        unfolded = folding.unfolded_decision(both, candidate.decision)
         one = itemise(both.folded.formulator, both.folded.structure, candidate.decision)
-        other = itemise(both.apart.formulator, both.apart.structure, apart)
+        other = itemise(both.unfolded.formulator, both.unfolded.structure, unfolded)
         assert by_kind(one) == by_kind(other)
         assert step_time_s(one.charge) == pytest.approx(step_time_s(other.charge), rel=SAME)
         assert peak_bytes(one.charge) == pytest.approx(peak_bytes(other.charge), rel=SAME)
         steps.add(step_time_s(one.charge))
-    assert len(both.apart.structure.regions.classes) > 3 * len(both.folded.structure.regions.classes)
+    assert len(both.unfolded.structure.regions.classes) > 3 * len(both.folded.structure.regions.classes)
     assert len(steps) == seeds, "the decisions are one and the same"
 
 
@@ -123,7 +123,7 @@ def test_what_all_blocks_read_is_added_up_as_often_folded() -> None:
         ac="none",
         dtype="fp32",
     )
-    both = folding.both_ways(module, "dp=2,tp=2", session)
+    both = folding.both_forms(module, "dp=2,tp=2", session)
     uneven = [sums for members in both.folded.structure.autograd_sums for sums in members if 1 < sum(sums.values()) < 8]
     assert uneven, "all of a class add up, or none does: nothing is shown"
     check_decisions(session, both, seeds=2)
@@ -139,7 +139,7 @@ def test_what_all_blocks_read_is_added_up_as_often_folded() -> None:
 )
 def test_the_best_is_that_of_the_unfolded_program_with_equal_blocks(name: str, share: float | None) -> None:
     """Without a memory cap, and with one; what each program's plan says costs what the solver thought."""
-    _, both = both_ways(name, "none", 1)
+    _, both = both_forms(name, "none", 1)
     cap = None
     if share is not None:
         free = next(folding.answers(both, None))
@@ -147,7 +147,7 @@ def test_the_best_is_that_of_the_unfolded_program_with_equal_blocks(name: str, s
         assert cap < free.peak_bytes
     found = list(folding.answers(both, cap))
     assert folding.proved(found)
-    assert folding.faults(found) == []
+    assert folding.find_faults(found) == []
     slower = folding.loss(found)
     assert slower is not None
     assert slower >= -2 * folding.MIP_GAP
@@ -165,7 +165,7 @@ def test_tied_nodes_choose_alike(problem: Problem) -> None:
     for group in groups:
         for number in group[1:]:
             options[number].reverse()
-    tied = Tied.of(problem, groups, options)
+    tied = TiedProblem.from_groups(problem, groups, options)
     found = {}
     for assignment in itertools.product(*(range(len(node.charges)) for node in problem.nodes)):
         meant = [options[node][choice] for node, choice in enumerate(assignment)]
@@ -175,7 +175,7 @@ def test_tied_nodes_choose_alike(problem: Problem) -> None:
     alike = {}
     for assignment in itertools.product(*(range(len(node.charges)) for node in tied.problem.nodes)):
         with contextlib.suppress(InfeasibleAssignmentError):
-            alike[tied.taken_apart(assignment)] = totals(tied.problem, assignment)
+            alike[tied.untied(assignment)] = totals(tied.problem, assignment)
     assert alike.keys() == found.keys()
     for assignment, total in found.items():
         assert alike[assignment] == pytest.approx(total)
@@ -189,12 +189,12 @@ def answer(program: str, objective_s: float, bound_s: float, priced_s: float) ->
 def test_a_fault_is_seen() -> None:
     """The comparison is no formality: another optimum, another price and a missing answer are each said."""
     folded, equal, free = (answer(name, 1.0, 1.0, 1.0) for name in ("folded", "tied", "free"))
-    assert folding.faults([folded, equal, free]) == []
-    wrong = folding.faults([answer("folded", 1.01, 1.01, 1.0), equal, free])
+    assert folding.find_faults([folded, equal, free]) == []
+    wrong = folding.find_faults([answer("folded", 1.01, 1.01, 1.0), equal, free])
     assert [text.partition(" ")[0] for text in wrong] == ["folded:", "folded"]
-    assert folding.faults([folding.Answer(program="folded", solution=None), equal, free]) == [
+    assert folding.find_faults([folding.Answer(program="folded", solution=None), equal, free]) == [
         "only one of folded and tied fits"
     ]
-    assert folding.faults([folded, equal, answer("free", 1.01, 1.01, 1.01)]) == [
-        "what is free does not even come to what is tied"
+    assert folding.find_faults([folded, equal, answer("free", 1.01, 1.01, 1.01)]) == [
+        "the free program's bound is above the tied optimum"
     ]
