@@ -1,4 +1,4 @@
-"""Fitting a few positive constants to rows: cyclic search along one constant at a time, on the error of logarithms."""
+"""Coordinate search for a few positive constants: the loss is the mean log error over rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from published.rows.priced_row import PricedRow
 
 STEPS = (0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.25)
-"""Factors that are tried on a constant in each round."""
+"""Factors that each round tries on a constant."""
 
 
 def loss(rows: Iterable[PricedRow]) -> float:
-    """Return the mean of |log(predicted / measured)|, where a source of n rows weighs sqrt(n)."""
+    """Return the mean of |log(predicted / measured)|; a source of n rows has weight sqrt(n)."""
     priced = [row for row in rows if row.predicted]
     counts = Counter(row.source for row in priced)
     weights = [1 / math.sqrt(counts[row.source]) for row in priced]
@@ -27,17 +27,17 @@ def fit(
     bounds: Mapping[str, tuple[float, float]],
     rounds: int = 8,
 ) -> tuple[dict[str, float], float]:
-    """Return the constants that ``price`` is least wrong with, and the loss: a local minimum, found from ``start``."""
+    """Return the constants of a local minimum of the loss of ``price``, searched from ``start``, and that loss."""
     best = dict(start)
     least = loss(price(best))
     for _ in range(rounds):
         before = least
         for name, (low, high) in bounds.items():
             for factor in STEPS:
-                tried = {**best, name: min(high, max(low, best[name] * factor))}
-                value = loss(price(tried))
+                candidate = {**best, name: min(high, max(low, best[name] * factor))}
+                value = loss(price(candidate))
                 if value < least - 1e-6:
-                    best, least = tried, value
+                    best, least = candidate, value
         if before - least < 1e-4:
             break
     return best, least

@@ -1,6 +1,6 @@
 """The fit of ``cost_model/kernels/efficiency.toml`` to the calibration sources of gemm.csv.
 
-Losses are means of absolute log errors, each source counting alike: the median matters, not the outlier.
+Losses are means of absolute log errors with equal weight for each source, so that medians count and not outliers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ fill_keys count head dims and keys, *_bytes bytes per score, *_s seconds."""
 Row = Mapping[str, str]
 _Constants = TypeVar("_Constants", GemmEfficiency, PassEfficiency, UnfusedEfficiency)
 _BEST_SHAPE = "torch.matmul best shape"
-_SHAPE_ONLY = "issue #6523"  # its A100's form and clock are not stated: only how its rate falls off with size is used
-_LEAST_SIZE = 512  # below it the ramp measures the host
+_SHAPE_ONLY = "issue #6523"  # form and clock of its A100 are not stated: only the fall-off with size is used
+_LEAST_SIZE = 512  # smaller GEMMs measure the host
 _SMOOTH = 0.05
-_LUCK = 0.06  # how far the best of a search over shapes lies above a usual shape, at most: assumed
+_LUCK = 0.06  # largest excess of the best shape of a search over a usual shape. Assumed
 _HALF = ("bf16", "fp16")
 _HEAD_DIMS = (64, 128, 256)
 
@@ -108,11 +108,11 @@ def _provenance(rows: Sequence[Row]) -> dict[str, object]:
 
 
 def _mean_error(errors: Mapping[str, Sequence[float]]) -> float:
-    """Return the mean over sources of the mean absolute log error, rounded off below 5 %."""
+    """Return the mean over sources of the mean absolute log error, smoothed below 5 %."""
     return mean(mean(math.hypot(error, _SMOOTH) for error in of_source) for of_source in errors.values())
 
 
-# --- matrix multiplication ----------------------------------------------------------------------------------------
+# --- GEMMs ----------------------------------------------------------------------------------------
 
 
 def _gemm_log_error(row: Row, efficiency: Efficiency) -> float:
@@ -122,7 +122,7 @@ def _gemm_log_error(row: Row, efficiency: Efficiency) -> float:
 
 
 def _fit_gemm(rows: Sequence[Row]) -> tuple[GemmEfficiency, list[Row]]:
-    """Fit the fall-off with size to the ramps; then fp8, alignment and torch's grouped kernel, each as a ratio."""
+    """Return the constants and their rows: the fall-off with size; then fp8, alignment and grouped GEMMs as ratios."""
     known = [row for row in rows if row["kind"] == "gemm" and _is_cuda(row)]
     ramps = [row for row in known if row["op"].startswith("cuBLAS") and min(shape_of(row)) >= _LEAST_SIZE]
     best = [row for row in known if row["op"] == _BEST_SHAPE]
@@ -163,7 +163,7 @@ def _fit_gemm(rows: Sequence[Row]) -> tuple[GemmEfficiency, list[Row]]:
         "level": 0.05,
     }
     starts = [{**start, "wave_rounding": rounding} for rounding in (0.1, 0.5, 0.9)]
-    gemm = constants(min((minimise(loss, point, steps) for point in starts), key=lambda found: found[1])[0])
+    gemm = constants(min((minimise(loss, point, steps) for point in starts), key=lambda result: result[1])[0])
     gemm = replace(gemm, fp8=_fp8_ratios(best))
     misaligned, aligned_rows = _misaligned(known)
     grouped, grouped_rows = _grouped_ratio(rows, replace(_START, gemm=gemm))
@@ -192,7 +192,7 @@ def _fp8_ratios(best: Sequence[Row]) -> tuple[tuple[str, float], ...]:
 
 
 def _misaligned(known: Sequence[Row]) -> tuple[float, list[Row]]:
-    """Return the rate of rows whose n is no multiple of 8 over that of their source's other rows."""
+    """Return the rate of rows whose n is no multiple of 8, over that of their source's other rows."""
     rows = [row for row in known if row["op"].startswith("bmm")]
     odd = [float(row["tflops"]) for row in rows if shape_of(row)[1] % 8]
     even = [float(row["tflops"]) for row in rows if not shape_of(row)[1] % 8]
@@ -202,7 +202,7 @@ def _misaligned(known: Sequence[Row]) -> tuple[float, list[Row]]:
 
 
 def _grouped_ratio(rows: Sequence[Row], efficiency: Efficiency) -> tuple[tuple[tuple[str, float], ...], list[Row]]:
-    """Return, by architecture, the rate of torch's 16-bit grouped kernel over that of one multiplication."""
+    """Return, by architecture, the rate of torch's 16-bit grouped kernel over that of one GEMM, and the rows."""
     ratios: dict[str, list[float]] = defaultdict(list)
     used = [row for row in rows if row["kind"] == "grouped gemm" and dtype_of(row) in _HALF and row["tflops"]]
     for row in used:
@@ -258,17 +258,15 @@ def _cases(rows: Sequence[Row], kernel: str, fitted: Efficiency) -> list[tuple[R
 
 
 def _fit_pass(cases: Sequence[tuple[Row, float, AttentionCase]], fitted: Efficiency, kernel: str) -> PassEfficiency:
-    """Fit the one pass that the cases lack: the forward, or, where the forward is known, the backward."""
+    """Return the fitted pass: the forward, or the backward where the forward is known."""
     measured_dims = sorted({case.head_dim for _, _, case in cases})
     backward = cases[0][2].passes != "fwd"
     known = dict(fitted.flash).get(kernel)
 
     def one_pass(point: Mapping[str, float]) -> PassEfficiency:
         cost = [point.get(f"cost{dim}", math.nan) for dim in _HEAD_DIMS]
-        for i, dim in enumerate(
-            _HEAD_DIMS
-        ):  # a head dim without rows: as much above the last as the forward's, or as its dims
-            if math.isnan(cost[i]):
+        for i, dim in enumerate(_HEAD_DIMS):
+            if math.isnan(cost[i]):  # no rows: the growth of the forward's cost, or of the head dim
                 growth = known.forward.cost[i] / known.forward.cost[i - 1] if known else dim / _HEAD_DIMS[i - 1]
                 cost[i] = cost[i - 1] * growth
         return PassEfficiency(
@@ -281,8 +279,8 @@ def _fit_pass(cases: Sequence[tuple[Row, float, AttentionCase]], fitted: Efficie
     def loss(point: Mapping[str, float]) -> float:
         if min(point.values()) < 0:
             return math.inf
-        tried = one_pass(point)
-        flash = _flash(known.forward if known else tried, tried)
+        candidate = one_pass(point)
+        flash = _flash(known.forward if known else candidate, candidate)
         others = tuple(pair for pair in fitted.flash if pair[0] != kernel)
         efficiency = replace(fitted, flash=(*others, (kernel, flash)))
         errors: dict[str, list[float]] = defaultdict(list)
@@ -299,9 +297,9 @@ def _fit_pass(cases: Sequence[tuple[Row, float, AttentionCase]], fitted: Efficie
 
 
 def _backward_ratio(rows: Sequence[Row], fitted: Efficiency) -> tuple[float, list[Row]]:
-    """Return the seconds per FLOP of FlashAttention-3 backward over forward, in the runs that measured both.
+    """Return the seconds per FLOP of FlashAttention-3 in backward over forward, in the runs that measured both.
 
-    Stands for cuDNN and FlashAttention-4 too, whose backward no calibration row shows.
+    The ratio holds for cuDNN and FlashAttention-4 too, of whose backward there is no calibration row.
     """
     rates: dict[str, list[float]] = defaultdict(list)
     used = [row for row in rows if row["trust"] == "C" and row["op"].startswith("FlashAttention-3")]
@@ -313,7 +311,7 @@ def _backward_ratio(rows: Sequence[Row], fitted: Efficiency) -> tuple[float, lis
 
 
 def _fit_unfused(rows: Sequence[Row], fitted: Efficiency) -> tuple[UnfusedEfficiency, list[Row]]:
-    """Fit the bytes of a score to the rows of attention without a fused kernel."""
+    """Return the bytes per score of attention without a fused kernel, and the rows."""
     cases = _cases(rows, "unfused", fitted)
 
     def loss(point: Mapping[str, float]) -> float:
@@ -331,7 +329,7 @@ def _fit_unfused(rows: Sequence[Row], fitted: Efficiency) -> tuple[UnfusedEffici
 
 
 def _rounded(constants: _Constants) -> _Constants:
-    """Return the constants with the four digits that the file holds."""
+    """Return the constants with four digits, as in the file."""
 
     def short(value: object) -> object:
         if isinstance(value, float):

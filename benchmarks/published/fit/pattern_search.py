@@ -1,4 +1,4 @@
-"""A minimiser for a few constants and a loss without gradient."""
+"""Pattern search: minimization of a loss of a few constants without its gradient."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Loss = Callable[[Mapping[str, float]], float]
 
 
 def minimise(loss: Loss, start: Mapping[str, float], steps: Mapping[str, float]) -> tuple[Point, float]:
-    """Return (the point, its loss) that pattern search ends at.
+    """Return the point of a local minimum and its loss.
 
-    Each constant in turn is moved by its step; a round that helped is repeated as one leap; steps are halved when no
-    move helps. Hooke and Jeeves, "Direct Search", J. ACM 8(2), 1961. Deterministic. A loss of infinity marks a
-    forbidden point. It finds a local minimum, and can rest on a kink: give it a smooth loss.
+    Each constant in turn is moved by its step. A round that lowers the loss is repeated as one leap; steps are halved
+    when no move lowers it. Deterministic. A loss of infinity marks a forbidden point. The search may stop at a kink, so
+    the loss should be smooth. Source: Hooke and Jeeves, "Direct Search", J. ACM 8(2), 1961.
     """
     point, best = dict(start), loss(start)
     scale = 1.0
@@ -32,17 +32,17 @@ def minimise(loss: Loss, start: Mapping[str, float], steps: Mapping[str, float])
         point, best = moved, value
         if loss(leap) < best:
             point, best = leap, loss(leap)
-    assert math.isfinite(best), "every point tried is forbidden"
+    assert math.isfinite(best), "every candidate is forbidden"
     return point, best
 
 
 def _explore(loss: Loss, point: Point, best: float, steps: Mapping[str, float]) -> tuple[Point, float]:
-    """Return the point, and its loss, after one try of each constant in both directions."""
+    """Return the point and its loss after one move of each constant, in the first direction that lowers the loss."""
     for name, step in steps.items():
         for sign in (1.0, -1.0):
-            tried = {**point, name: point[name] + sign * step}
-            value = loss(tried)
+            candidate = {**point, name: point[name] + sign * step}
+            value = loss(candidate)
             if value < best - 1e-12:
-                point, best = tried, value
+                point, best = candidate, value
                 break
     return point, best

@@ -1,4 +1,4 @@
-"""Minimization without derivatives: the downhill simplex of Nelder and Mead (1965), restarted while it gains."""
+"""Minimization without derivatives by the downhill simplex of Nelder and Mead (1965), with restarts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def minimize(function: Callable[[Point], float], start: Sequence[float], steps: 
     """Return the point of a local minimum of ``function``.
 
     Args:
-        function: what to minimize.
-        start: where the first simplex stands.
-        steps: its size, for each restart in turn.
+        function: the function to minimize.
+        start: a corner of the first simplex.
+        steps: sizes of the simplex, one for each restart.
     """
     best = np.array(start, dtype=np.float64)
     for step in steps:

@@ -1,4 +1,4 @@
-"""The parallel configuration of a row, and the seconds that it measured."""
+"""The parallel configuration of a row, and its measured seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from published.rows.priced_row import number
 
 
 class UnknownConfigurationError(ValueError):
-    """A row whose configuration is not stated well enough; the message is the reason that tables print."""
+    """The configuration of a row is not stated well enough; tables print the message as the reason."""
 
 
 def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSpec:
     """Return the configuration of a row of training_runs.csv or memory.csv.
 
     Raises:
-        UnknownConfigurationError: the sequence, the micro-batch or a degree cannot be known, or is doubted.
+        UnknownConfigurationError: the sequence, the micro-batch or a degree is not known, or is doubtful.
     """
     doubt = doubted(row)
     if doubt is not None:
@@ -48,7 +48,7 @@ def configuration_of(row: Mapping[str, str], assumed: Assumptions) -> ParallelSp
         and (row.get("source_date") or "2025") < "2025-04-07"
         and number(row, "gbs")
     ):
-        local = (number(row, "gbs") or 1) / data  # torchtitan cut the local batch into as many pieces as ranks
+        local = (number(row, "gbs") or 1) / data  # torchtitan split the local batch into as many micro-batches as ranks
         micro = max(1, local // pipeline)
     if not seq:
         raise UnknownConfigurationError("sequence length not stated")
@@ -139,8 +139,10 @@ def precision_class(text: str) -> str:
 
 
 def measured_step_s(row: Mapping[str, str], spec: TransformerSpec, parallel: ParallelSpec) -> float | None:
-    """Return the seconds of a step that a row measured: stated, else from tokens per second, else from FLOP/s in the
-    convention that it states; None where it has none of them."""
+    """Return the measured seconds of a step; None where the row has no measurement.
+
+    They are stated, or follow from tokens per second, or from FLOP/s in the row's convention.
+    """
     for column in ("step_time_s", "step_time_s_derived"):
         seconds = number(row, column)
         if seconds:

@@ -1,4 +1,4 @@
-"""The checks of the accuracy table: which rows count, what is asked of them, and what they show."""
+"""The checks of the accuracy table: their rows, their targets, and the errors of these rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ Rows = Sequence[PricedRow]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the table.
+    """One line of the table; all figures are shares of the measured value.
 
     Attributes:
-        mean: most that the mean absolute error may be.
-        within: (error, share): the least share of rows within an error, where one is asked.
-        under: most that a single row may be too low, where one is asked.
-        scope: least share of the rows that must have a prediction, where one is asked.
+        counts: whether a row counts in the check.
+        mean: largest allowed mean absolute error.
+        within: (error, share), where at least ``share`` of the rows must be within ``error``; None for no target.
+        under: largest allowed error of a row that is too low; None for no target.
+        scope: least share of the rows that must have a prediction; None for no target.
     """
 
     number: int
@@ -83,14 +84,14 @@ CHECKS = (
         counts=lambda row: 7 in row.checks and row.tags["nodes"] == "several nodes",
         mean=0.07,
     ),
-    Check(number=8, name="matrix products and attention", counts=lambda row: 8 in row.checks, mean=0.1),
+    Check(number=8, name="GEMMs and attention", counts=lambda row: 8 in row.checks, mean=0.1),
 )
-"""Check 5 compares with torch's MemTracker and has no rows here."""
+"""Check 5 compares with torch's MemTracker (benchmarks/memory.py) and has no rows here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Errors of some rows, as shares of what was measured."""
+    """Errors of some rows, as shares of the measured values."""
 
     rows: int
     priced: int
@@ -118,19 +119,19 @@ def figures(rows: Rows) -> Figures:
     )
 
 
-def holds(check: Check, found: Figures) -> bool:
-    """Return whether what was asked is met."""
-    if not found.priced or found.mean > check.mean:
+def holds(check: Check, errors: Figures) -> bool:
+    """Return whether the targets of the check are met."""
+    if not errors.priced or errors.mean > check.mean:
         return False
-    if check.within is not None and found.within_15 < check.within[1]:
+    if check.within is not None and errors.within_15 < check.within[1]:
         return False
-    if check.under is not None and found.worst_under < -check.under:
+    if check.under is not None and errors.worst_under < -check.under:
         return False
-    return check.scope is None or found.priced >= check.scope * found.rows
+    return check.scope is None or errors.priced >= check.scope * errors.rows
 
 
 def target(check: Check) -> str:
-    """Return what is asked, in words."""
+    """Return the targets in words."""
     parts = [f"mean {check.mean:.0%}"]
     if check.within is not None:
         parts.append(f"{check.within[1]:.0%} within {check.within[0]:.0%}")

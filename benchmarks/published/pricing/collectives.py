@@ -1,10 +1,10 @@
-"""Times of collectives.csv beside the cost model's prices, without and with a sweep of the row's own cluster.
+"""The rows of collectives.csv with predicted times, without and with a sweep of the row's own cluster.
 
     cd benchmarks && python -m published.pricing.collectives --truth ../../shared/truth
 
-In check 6: measured rows of trust A and B. Left out: forced algorithms and settings, symmetric memory, times of the
-kernel alone, other libraries (DeepEP), primitives of a framework that copy tensors as well, TCP, devices that the
-catalogue does not have. Digitized rows from 8 MiB up are priced but in no check.
+Check 6 counts measured rows of trust A and B. Left out are forced algorithms and settings, symmetric memory, times of
+kernels without launch, other libraries (DeepEP), primitives of a framework that also copy tensors, TCP, and devices
+that the catalogue does not have. Digitized rows from 8 MB up are priced but in no check.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEVICES = {
 }
 OTHER_FORMS = ("PCIe", "NVL", "PCIE")
 RACK_NODES = 18
-"""Trays of 4 in a GB200 rack, which is one NVLink domain and so one node to the model."""
+"""Trays of 4 devices in a GB200 rack, which is one NVLink domain and so one node of the model."""
 
 KINDS: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
@@ -57,18 +57,18 @@ KINDS: dict[str, CollectiveKind] = {
 SIZE_CLASSES = ((64 << 10, "< 64 KiB"), (1 << 20, "< 1 MiB"), (16 << 20, "< 16 MiB"), (256 << 20, "< 256 MiB"))
 LARGEST = ">= 256 MiB"
 LEAST_DIGITIZED_BYTES = 8e6
-"""Below, a pixel of a plot of bandwidth is too large a part of the time."""
+"""Bytes below which one pixel of a bandwidth plot is too large a share of the time."""
 LEAST_SWEEP_POINTS = 5
 CARDS = re.compile(r"(\d+)\s*x\s*(\d+)\s*Gb/s")
 FORCED = ("forced", "NVLS_ENABLE", "symmetric", "ring", "DeepEP", "v2", "second environment")
 
 
 class LeftOutError(ValueError):
-    """A row that is not priced; the message is the reason that tables print."""
+    """A row is not priced; tables print the message as the reason."""
 
 
 def price(folder: Path, correction: Correction | None = None) -> list[PricedRow]:
-    """Return every row of collectives.csv with its price in microseconds, or why it has none."""
+    """Return every row of collectives.csv with its price in microseconds, or left out with a reason."""
 
     def predict(row: Mapping[str, str]) -> float:
         return predicted_s(row, correction)
@@ -77,10 +77,10 @@ def price(folder: Path, correction: Correction | None = None) -> list[PricedRow]
 
 
 def price_with_sweep(folder: Path) -> list[PricedRow]:
-    """Return the rows priced by a sweep of their own cluster, from which the row's size was left out.
+    """Return the rows priced by a sweep of their own cluster without the row's size.
 
-    A sweep is the rows of one source, device, shape, collective and setting; ``tags["place"]`` says whether the size
-    lies between others of the sweep (``interior``, check 7) or at an ``end``.
+    A sweep is the rows of one source, device, shape, collective and setting. ``tags["place"]`` is ``interior`` for
+    sizes between others of the sweep (check 7), else ``end``.
     """
     sweeps: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for row in read(folder, FILE):
@@ -93,15 +93,15 @@ def price_with_sweep(folder: Path) -> list[PricedRow]:
             place = "end" if float(row["bytes"]) in (sizes[0], sizes[-1]) else "interior"
             others = [other for other in rows if float(other["bytes"]) != float(row["bytes"])]
             predict = functools.partial(_predicted_with_sweep_s, others=others)
-            found = _priced(row, predict, check=7 if place == "interior" else None)
-            priced.append(dataclasses.replace(found, tags={**found.tags, "place": place}))
+            one = _priced(row, predict, check=7 if place == "interior" else None)
+            priced.append(dataclasses.replace(one, tags={**one.tags, "place": place}))
     return priced
 
 
 def predicted_s(
     row: Mapping[str, str], correction: Correction | None = None, efa_latency_s: float | None = None
 ) -> float:
-    """Return the model's seconds for a row; with other constants than the shipped ones where they are given.
+    """Return the model's seconds for a row, with the given constants in place of the shipped ones.
 
     Raises:
         LeftOutError: the row is out of scope.
@@ -124,7 +124,7 @@ def _predicted_with_sweep_s(row: Mapping[str, str], others: list[dict[str, str]]
 def shape_of(
     row: Mapping[str, str], efa_latency_s: float | None = None, card_latency_s: float | None = None
 ) -> tuple[CollectiveKind, AxisGroup, ClusterSpec]:
-    """Return what a row measured: the collective, its group and its cluster; latencies as for ``cluster_of``.
+    """Return the collective of a row, its group and its cluster; latencies as in ``cluster_of``.
 
     Raises:
         LeftOutError: the row is out of scope.
@@ -138,7 +138,7 @@ def shape_of(
 
 
 def left_out(row: Mapping[str, str]) -> str | None:
-    """Return why a row is not priced, None where it is."""
+    """Return why a row is not priced; None for priced rows."""
     variant, notes = row["variant"], row["notes"]
     reasons = (
         (row["kind"] not in ("measured", "digitized"), f"kind {row['kind']}: not a measurement of one size"),
@@ -157,7 +157,7 @@ def left_out(row: Mapping[str, str]) -> str | None:
 
 
 def device_of(gpu: str) -> str | None:
-    """Return the catalogue's name of the longest prefix of ``gpu`` that is known."""
+    """Return the catalogue's device of the longest known prefix of ``gpu``; None where none is known."""
     known = [prefix for prefix in DEVICES if gpu.startswith(prefix)]
     if not known or any(form in gpu for form in OTHER_FORMS):
         return None
@@ -167,8 +167,11 @@ def device_of(gpu: str) -> str | None:
 def cluster_of(
     row: Mapping[str, str], efa_latency_s: float | None = None, card_latency_s: float | None = None
 ) -> ClusterSpec:
-    """Return the cluster that the row was measured on: cards as its ``interconnect`` says ("4x 100 Gb/s"), else as
-    usual for the device; EFA where it says so. Latencies are the catalogue's where they are None."""
+    """Return the cluster that the row was measured on.
+
+    Its cards are those of ``interconnect`` ("4x 100 Gb/s"), else the usual ones of the device; EFA where it is stated.
+    Latencies are the catalogue's where they are None.
+    """
     nodes, per_node = int(float(row["nodes"])), int(float(row["gpus_per_node"]))
     device = device_of(row["gpu"])
     if device == DEVICES["GB200"]:
@@ -190,7 +193,7 @@ def cluster_of(
 
 @functools.cache
 def shipped_efa_latency_s() -> float:
-    """Return the catalogue's latency of EFA, in seconds."""
+    """Return the catalogue's latency of EFA in seconds."""
     link = {"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "inter_node": "efa-400"}
     return ClusterSpec.from_dict(link).inter_node.latency_s
 
@@ -239,7 +242,7 @@ def _priced(row: dict[str, str], predict: Callable[[Mapping[str, str]], float], 
 
 
 def summary(rows: Iterable[PricedRow]) -> str:
-    """Return rows, mean and median absolute error and mean signed error as text, a dash where there are none."""
+    """Return the number of rows, mean and median absolute error, and mean signed error as text; a dash for no rows."""
     errors = [row.error for row in rows if row.predicted is not None]
     if not errors:
         return "    0       -"

@@ -31,7 +31,7 @@ _FIGURES = ("mean", "median", "signed")
 
 
 def price(folder: Path) -> list[PricedRow]:
-    """Return every row of gemm.csv, priced with the shipped constants or left out with the reason."""
+    """Return every row of gemm.csv, priced with the shipped constants or left out with a reason."""
     return [_price_row(row) for row in read(folder, FILE)]
 
 
@@ -87,14 +87,14 @@ def _flops_and_seconds(row: dict[str, str]) -> tuple[float, float]:
 
 
 def _counts(row: dict[str, str]) -> bool:
-    """Whether check 8 counts the row: GEMMs of 4096 and above, FlashAttention and cuDNN."""
+    """Return whether check 8 counts the row: GEMMs from 4096 on, FlashAttention and cuDNN."""
     if row["kind"] == "attention":
         return row["op"].startswith(("FlashAttention", "cuDNN"))
     return row["kind"] == "gemm" and min(shape_of(row)) >= _LARGE
 
 
 def main() -> None:
-    """Print errors by split and source, rows in check 8 apart from the others."""
+    """Print errors by split and source, the rows of check 8 first."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--truth", type=Path, required=True, help="folder that holds gemm.csv")
     parser.add_argument("--all", action="store_true", help="print every row")

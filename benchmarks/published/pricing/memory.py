@@ -1,4 +1,4 @@
-"""Peak memory of memory.csv beside its prices."""
+"""The rows of memory.csv with predicted peak memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from published.rows.priced_row import PricedRow, number, read
 FILE = "memory.csv"
 GIB = 2.0**30
 ALLOCATED = ("allocated", "peak active", "peak allocated", "rank-0 peak", "wandb", "peak memory gb", "gb as printed")
-"""How statistics begin that mean allocated (or active) bytes; Megatron prints those. All others mean reserved ones."""
+"""Starts of statistics of allocated (or active) bytes, which Megatron prints. All others are of reserved bytes."""
 
 
 def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRow]:
-    """Return every row of the file with its price, or why it has none."""
+    """Return every row of the file, priced or left out with a reason."""
     dates = {row["row_id"]: row["source_date"] for row in read(folder, "training_runs.csv")}
     rows = read(folder, FILE)
     return [
@@ -30,7 +30,7 @@ def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRo
 
 
 def price_row(row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
-    """Return one row with its price, or why it has none."""
+    """Return one row, priced or left out with a reason."""
     tags = {
         "gpu": row["gpu"].split(" (")[0] or "not stated",
         "family": family_of(row["model"]),
@@ -55,7 +55,7 @@ def price_row(row: Mapping[str, str], constants: StepConstants | None = None) ->
 
 
 def _measured_gib(row: Mapping[str, str]) -> float | None:
-    """Return what was measured in GiB; a figure quoted as printed is in the framework's own unit."""
+    """Return the measured GiB; a figure that is quoted as printed is converted from the framework's unit."""
     measured, assumed = number(row, "value_gib"), assumptions_of(row)
     if measured and assumed is not None and "as printed" in row.get("mem_stat", ""):
         return measured * assumed.printed_gigabyte / GIB

@@ -1,4 +1,4 @@
-"""Step times of training_runs.csv, training_runs_vtrain.csv and training_runs_mcore_ci.csv beside their prices."""
+"""The rows of training_runs.csv, training_runs_vtrain.csv and training_runs_mcore_ci.csv with predicted step times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ GPUS = ("A100", "H100", "H200", "B200")
 
 
 def price(folder: Path, constants: StepConstants | None = None, files: tuple[str, ...] = FILES) -> list[PricedRow]:
-    """Return every row of the files with its price, or why it has none."""
+    """Return every row of the files, priced or left out with a reason."""
     return [price_row(file, row, constants) for file in files for row in read(folder, file)]
 
 
 def price_row(file: str, row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
-    """Return one row with its price, or why it has none."""
+    """Return one row, priced or left out with a reason."""
     tags = {
         "gpu": row["gpu"].split(" (")[0] or "not stated",
         "family": family_of(row["model"]),

@@ -1,4 +1,4 @@
-"""When a row was measured, as far as anyone says: frameworks change from month to month."""
+"""The date of a row's measurement, since frameworks change from month to month."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PULLS = (
     (3659, "2026-06-13"),
     (4143, "2026-08-13"),
 )
-"""Numbers of torchtitan's pull requests and when they were merged (git log @b5bcd76)."""
+"""(number of a pull request to torchtitan, date of its merge), by git log @b5bcd76."""
 
 
 STATED_DATES = (
@@ -25,14 +25,18 @@ STATED_DATES = (
     ("pytorch/ao docs/source/workflows/training.md", "MI300X", "2025-08-08"),
     ("pytorch/ao docs/source/workflows/training.md", "B200", "2025-08-14"),
 )
-"""(source, device, date) where the row has the year alone and the page says which versions ran: torchtitan 2c8b5947 and
-6fc499f6, whose commits bear those dates; on H100 torch 2.7.0a0 with torchtitan 0.0.2, which is before torch's branch of
-2.7 in March 2025: the day is a guess, that it is before #1033 (2025-04-02) follows."""
+"""(source, device, date) of rows with the year only, whose page states the versions.
+
+MI300X and B200: torchtitan 2c8b5947 and 6fc499f6, whose commits have these dates. H100: torch 2.7.0a0 with torchtitan
+0.0.2, before torch's branch of 2.7 in March 2025. That day is a guess; that it is before #1033 (2025-04-02) follows."""
 
 
 def date_of(row: Mapping[str, str]) -> str:
-    """Return the row's date; the middle of the year where the year alone is known, else the latest of ``_PULLS`` before
-    the pull request that the source names, else nothing."""
+    """Return the row's date as YYYY-MM-DD; an empty text where it is not known.
+
+    Of a year it is the middle. Without a date it is that of the latest of ``_PULLS`` up to the pull request that the
+    source names.
+    """
     date = row.get("source_date", "")
     for start, device, day in STATED_DATES:
         if row.get("source", "").startswith(start) and row.get("gpu", "").startswith(device):

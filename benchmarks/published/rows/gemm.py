@@ -1,4 +1,4 @@
-"""The rows of gemm.csv as calls of the cost model: which device, which shape, which kernel, or why not."""
+"""The rows of gemm.csv as calls of the cost model: device, shape and kernel, or the reason why there is no call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEVICES = (
     ("v100", ("v100-sxm-32gb",)),
     ("rtx 4090", ("rtx-4090-24gb",)),
 )
-"""How a row's ``gpu`` begins -> the catalogue's device, or the nearest where it is missing; SXM where none is said."""
+"""(start of a row's ``gpu``, names in the catalogue, nearest first); SXM where the row states no form."""
 
 KERNELS = (
     ("FlashAttention-2", "flash2"),
@@ -51,7 +51,7 @@ _FLOPS_OF = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}
 
 
 class OutOfScopeError(Exception):
-    """A row that the cost model has no call for; the message says why."""
+    """The cost model has no call for a row; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,10 @@ class AttentionCase:
 
 
 def device_of(row: Mapping[str, str]) -> tuple[DeviceSpec, str | None]:
-    """Return the catalogue's device for the row, and what was assumed.
+    """Return the catalogue's device for the row, and the assumption about it.
 
     Raises:
-        OutOfScopeError: the row names none that the catalogue has.
+        OutOfScopeError: the catalogue has no such device.
     """
     gpu = row["gpu"].lower()
     known = device_names()
@@ -114,7 +114,7 @@ def dtype_of(row: Mapping[str, str]) -> str:
     """Return the cost model's name of the row's dtype.
 
     Raises:
-        OutOfScopeError: the cost model has none for it.
+        OutOfScopeError: the cost model has no such dtype.
     """
     text = row["dtype"].lower()
     for dtype in ("fp8", "bf16", "fp16", "tf32", "fp32"):
@@ -127,7 +127,7 @@ def attention_case(row: Mapping[str, str]) -> AttentionCase:
     """Return the row's attention benchmark.
 
     Raises:
-        OutOfScopeError: the kernel or the shape is none of those that are modelled.
+        OutOfScopeError: the kernel or the shape is not modelled.
     """
     kernel = next((name for start, name in KERNELS if row["op"].startswith(start)), None)
     if dtype_of(row) == "fp8":
@@ -144,7 +144,7 @@ def attention_case(row: Mapping[str, str]) -> AttentionCase:
 
 
 def shape_of(row: Mapping[str, str]) -> tuple[int, int, int]:
-    """Return (m, n, k) of a multiplication's row.
+    """Return (m, n, k) of a GEMM's row.
 
     Raises:
         OutOfScopeError: one of them is blank.
@@ -169,9 +169,9 @@ def gemm_row_time_s(row: Mapping[str, str], device: DeviceSpec, efficiency: Effi
 def grouped_row_time_s(
     row: Mapping[str, str], device: DeviceSpec, efficiency: Efficiency | None = None
 ) -> tuple[float, float]:
-    """Return (FLOPs, seconds) of a ``grouped gemm`` row: torch's kernel forward, or all three multiplications.
+    """Return (FLOPs, seconds) of a ``grouped gemm`` row: torch's forward kernel, or all three GEMMs of a step.
 
-    Where the row says so, two-fold quantisation of both operands and of the gradient is included.
+    Where the row includes quantization, both operands and the gradient are quantized along both dims.
     """
     constants = (efficiency or shipped_efficiency()).gemm
     dtype = dtype_of(row)

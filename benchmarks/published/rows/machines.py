@@ -1,4 +1,4 @@
-"""The cluster that a row ran on: device, devices per node, network, and where the device is not the catalogue's."""
+"""The cluster that a row ran on: device, devices per node, network, and power caps of the device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from cost_model.kernels.step_constants import StepConstants, shipped_constants
 from published.rows.priced_row import number
 
 META_H100_WATTS = 500.0
-"""Meta's Grand Teton H100 and what their developers' servers hold: 96 GB of HBM2e at 2.4 TB/s, 500 W (README of the
-data; 94.99 GiB visible). The SXM part of the catalogue has 700 W."""
-
+"""Watts of Meta's Grand Teton H100, which their developers' servers have too: 96 GB of HBM2e at 2.4 TB/s (README of the
+data; 94.99 GiB visible). The catalogue's SXM device has 700 W."""
 
 GB300_WATTS, GB200_WATTS = 1400.0, 1200.0
-"""What a Blackwell Ultra of a superchip may draw and a Blackwell before it, of the same matrix rates:
+"""Watts of a Blackwell Ultra of a superchip, and of a Blackwell with the same GEMM rates. Source:
 glennklockwood.com/garden/processors/B300 (\"Upgrade to 1400 W (from 1200W)\"), read 2026-11-21."""
 
 
@@ -26,11 +25,11 @@ class UnknownMachineError(ValueError):
 
 @functools.cache
 def _cluster(device: str, capped_share: float, exponent: float, nodes: int, per_node: int, nic: float) -> ClusterSpec:
-    found = find_device(device)
+    base = find_device(device)
     description: dict[str, object] = {"name": device}
     if capped_share != 1.0:
         factor = capped_share**exponent
-        description["peak_flops"] = {name: rate * factor for name, rate in found.flop_rates}
+        description["peak_flops"] = {name: rate * factor for name, rate in base.flop_rates}
     if device.startswith("h100") and capped_share < 1.0:
         description["memory_bandwidth_bytes_per_s"] = 2400e9
         description["memory_bytes"] = 96_000_000_000
@@ -56,7 +55,7 @@ def cluster_of(row: Mapping[str, str], constants: StepConstants | None = None) -
     rack = device.startswith(("gb200", "gb300")) and count > 4
     per_node = min(count, 72 if rack else 8 if not device.startswith("gb") else 4)
     if rack and count > 72:
-        per_node = 64  # what jobs take of a rack of 72
+        per_node = 64  # jobs use 64 devices of a rack of 72
     nodes = -(-count // per_node)
     return _cluster(
         device,
@@ -69,7 +68,7 @@ def cluster_of(row: Mapping[str, str], constants: StepConstants | None = None) -
 
 
 def _device(gpu: str, memory_gb: float | None) -> tuple[str, float]:
-    """Return the catalogue's name of the device and the share of that one's power that it may draw."""
+    """Return the catalogue's name of the device, and its power cap as a share of that device's."""
     names = device_names()
     if gpu.startswith("A100"):
         return ("a100-sxm-40gb" if memory_gb == 40 else "a100-sxm-80gb"), 1.0
@@ -78,24 +77,24 @@ def _device(gpu: str, memory_gb: float | None) -> tuple[str, float]:
     if gpu.startswith("H200"):
         return "h200-sxm-141gb", 1.0
     if gpu.startswith("B200 (power limited)"):
-        return "b200-sxm-180gb", 0.75  # "power limited": how far is not said
+        return "b200-sxm-180gb", 0.75  # "power limited", the share is assumed
     for start, prefix in (("B200", "b200"), ("B300", "b300"), ("GB200", "gb200"), ("GB300", "gb300")):
         if gpu.startswith(start):
-            found = [name for name in names if name.startswith(prefix)]
-            if not found:  # same matrix rates and links in 16 and 8 bits, more memory
-                found = [name for name in names if name.startswith(prefix.replace("300", "200"))]
-                return found[0], GB300_WATTS / GB200_WATTS if prefix == "gb300" else 1.0
-            return found[0], 1.0
+            matches = [name for name in names if name.startswith(prefix)]
+            if not matches:  # same GEMM rates in 16 and 8 bits and same links, more memory
+                matches = [name for name in names if name.startswith(prefix.replace("300", "200"))]
+                return matches[0], GB300_WATTS / GB200_WATTS if prefix == "gb300" else 1.0
+            return matches[0], 1.0
     for start in ("MI300X", "MI325X", "MI355X", "MI250X"):
         if gpu == start:
-            found = [name for name in names if name.startswith(start.lower())]
-            if found:
-                return found[0], 1.0
+            matches = [name for name in names if name.startswith(start.lower())]
+            if matches:
+                return matches[0], 1.0
     raise UnknownMachineError(f"device {gpu or 'not stated'} is not in the catalogue")
 
 
 def _card_bytes_per_s(interconnect: str) -> float:
-    """Return the nominal rate of one device's network card where the row says it; 0.0 for the device's usual one."""
+    """Return the nominal bytes per second of one device's network card; 0.0 where the row does not state it."""
     for text, gbit in (
         ("1600 Gb/s RoCE per node", 200),
         ("8x HDR 200", 200),

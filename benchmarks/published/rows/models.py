@@ -1,4 +1,4 @@
-"""The model of a row: the file's dimensions, and what it leaves out of them from the models' published configs."""
+"""The model of a row: the file's dimensions, completed from the models' published configs."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ KNOWN: dict[str, dict[str, float]] = {
 """Dimensions that the file leaves blank, by how the model's name starts. Config files of the models' releases."""
 
 VOCAB_NOTE = re.compile(r"vocab (\d+) in this run")
-"""How a row's notes say that its run had another vocabulary than the model."""
+"""The text in a row's notes where its run had another vocabulary than the model."""
 
 NOT_GATED = ("MPT", "GPT", "GPT3", "Nemotron4")
 NOT_GATED_EXCEPT = ("GPT-OSS",)
 HEAD_DIMS = {"Qwen3": 128, "GPT-OSS": 64, "Grok1": 128, "Llama4": 128}
-"""Where a head is not hidden / heads: the models' config.json files."""
+"""Start of the model's name -> head dim, where it is not hidden / heads. Source: the models' config.json files."""
 
 DEEPSEEK_V3 = MultiHeadLatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
 DEEPSEEK_V2_LITE = MultiHeadLatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-"""arXiv 2412.19437 section 4.2, and arXiv 2405.04434 appendix B, whose dimensions torchtitan's 16B model has."""
+"""Sources: arXiv 2412.19437 section 4.2; arXiv 2405.04434 appendix B, which torchtitan's 16B model follows."""
 
 
 class UnknownModelError(ValueError):
-    """A row whose model the file does not describe well enough; the message is the reason that tables print."""
+    """The file does not describe the row's model well enough; tables print the message as the reason."""
 
 
 def model_of(row: Mapping[str, str], *, old_dropout: bool = False) -> TransformerSpec:

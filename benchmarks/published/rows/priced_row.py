@@ -1,4 +1,4 @@
-"""One published measurement beside what the cost model says of it, and how rows are split into fitted and judged."""
+"""A published measurement with its prediction, the reading of rows, and their split into calibration and validation."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Split = Literal["calibration", "validation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRow:
-    """One quantity of one row: measured, and predicted or why not.
+    """One quantity of one row: measured, and predicted or left out with a reason.
 
     Attributes:
-        file, row_id: where the row is.
+        file, row_id: the row.
         source: the row's source, which decides its split.
         left_out: why there is no prediction; None where there is one.
-        tags: what tables group by: ``gpu``, ``family``, ``parallelism``, ``size``, ``trust``, ``precision``, ...
+        tags: keys that tables group by: ``gpu``, ``family``, ``parallelism``, ``size``, ``trust``, ``precision``, ...
         checks: numbers of the checks of the accuracy table that this row counts in.
-        assumed: what was assumed where a column is blank or a framework's default decides.
+        assumed: the assumptions where a column is blank or a framework's default decides.
     """
 
     file: str
@@ -43,25 +43,25 @@ class PricedRow:
 
     @property
     def split(self) -> Split:
-        """Whether a constant may have been fitted to the row."""
+        """``calibration`` where constants may have been fitted to the row, else ``validation``."""
         return "calibration" if self.source in calibration_sources().get(self.file, ()) else "validation"
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured; of rows that have a prediction."""
+        """(predicted - measured) / measured, of a row with a prediction."""
         assert self.predicted is not None
         return self.predicted / self.measured - 1.0
 
 
 @cache
 def calibration_sources() -> Mapping[str, frozenset[str]]:
-    """Return, by file, the sources whose rows constants are fitted to; ``split.toml`` says why those."""
+    """Return, by file, the sources that constants are fitted to; ``split.toml`` has the reasons."""
     tables = tomllib.loads((Path(__file__).parent / "split.toml").read_text(encoding="utf-8"))
     return {file: frozenset(table["sources"]) for file, table in tables.items()}
 
 
 def read(folder: Path, name: str) -> list[dict[str, str]]:
-    """Return the rows of ``folder/name``, corrected; none where there is no such file."""
+    """Return the rows of ``folder/name``, corrected; an empty list without such a file."""
     path = folder / name
     if not path.exists():
         return []
@@ -75,7 +75,7 @@ def read(folder: Path, name: str) -> list[dict[str, str]]:
 def number(row: Mapping[str, str], column: str) -> float | None:
     """Return the number in ``column``, None where it is blank or no finite number."""
     try:
-        found = float(row.get(column, ""))
+        value = float(row.get(column, ""))
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return value if math.isfinite(value) else None
