@@ -324,7 +324,8 @@ def test_process_that_another_thread_saw_end_first(monkeypatch: pytest.MonkeyPat
 
 def test_solver_processes_end_with_their_parent(tmp_path: Path) -> None:
     script = (
-        "import sys, fakes_for_jobs\n"
+        "import sys\n"
+        "from support import fakes_for_jobs\n"
         "from api.jobs.solver_process import SolverProcess\n"
         "if __name__ == '__main__':\n"
         "    process = SolverProcess(fakes_for_jobs.answer, 4_000_000_000)\n"
