@@ -106,9 +106,9 @@ def both_forms(module: nn.Module, run_on: str, session: PlanningSession) -> Both
     assert job.batch is not None
     assert job.micro_batches is not None
     assert job.ac is not None
-    run = session._search.run_of(MeshSpec.parse(run_on), job.micro_batches, job.ac)
+    run = session._planner.run_of(MeshSpec.parse(run_on), job.micro_batches, job.ac)
     planner = RunPlanner(unfolded, job, session.cluster, job.batch, Clock())
-    return BothForms(module=module, run=run, folded=_form(session._search, run), unfolded=_form(planner, run))
+    return BothForms(module=module, run=run, folded=_form(session._planner, run), unfolded=_form(planner, run))
 
 
 def _form(planner: RunPlanner, run: Run) -> Form:

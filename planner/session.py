@@ -114,15 +114,15 @@ class PlanningSession:
                 )
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._traced = ModelAnalysis.of(
+        self._traced = ModelAnalysis.from_module(
             self._module,
             flash_attention=flash,
             seq=spec.seq,
             compiles=self.cluster.device.compiles,
             zigzag=self.job.zigzag,
         )
-        self._search = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
-        self._context = WorkerContext(self._search)
+        self._planner = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
+        self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
 
     def plan(
@@ -168,7 +168,7 @@ class PlanningSession:
                 candidate, report = found.plan, solver_report(found, piped, planner)
             with self._clock.stage("write_s"):
                 notes = self._notes(candidate.run)
-                plan = write_plan(self._search, self._module, candidate, memory_bytes, report, notes)
+                plan = write_plan(self._planner, self._module, candidate, memory_bytes, report, notes)
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
@@ -185,12 +185,12 @@ class PlanningSession:
             return None
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         samples = [self._batch // count for count in self._counts]
-        numbers = stage_clusters_of(self._search) if self._uncut is None else {}
+        numbers = stage_clusters_of(self._planner) if self._uncut is None else {}
         return given_stages(spec, planner, self._uncut, numbers, samples)
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
         """Return the job's pins, checked against the model and the meshes that are tried."""
-        pins = Pins.of(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
+        pins = Pins.parse(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
         if pins.pins:
             structure = self._traced.structure(self._batch // self._counts[0])
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
@@ -204,7 +204,7 @@ class PlanningSession:
 
     def _random(self, mesh: MeshSpec, seed: int) -> Candidate:
         restriction, mode = self._pins([mesh]).restrict(mesh, None), modes_of(self._traced, self.job.ac)[0]
-        candidate = self._search.random(self._search.run_of(mesh, self._counts[0], mode), seed, restriction)
+        candidate = self._planner.random(self._planner.run_of(mesh, self._counts[0], mode), seed, restriction)
         if candidate is None:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
@@ -257,7 +257,7 @@ class PlanningSession:
     def _piped_plan(self, found: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
             notes = self._notes(found.stages()[0].run)
-            plan = write_pipeline_plan(self._search, self._module, found, memory_bytes, report, notes)
+            plan = write_pipeline_plan(self._planner, self._module, found, memory_bytes, report, notes)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
@@ -275,7 +275,12 @@ class PlanningSession:
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._search, meshes, self._counts_for(name), modes, constraints, lambda other: self._space(name, other)
+                self._planner,
+                meshes,
+                self._counts_for(name),
+                modes,
+                constraints,
+                lambda other: self._space(name, other),
             )
         if report.least_bytes is None and pins:
             return MeshError(
@@ -290,7 +295,7 @@ class PlanningSession:
         modes = modes_of(self._traced, self.job.ac)
         with gc_pause.paused():
             restrict = self._restrict("ilp", self._pins(meshes))
-            least = least_memory_run(self._search, meshes, self._counts, modes, restrict)
+            least = least_memory_run(self._planner, meshes, self._counts, modes, restrict)
         return None if least is None else math.ceil(least.nbytes)
 
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:

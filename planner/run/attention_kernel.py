@@ -1,4 +1,4 @@
-"""Whether a model's attention can run in the kernel that a job asks for."""
+"""The check that a model's attention can run in the kernel that a job asks for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from planner.plan.job import Job
 from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import dropout_of
 
-_WIDEST, _WIDTHS = 256, 8
-"""The widest head that torch gives FlashAttention-3, in elements, and what widths are multiples of.
+_LARGEST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
+"""The largest head dim that torch passes to FlashAttention-3, in elements, and what head dims are multiples of.
 
 After torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``check_head_dim_size_flash``).
 """
 
 
 def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
-    """Refuse a kernel of attention that does not run on ``device``, or not all attention of a model.
+    """Check that the job's attention kernel runs on ``device``, and runs all attention of a model.
 
     Raises:
-        JobError: so it is.
+        JobError: it does not.
     """
     kernel = job.attention_kernel
     if kernel is None:
@@ -40,8 +40,8 @@ def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
                     why = f"has no dropout, as attention of this model has ({op.name})"
                 elif masks:
                     why = f"takes no mask, as attention of this model has ({op.name})"
-                elif len(widths) > 1 or max(widths) > _WIDEST or max(widths) % _WIDTHS:
-                    why = f"does not run heads of these widths: {', '.join(map(str, sorted(widths)))} ({op.name})"
+                elif len(widths) > 1 or max(widths) > _LARGEST_HEAD_DIM or max(widths) % _HEAD_DIM_MULTIPLE:
+                    why = f"does not run these head dims: {', '.join(map(str, sorted(widths)))} ({op.name})"
     if why is not None:
         raise JobError(
             f"attention_kernel is {kernel!r}, which {why}.",

@@ -1,7 +1,7 @@
-"""Baselines: the plans that people write by hand, as restrictions of the space that the integer program searches.
+"""Baselines: plans that people write by hand, as restrictions of the choices of the integer program.
 
-Within its restriction each baseline still gets the cheapest choice of everything that the expert's plan leaves open, so
-that "better than the baseline" is never better than a straw man.
+Each baseline gets the cheapest choice of everything that the hand-written plan leaves open, so that no straw man is
+beaten.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """What a baseline may choose: strategies of regions, stored layouts of parameters."""
+    """What may be chosen: strategies of regions, stored layouts of parameters."""
 
     accepts: Accepts
     accepts_stored: AcceptsStored
 
 
 def batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
-    """Tell whether, on ``axes``, parameters are computed whole and activations split over the batch or not at all."""
+    """Tell whether on ``axes`` all compute layouts are replicated, and activations split by the batch or not at all."""
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         if layout is None:
             continue
@@ -68,7 +68,14 @@ def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
 
 
 def restriction_of(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
-    """Return what the baseline called ``name`` may choose on a mesh."""
+    """Return what a baseline may choose on a mesh.
+
+    Args:
+        name: of the baseline, one of `NAMES`.
+        mesh: to be planned on.
+        tp_plan: as for `tensor_parallel`.
+        graph: of the model.
+    """
     if name == "tensor-parallel":
         return tensor_parallel(mesh, tp_plan, graph)
     return data_parallel(mesh) if name == "data-parallel" else fully_sharded(mesh)
@@ -80,7 +87,7 @@ def _axes(mesh: MeshSpec) -> list[int]:
 
 
 def data_parallel(mesh: MeshSpec) -> Restriction:
-    """Return data parallelism over all axes: every parameter whole everywhere, the batch split."""
+    """Return data parallelism over all axes: parameters are replicated, the batch is split."""
     axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
@@ -89,7 +96,7 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
 
 
 def fully_sharded(mesh: MeshSpec) -> Restriction:
-    """Return fully sharded data parallelism over all axes: parameters rest split on their first dim that divides."""
+    """Return fully sharded data parallelism over all axes: stored layouts split the first dim that divides."""
     axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
@@ -98,7 +105,7 @@ def fully_sharded(mesh: MeshSpec) -> Restriction:
 
 
 def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
-    """Return the layout that splits the first dim which divides over all ``axes``, replicated where none does."""
+    """Return the layout that splits the first dim that divides over all ``axes``; replicated if none does."""
     for dim in range(len(value.shape)):
         layout: Layout = tuple(Shard(dim) if axis in axes else R for axis in range(len(mesh.shape)))
         if divides(value.shape, layout, mesh.shape):
@@ -107,20 +114,22 @@ def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
 
 
 def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
-    """Return the expert plan that a Hugging Face config carries, on the innermost axis; data parallelism on the others.
+    """Return the tensor-parallel plan of a Hugging Face config on the innermost axis, data parallelism on the others.
 
     Args:
+        mesh: to be planned on.
         styles: FQN pattern of modules -> style ("colwise", "rowwise", ...).
+        graph: of the model.
 
     Raises:
-        BaselineError: the model carries no such plan, or its plan uses styles for which this baseline has no layouts.
+        BaselineError: the model has no such plan, or its styles have no layouts here.
     """
     if not styles:
         raise BaselineError(
             "this model carries no tensor-parallel plan (its Hugging Face config has no base_model_tp_plan).",
             what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
         )
-    wanted = _expert_layouts(styles, graph)
+    layouts = _expert_layouts(styles, graph)
     axis = len(mesh.shape) - 1
     others = [a for a in _axes(mesh) if a != axis]
 
@@ -132,8 +141,8 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
             if layout is None:
                 continue
             if slot.origin == "parameter" and slot.parameter is not None:
-                placement = wanted.get(slot.parameter, R)
-                planned = planned or slot.parameter in wanted
+                placement = layouts.get(slot.parameter, R)
+                planned = planned or slot.parameter in layouts
                 if mesh.shape[axis] > 1 and layout[axis] != (
                     placement if _splits(slot.value, placement, mesh.shape[axis]) else R
                 ):
@@ -141,11 +150,11 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
             elif slot.value.kind == "input" and layout[axis] != R:
                 return False
             elif slot.origin == "entry" and layout[axis] == Shard(1) and len(slot.value.shape) > 2:
-                return False  # splitting the sequence is no part of the expert's plan
+                return False  # sequence parallelism is no part of such a plan
         return True
 
     def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
-        placements = {wanted.get(name, R) for name in names}
+        placements = {layouts.get(name, R) for name in names}
         allowed = {p if _splits(value, p, mesh.shape[axis]) else R for p in placements}
         return all(layout[a] == R for a in others) and (layout[axis] in allowed or mesh.shape[axis] == 1)
 
@@ -163,7 +172,7 @@ def _splits(value: Value, placement: object, size: int) -> bool:
 def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
     names = sorted({name for aliases in graph.parameters.values() for name in aliases})
     modules = sorted({name.rpartition(".")[0] for name in names})
-    wanted: dict[str, Placement] = _experts_layouts(styles, graph)
+    layouts: dict[str, Placement] = _experts_layouts(styles, graph)
     for pattern, matched in match_keys(styles, modules).items():
         style = styles[pattern]
         for module in matched:
@@ -172,39 +181,39 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Plac
                     continue
                 leaf = name.rpartition(".")[2]
                 if style in _COLWISE:
-                    wanted[name] = Shard(0)
+                    layouts[name] = Shard(0)
                 elif style in _ROWWISE and leaf == "weight":
-                    wanted[name] = Shard(1)
+                    layouts[name] = Shard(1)
                 elif style == "embedding_rowwise" and leaf == "weight":
-                    wanted[name] = Shard(0)
-    if not wanted:
+                    layouts[name] = Shard(0)
+    if not layouts:
         known = sorted(set(styles.values()))
         raise BaselineError(
-            "no module of this model matches its tensor-parallel plan in a style that is known here "
-            f"(it has {', '.join(known)}).",
+            "no module of this model matches its tensor-parallel plan in a style that has layouts here "
+            f"(the plan has {', '.join(known)}).",
             what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
         )
-    return wanted
+    return layouts
 
 
 def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
-    """Return the layouts of parameters that hold the matrices of all experts: a plan names such by themselves."""
+    """Return the layouts of parameters that stack the matrices of all experts: a plan names them, not their module."""
     shapes = {name: graph.values[value].shape for value, names in graph.parameters.items() for name in names}
-    wanted: dict[str, Placement] = {}
+    layouts: dict[str, Placement] = {}
     for pattern, matched in match_keys(styles, shapes).items():
         for name in matched:
             if len(shapes[name]) == 3 and styles[pattern] in _PACKED:
-                wanted[name] = FUSED_GATE_UP
+                layouts[name] = FUSED_GATE_UP
             elif len(shapes[name]) == 3 and styles[pattern] in _ROWWISE:
-                wanted[name] = Shard(2)
-    return wanted
+                layouts[name] = Shard(2)
+    return layouts
 
 
 def parse_planner(name: str) -> tuple[str, int | None]:
     """Return (planner, seed) for ``ilp``, a baseline's name or ``random:SEED``.
 
     Raises:
-        BaselineError: there is no such planner.
+        BaselineError: ``name`` is none of these.
     """
     match = re.fullmatch(r"random:(\d+)", name)
     if match:
@@ -217,5 +226,5 @@ def parse_planner(name: str) -> tuple[str, int | None]:
 
 
 def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
-    """Return the number of micro-batches that ``planner`` plans for: a random one chooses none itself."""
+    """Return the number of micro-batches to plan for; None: it is chosen. A random planner chooses none, and gets 1."""
     return 1 if micro_batches is None and planner.startswith("random") else micro_batches

@@ -1,4 +1,4 @@
-"""Lower bounds on seconds of compute: the whole model's, perfectly split, without communication."""
+"""Lower bounds on step time from compute alone: the whole model's, perfectly split over all devices."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from planner.run.model_analysis import ModelAnalysis
 
 
 def least_compute_s(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
-    """Return a time that no plan of ``run`` can beat: all compute, perfectly split, no communication."""
-    compute_s, again_s = _totals(model, times, run, batch)
-    return (compute_s + again_s) / run.mesh.size * run.passes
+    """Return a lower bound in seconds on the step time of ``run``: its compute, perfectly split, no communication."""
+    compute_s, recompute_s = _totals(model, times, run, batch)
+    return (compute_s + recompute_s) / run.mesh.size * run.passes
 
 
 def least_recompute_s(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
-    """Return what no plan of ``run`` can beat in running blocks again, perfectly split."""
-    _, again_s = _totals(model, times, run, batch)
-    return again_s / run.mesh.size * run.passes
+    """Return a lower bound in seconds on what ``run`` recomputes in a step, perfectly split."""
+    _, recompute_s = _totals(model, times, run, batch)
+    return recompute_s / run.mesh.size * run.passes
 
 
 def _totals(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> tuple[float, float]:
-    """Return the seconds of one micro-batch, unsplit, and those of running blocks again. They ask for no mesh."""
+    """Return the seconds of one micro-batch on one device, and those of recomputing blocks. No mesh changes them."""
     key = times, run.job.training, batch, run.grouping
     if key not in model.totals_s:
-        each = list(_whole(model, times, run, batch))
+        each = list(_unsplit_ops(model, times, run, batch))
         compute_s = sum(forward_s + backward_s for _, forward_s, _, backward_s in each)
-        model.totals_s[key] = compute_s, sum(again_s for _, _, again_s, _ in each)
+        model.totals_s[key] = compute_s, sum(recompute_s for _, _, recompute_s, _ in each)
     return model.totals_s[key]
 
 
 def op_seconds(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> dict[str, float]:
-    """Return op -> seconds of one micro-batch, unsplit, forward and backward."""
-    return {name: sum(seconds) for name, *seconds in _whole(model, times, run, batch)}
+    """Return op -> seconds of one micro-batch on one device: forward, recomputation and backward."""
+    return {name: sum(seconds) for name, *seconds in _unsplit_ops(model, times, run, batch)}
 
 
-def _whole(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> Iterator[tuple[str, float, float, float]]:
-    """Yield each op and its seconds unsplit: its forward, that again where a block is run again, and its backward.
+def _unsplit_ops(
+    model: ModelAnalysis, times: OpTimes, run: Run, batch: int
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yield (op, forward, recomputation, backward) in seconds on one device.
 
-    One device's share of the work takes at least its share of the whole's time: pieces fill a device no better.
+    A share of the work takes at least that share of the seconds: smaller pieces fill a device no better.
     """
     modes = _modes_of_ops(model, batch, run.grouping)
     planned = _planned_ops(model, batch)
@@ -64,14 +66,14 @@ def _whole(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> Iterat
 
 
 def _planned_ops(model: ModelAnalysis, batch: int) -> set[str]:
-    """Return the ops that regions are made of: all but those on plain values, which every rank runs whole."""
-    regions, _ = model._at(batch)
+    """Return the ops of all regions: without those on plain values, which every rank runs whole."""
+    regions, _ = model.regions_at(batch)
     return {region_op.op.name for region in regions.regions for region_op in region.ops}
 
 
 def _modes_of_ops(model: ModelAnalysis, batch: int, grouping: Grouping) -> dict[str, CheckpointingMode]:
-    """Return op -> how its block is checkpointed, of those whose block is."""
-    regions, blocks = model._at(batch)
+    """Return op -> checkpointing mode of its block, for ops of checkpointed blocks."""
+    regions, blocks = model.regions_at(batch)
     modes = dict(grouping.modes)
     return {
         region_op.op.name: modes[block]

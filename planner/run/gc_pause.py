@@ -1,7 +1,7 @@
-"""Python's collector of cyclic garbage, put off while a plan is made.
+"""A pause of Python's garbage collector while a plan is made.
 
-A full collection walks every object of torch and transformers, a tenth of a second each, and planning makes objects
-fast enough to set off several; hardly any are in cycles, so that there is next to nothing to collect.
+A full collection visits every object of torch and transformers, which takes a tenth of a second. Planning allocates
+fast enough to trigger several, and leaves hardly any cycles to collect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no cyclic garbage for as long as this lasts, unless nobody collects any as it is."""
+    """Pause the garbage collector for as long as this lasts; it stays off if it was off."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,7 @@
-"""Bytes that no plan goes below, whatever it splits: counted from the structure alone, without a mesh or a program."""
+"""Lower bounds on the memory of every plan, in bytes of all devices together, however tensors are split.
+
+They are counted from the structure alone, without a mesh or a program.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from planner.strategies.context_parallel_work import ContextParallelWork
 
 
 def least_alive_bytes(structure: Structure) -> float:
-    """Return the most activations alive at any candidate of the backward, of all devices together.
+    """Return a lower bound on the bytes of activations at the peak of the backward, of all devices together.
 
-    The tensors of each region are counted once, as if no device held what another has, and so is what regions keep of
-    each other's: as it was made or, where it was redistributed on the way, as it came.
+    Each tensor of a region is counted once, as if no two devices held the same part of it. So is each tensor that a
+    region saves of another region's: in the producer's layout or, if it was redistributed, in the consumer's.
     """
     profile, most = structure.profile, np.zeros(len(structure.timeline.candidates))
     for index, alive in enumerate(structure.timeline.classes):
         region = structure.representative(index)
         slots = [slot.value for slot in region.slots]
-        made = np.array([min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes)) for value in slots])
+        least = np.array([min(value.nbytes, profile.storage_nbytes.get(value.name, value.nbytes)) for value in slots])
         extras = [_least_extras(region, region_op, profile) for region_op in region.ops]
-        most += made @ (alive.saved + alive.recomputed + alive.gradients)
+        most += least @ (alive.saved + alive.recomputed + alive.gradients)
         most += np.array([saved for saved, _ in extras]) @ (alive.saved_extra + alive.recomputed_extra)
         most += np.array([cached for _, cached in extras]) @ alive.cached_extra
     at = {
@@ -39,17 +42,20 @@ def least_alive_bytes(structure: Structure) -> float:
         for index, candidate in enumerate(structure.timeline.candidates)
         for role in ("activations", "recomputed_block")
     }
-    for _, nbytes, counts, _ in _kept_of_others(structure):
+    for _, nbytes, counts, _ in _saved_of_other_regions(structure):
         for name, count in counts.items():
             most[at[name]] += count * nbytes
     return float(most.max(initial=0.0))
 
 
-def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None) -> float:
-    """Return the activations that a forward leaves for its backward, of all devices together, counted likewise.
+def least_saved_bytes(structure: Structure, blocks: Collection[str] | None = None) -> float:
+    """Return a lower bound on the bytes that a forward saves for its backward, of all devices together.
+
+    It counts as `least_alive_bytes` does.
 
     Args:
-        blocks: only what is made in these counts; None: all.
+        structure: of a run.
+        blocks: only tensors computed in these count; None: all.
     """
     profile, total = structure.profile, 0.0
 
@@ -68,15 +74,17 @@ def least_held_bytes(structure: Structure, blocks: Collection[str] | None = None
         ):
             least_saved, least_cached = _least_extras(region, region_op, profile)
             total += extra * least_saved + cached * least_cached
-    total += sum(held * nbytes for maker, nbytes, _, held in _kept_of_others(structure) if counts(maker))
+    total += sum(
+        saved * nbytes for producer, nbytes, _, saved in _saved_of_other_regions(structure) if counts(producer)
+    )
     return float(total)
 
 
-def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mapping[Quantity, float], int]]:
-    """Yield what regions save of tensors that another makes: that one, bytes, candidate's quantity -> how many, and
-    how many after the forward.
+def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, float, Mapping[Quantity, float], int]]:
+    """Yield each tensor that regions save of another region's: (producer, bytes, peak candidate -> copies, copies after
+    the forward).
 
-    Each is there as its maker has it, or for every edge on which it is redistributed as it comes out there.
+    It is saved in the producer's layout, or once for each edge on which it is redistributed.
     """
     copies: dict[int, list[Multiplicity]] = defaultdict(list)
     for multiplicity in structure.saved_copies:
@@ -88,32 +96,33 @@ def _kept_of_others(structure: Structure) -> Iterator[tuple[Region, float, Mappi
         value = structure.representative(key.consumer).slots[key.consumer_slot].value
         if value.kind != "activation":
             continue
-        alive, held = multiplicity.lifetime.counts, multiplicity.live_after_forward
+        alive, saved = multiplicity.lifetime.counts, multiplicity.live_after_forward
         if not multiplicity.in_producer_layout:
-            # Of the multiplicities that an edge may count in place of this one, one, and none of them twice.
+            # One of the copies that an edge may save instead, and none of them twice.
             others = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in counted]
             if not others:
                 continue
             other = max(
-                others, key=lambda copied: sum(_less(multiplicity.lifetime.counts, copied.lifetime.counts).values())
+                others,
+                key=lambda copied: sum(_smaller_counts(multiplicity.lifetime.counts, copied.lifetime.counts).values()),
             )
             counted.add(id(other))
-            alive, held = _less(alive, other.lifetime.counts), min(held, other.live_after_forward)
-        yield structure.representative(key.producer), float(value.nbytes), alive, held
+            alive, saved = _smaller_counts(alive, other.lifetime.counts), min(saved, other.live_after_forward)
+        yield structure.representative(key.producer), float(value.nbytes), alive, saved
 
 
-def _less(some: Mapping[Quantity, float], others: Mapping[Quantity, float]) -> dict[Quantity, float]:
-    """Return the smaller count of each name that both have."""
+def _smaller_counts(some: Mapping[Quantity, float], others: Mapping[Quantity, float]) -> dict[Quantity, float]:
+    """Return the smaller count of each peak candidate that both have."""
     return {name: min(count, others[name]) for name, count in some.items() if name in others}
 
 
 def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) -> tuple[float, float]:
-    """Return the bytes that an op saves, and that selective checkpointing keeps, beside its tensors.
+    """Return a lower bound on the bytes that an op saves besides its tensors, in all and under selective checkpointing.
 
-    Where its sequence is split attention saves a sum for each row, and never the scores.
+    Attention with a split sequence saves a log-sum-exp for each row, and never the scores.
     """
-    found, inputs = profile.ops[region_op.op.name], find_op_inputs(region, region_op)
-    extras = found.saved_extra_nbytes, found.cached_extra_nbytes
+    op_profile, inputs = profile.ops[region_op.op.name], find_op_inputs(region, region_op)
+    extras = op_profile.saved_extra_nbytes, op_profile.cached_extra_nbytes
     if region_op.op.target_name != context_parallel.OP_NAME or not context_parallel.may_split(region_op.op, inputs):
         return extras
     shapes = [value.shape for value in inputs]
@@ -122,9 +131,9 @@ def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) ->
 
 
 def least_state_bytes(structure: Structure, job: Job) -> float:
-    """Return the bytes of parameters and optimizer states, of all devices together; gradients are not counted.
+    """Return the bytes of parameters and optimizer states, of all devices together, without gradients.
 
-    A parameter that nothing uses is in no plan, and is not counted either.
+    A parameter that nothing uses is in no plan, and does not count.
     """
     stored_dtype = job.master_dtype or job.dtype
     total = 0
@@ -142,8 +151,8 @@ def least_state_bytes(structure: Structure, job: Job) -> float:
     return float(total)
 
 
-def least_sums_bytes(structure: Structure, job: Job) -> float:
-    """Return the bytes of gradients that add up over more than one micro-batch, of all devices together."""
+def least_gradient_bytes(structure: Structure, job: Job) -> float:
+    """Return the bytes of gradients that accumulate over several micro-batches, of all devices together."""
     itemsize = min(BYTES_PER_ELEMENT[job.master_dtype or job.dtype], BYTES_PER_ELEMENT[job.reduce_dtype])
     total = 0
     for parameter in structure.parameters:
@@ -154,7 +163,7 @@ def least_sums_bytes(structure: Structure, job: Job) -> float:
 
 
 def _has_gradient(structure: Structure, parameter: ParameterClass) -> bool:
-    """Tell whether any op that uses the parameters passes gradients back."""
+    """Tell whether any op that uses the parameters has a backward."""
     values = structure.regions.graph.values
     return any(
         values[output].requires_grad

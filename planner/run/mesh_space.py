@@ -11,14 +11,14 @@ from planner.errors import JobError, MeshError
 from planner.run.model_analysis import ModelAnalysis
 
 _NAMES = ("tp", "fsdp")
-"""Of the inner axes of a mesh, from the innermost on."""
+"""Names of the inner axes of a mesh, from the innermost on."""
 
 
 def checked_axes(axes: int) -> int:
-    """Return ``axes``, if the search has meshes of so many.
+    """Return ``axes``, the number of axes that a mesh has at most.
 
     Raises:
-        JobError: it has not.
+        JobError: the search has no meshes with so many.
     """
     if axes not in (1, 2, 3):
         raise JobError(f"meshes of {axes} axes are not searched.", what_to_do="Choose 1, 2 or 3.", field="axes")
@@ -26,28 +26,28 @@ def checked_axes(axes: int) -> int:
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
-    """Return every mesh of the cluster with up to ``axes`` (1 to 3) axes; the inner in or across nodes."""
-    found: list[tuple[int, ...]] = [()]
+    """Return every mesh of the cluster with up to ``axes`` axes (1 to 3): inner ones divide a node or are whole nodes."""
+    inner: list[tuple[int, ...]] = [()]
     for count in range(1, axes):
-        found += [(*sizes, size) for sizes in found if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]
-    return [_mesh(cluster, sizes) for sizes in found]
+        inner += [(*sizes, size) for sizes in inner if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]
+    return [_mesh(cluster, sizes) for sizes in inner]
 
 
 def node_pairs(cluster: ClusterSpec) -> MeshSpec | None:
-    """Return the mesh with an axis inside a node and one of two nodes around it; None where there are no two pairs."""
+    """Return the mesh with an axis of one node and one of two nodes around it; None without two pairs of nodes."""
     sizes = (cluster.devices_per_node, 2)
     pair = math.prod(sizes)
     return _mesh(cluster, sizes) if sizes[0] > 1 and cluster.size % pair == 0 and cluster.size > pair else None
 
 
 def _mesh(cluster: ClusterSpec, sizes: Sequence[int]) -> MeshSpec:
-    """Return the mesh with axes of ``sizes``, from the innermost on, and one around them for all other devices."""
+    """Return the mesh with inner axes of ``sizes``, the innermost first, and one axis around them for all devices."""
     inner = list(zip(_NAMES, sizes, strict=False))
     return MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner)))
 
 
 def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
-    """Yield the sizes that an axis around axes of ``sizes`` can have, and another around it."""
+    """Yield the sizes of an axis around axes of ``sizes``, with another axis around it."""
     inside, per_node = math.prod(sizes), cluster.devices_per_node
     for size in range(2, cluster.size // inside // 2 + 1):
         reach = inside * size
@@ -55,24 +55,28 @@ def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
             yield size
 
 
-def modes_of(traced: ModelAnalysis, ac: str | None) -> list[str]:
-    """Return the modes of checkpointing that a job leaves to choose from.
+def modes_of(model: ModelAnalysis, ac: str | None) -> list[str]:
+    """Return the checkpointing modes to choose from, from the one that keeps most to the one that keeps least.
+
+    Args:
+        model: to be planned.
+        ac: the job's; None: chosen.
 
     Raises:
-        JobError: one is asked for, and there are no blocks.
+        JobError: the job asks for checkpointing, and the model has no repeated blocks.
     """
-    if ac is not None and ac != "none" and not traced.blocks.lists:
+    if ac is not None and ac != "none" and not model.blocks.lists:
         raise JobError(
             f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
         )
-    return [ac] if ac is not None else (["none", "selective", "full"] if traced.blocks.lists else ["none"])
+    return [ac] if ac is not None else (["none", "selective", "full"] if model.blocks.lists else ["none"])
 
 
 def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
-    """Refuse a mesh that is not the whole cluster.
+    """Check that a mesh has all devices of the cluster.
 
     Raises:
-        MeshError: naming both sizes.
+        MeshError: it has not.
     """
     if mesh.size != cluster.size:
         raise MeshError(

@@ -18,17 +18,19 @@ from planner.strategies.token_reordering import Reordering, find_reordering, wit
 
 @dataclass(slots=True)
 class ModelAnalysis:
-    """A model's graph at any micro-batch, with what follows from it; every answer is remembered.
+    """A model at any micro-batch size: graph, regions, op profiles, liveness. Each is computed once.
 
     Attributes:
+        graph: as traced, at ``traced_batch`` samples.
+        any_batch: whether it holds for other batches too.
         fold: whether equal blocks share their decisions; see `build_regions`.
-        lists: patterns of the whole model's lists of blocks, where this is one stage of it.
-        cached_before: tokens of each sequence in its key-value cache before a step; None: it has no cache.
-        compiles: whether fused ops are one kernel each way on the device.
-        joins: whether linear layers that read the same tensor add up its gradient in their products.
-        reordering: how sequences are brought into an even order, or why they cannot be; None: nobody asked. Attention
-            in ``graph`` is said to be handed them so.
-        totals_s: what `least_compute_s` remembers: seconds of a micro-batch on one device, and of running blocks again.
+        lists: patterns of the whole model's lists of blocks, where this is one pipeline stage of it.
+        cached_before: tokens of each sequence in the KV cache before a step; None: the model has no KV cache.
+        compiles: whether fused ops are one kernel for the forward and one for the backward on the device.
+        joins: whether linear layers with the same input accumulate its gradient in their GEMMs.
+        reordering: how sequences get into zigzag order, or why they cannot; None: not asked for. If they can, attention
+            in ``graph`` has its sequences in that order.
+        totals_s: cache of `compute_bound`: seconds of a micro-batch on one device, and of recomputing blocks.
     """
 
     graph: OpGraph
@@ -48,7 +50,7 @@ class ModelAnalysis:
     totals_s: dict[tuple[OpTimes, bool, int, Grouping], tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def from_module(
         cls,
         module: TracedModule,
         *,
@@ -57,11 +59,14 @@ class ModelAnalysis:
         compiles: bool = True,
         zigzag: bool = False,
     ) -> ModelAnalysis:
-        """Return the model of which ``module`` is the graph.
+        """Return the analysis of a traced module.
 
         Args:
-            seq: tokens in the cache before a decoding step.
-            zigzag: whether sequences are to be in an even order where they are split.
+            module: traced.
+            flash_attention: whether attention runs in a FlashAttention kernel.
+            seq: tokens in the KV cache before a decoding step.
+            compiles: whether fused ops are compiled on the device.
+            zigzag: whether split sequences are in zigzag order.
         """
         reordering = find_reordering(module.graph) if zigzag and module.phase == "training" else None
         cached = module.phase != "training" and module.has_kv_cache
@@ -77,14 +82,19 @@ class ModelAnalysis:
         )
 
     def bare(self) -> ModelAnalysis:
-        """Return the same model with nothing remembered."""
+        """Return the same model with empty caches."""
+        return self.with_graph(self.graph, self.lists)
+
+    def with_graph(self, graph: OpGraph, lists: frozenset[str]) -> ModelAnalysis:
+        """Return the analysis of another graph, such as that of a pipeline stage, under the same assumptions."""
         return ModelAnalysis(
-            graph=self.graph,
+            graph=graph,
             traced_batch=self.traced_batch,
             any_batch=self.any_batch,
             flash_attention=self.flash_attention,
             fold=self.fold,
-            lists=self.lists,
+            lists=lists,
+            cached_before=self.cached_before,
             compiles=self.compiles,
             joins=self.joins,
             reordering=self.reordering,
@@ -92,35 +102,36 @@ class ModelAnalysis:
 
     @property
     def base(self) -> RegionGraph:
-        """The regions as traced: strategies are looked up on these, since they do not depend on the batch."""
-        return self._at(self._base_batch)[0]
+        """The regions as traced. Strategies do not depend on the batch, and are looked up for these."""
+        return self.regions_at(self._base_batch)[0]
 
     @property
     def blocks(self) -> Blocks:
-        """The repeated modules."""
-        return self._at(self._base_batch)[1]
+        """The repeated blocks."""
+        return self.regions_at(self._base_batch)[1]
 
     @property
     def _base_batch(self) -> int:
         return BASE_BATCH if self.any_batch else self.traced_batch
 
-    def _at(self, batch: int) -> tuple[RegionGraph, Blocks]:
+    def regions_at(self, batch: int) -> tuple[RegionGraph, Blocks]:
+        """Return the regions and the repeated blocks at a micro-batch of ``batch`` samples."""
         if batch not in self._regions:
             graph = at_batch(self.graph, self.traced_batch, batch) if self.any_batch else self.graph
             regions = build_regions(graph, fold=self.fold)
             self._regions[batch] = regions, find_blocks(regions, self.lists)
         return self._regions[batch]
 
-    def grouping(self, ac: str, apart: int | None = None) -> Grouping:
-        """Return how the blocks are grouped under a mode of checkpointing; see `group_first_blocks`."""
-        if (ac, apart) not in self._groupings:
-            self._groupings[ac, apart] = group_first_blocks(self.blocks, ac, apart)
-        return self._groupings[ac, apart]
+    def grouping(self, ac: str, leading_blocks: int | None = None) -> Grouping:
+        """Return the grouping of the blocks under a checkpointing mode; see `group_first_blocks`."""
+        if (ac, leading_blocks) not in self._groupings:
+            self._groupings[ac, leading_blocks] = group_first_blocks(self.blocks, ac, leading_blocks)
+        return self._groupings[ac, leading_blocks]
 
     def structure(self, batch: int, grouping: Grouping = UNIFORM_BLOCKS) -> Structure:
-        """Return the mesh-independent part of the problem at a micro-batch of ``batch`` samples."""
+        """Return the mesh-independent part of the program at a micro-batch of ``batch`` samples."""
         if (batch, grouping) not in self._structures:
-            regions, blocks = self._at(batch)
+            regions, blocks = self.regions_at(batch)
             found = self.profile(batch)
             if grouping.parts and self.fold:
                 parts = dict(grouping.parts)
@@ -147,4 +158,4 @@ class ModelAnalysis:
 
     def graph_at(self, batch: int) -> OpGraph:
         """Return the graph at a micro-batch of ``batch`` samples."""
-        return self._at(batch)[0].graph
+        return self.regions_at(batch)[0].graph

@@ -1,8 +1,8 @@
-"""Pins: what a person has decided already, as restrictions of the search.
+"""Pins: placements that a person has fixed or forbidden, as restrictions of the search.
 
-``lm_head.weight=S(0)@tp``             rests split on dim 0 over ``tp``
-``model.layers.*.mlp.*.weight:used=R@dp``  is computed whole on ``dp``
-``model.embed_tokens.weight!=S(1)@tp`` rests in any other way over ``tp``
+``lm_head.weight=S(0)@tp``                 the stored layout on ``tp`` is ``S(0)``
+``model.layers.*.mlp.*.weight:used=R@dp``  the compute layout on ``dp`` is replicated
+``model.embed_tokens.weight!=S(1)@tp``     the stored layout on ``tp`` is not ``S(1)``
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """One placement of some parameters on one mesh axis, wanted or forbidden.
+    """One placement of some parameters on one mesh axis, required or forbidden.
 
     Attributes:
+        text: as written.
         pattern: of the parameters' FQNs.
-        used: whether the layout meant is that in computing; else that at rest.
-        forbidden: whether the placement is one that they must not have.
+        used: whether it is for the compute layout; otherwise for the stored layout.
+        forbidden: whether the placement is forbidden; otherwise required.
     """
 
     text: str
@@ -49,10 +50,10 @@ class Pin:
 
     @classmethod
     def parse(cls, text: str) -> Pin:
-        """Return the pin that ``text`` writes.
+        """Return the pin that ``text`` stands for.
 
         Raises:
-            JobError: it writes none.
+            JobError: it is not written as a pin.
         """
         match = _PIN.fullmatch(text.strip())
         if match is None:
@@ -73,17 +74,17 @@ class Pin:
         )
 
     def allows(self, layout: Layout, mesh: MeshSpec) -> bool:
-        """Tell whether a layout keeps the pin; on an axis that the mesh does not have, every tensor is whole."""
+        """Tell whether a layout keeps the pin; on an axis that the mesh does not have, every tensor is replicated."""
         names = mesh.names
-        found = layout[names.index(self.axis)] if self.axis in names else Replicate()
-        return (found == self.placement) != self.forbidden
+        placement = layout[names.index(self.axis)] if self.axis in names else Replicate()
+        return (placement == self.placement) != self.forbidden
 
-    def allows_whole(self) -> bool:
-        """Tell whether a tensor that is whole on the pin's axis keeps it."""
+    def allows_replicated(self) -> bool:
+        """Tell whether a tensor that is replicated on the pin's axis keeps it."""
         return (self.placement == Replicate()) != self.forbidden
 
     def contradicts(self, other: Pin) -> bool:
-        """Tell whether no placement of one tensor, at rest or in computing alike, keeps both pins."""
+        """Tell whether no placement keeps both pins, which are for the same kind of layout."""
         if self.axis != other.axis or (self.forbidden and other.forbidden):
             return False
         return (self.placement == other.placement) == (self.forbidden or other.forbidden)
@@ -99,28 +100,35 @@ def _contradiction(one: str, other: str, parameter: str) -> JobError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:
-    """All pins of a job, and the parameters that each is for.
+    """All pins of a job.
 
     Attributes:
-        data_axes: axes that split the batch alone: parameters are computed whole on them.
+        pins: each pin with the names of its parameters.
+        data_axes: axes that split the batch alone: compute layouts are replicated on them.
     """
 
     pins: tuple[tuple[Pin, frozenset[str]], ...]
     data_axes: tuple[str, ...]
 
     @classmethod
-    def of(
+    def parse(
         cls,
         texts: Iterable[str],
         data_axes: Iterable[str],
         names: Sequence[str],
         meshes: Sequence[MeshSpec],
     ) -> Pins:
-        """Return the pins that ``texts`` write, for the parameters called ``names``.
+        """Return the pins of a job.
+
+        Args:
+            texts: the pins as written.
+            data_axes: axes that split the batch alone.
+            names: of the model's parameters.
+            meshes: that are searched.
 
         Raises:
-            JobError: one is no pin, or names an axis that no mesh has.
-            UnmatchedKeyError: one matches no parameter.
+            JobError: a text is not written as a pin, or names an axis that no mesh has.
+            UnmatchedKeyError: a pin matches no parameter.
         """
         pins = [Pin.parse(text) for text in texts]
         known = {axis for mesh in meshes for axis in mesh.names}
@@ -147,10 +155,10 @@ class Pins:
         return ", ".join([pin.text for pin, _ in self.pins] + [f"{axis} for data alone" for axis in self.data_axes])
 
     def check(self, classes: Sequence[ParameterClass], names_of: dict[str, tuple[str, ...]]) -> None:
-        """Refuse pins that contradict each other, and one that is for some only of parameters that share their layouts.
+        """Check that no pins contradict each other, and that none is for only some of a parameter class.
 
         Raises:
-            JobError: naming both pins, or one parameter of each kind.
+            JobError: naming both pins, or a parameter of the class with the pin and one without.
         """
         self._check_contradictions([names_of[value] for parameter in classes for value in parameter.values])
         for parameter in classes:
@@ -166,12 +174,12 @@ class Pins:
                     )
 
     def _check_contradictions(self, tensors: Iterable[tuple[str, ...]]) -> None:
-        """Refuse two pins, or a pin and an axis for data, that no layout of one of ``tensors`` (its FQNs) keeps."""
+        """Check that some layout of each of ``tensors``, given by all its FQNs, keeps all its pins and data axes."""
         for pin, names in self.pins:
-            if pin.axis in self.data_axes and pin.used and not pin.allows_whole():
+            if pin.axis in self.data_axes and pin.used and not pin.allows_replicated():
                 raise _contradiction(pin.text, f"{pin.axis} for data alone", min(names))
         for tied in tensors:
-            # A tied parameter rests in one layout under all its names, and is computed in one by each.
+            # A tied parameter has one stored layout under all its names, and a compute layout under each.
             for used, group in ((False, tied), *((True, (name,)) for name in tied)):
                 own = [pin for pin, names in self.pins if pin.used is used and not names.isdisjoint(group)]
                 for a, b in itertools.combinations(own, 2):
@@ -179,11 +187,11 @@ class Pins:
                         raise _contradiction(a.text, b.text, " = ".join(group))
 
     def on(self, mesh: MeshSpec) -> Restriction | None:
-        """Return what the pins alone leave to choose on a mesh."""
+        """Return what the pins leave to choose on a mesh; None: everything."""
         return self.restrict(mesh, None)
 
     def restrict(self, mesh: MeshSpec, other: Restriction | None) -> Restriction | None:
-        """Return ``other`` restricted further to what keeps the pins on ``mesh``."""
+        """Return ``other`` restricted further to what keeps the pins on ``mesh``; None: everything may be chosen."""
         if not self:
             return other
         axes = [mesh.names.index(axis) for axis in self.data_axes if axis in mesh.names]

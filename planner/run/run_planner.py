@@ -26,7 +26,7 @@ from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.regions.regions import Region
 from planner.run.baselines import Restriction
-from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
+from planner.run.memory_bound import least_alive_bytes, least_gradient_bytes, least_saved_bytes, least_state_bytes
 from planner.run.mesh_bound import MeshBound
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pin
@@ -155,10 +155,10 @@ class RunPlanner:
         known, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
         if batch > known:
             structure = self.model.structure(batch, run.grouping)
-            known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_held_bytes(structure)
+            known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_saved_bytes(structure)
             self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
-            self._sums_bytes = least_sums_bytes(structure, self.job)
+            self._sums_bytes = least_gradient_bytes(structure, self.job)
         # A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes. For a
         # single sample autograd may save other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes

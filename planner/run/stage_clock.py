@@ -1,4 +1,4 @@
-"""Seconds spent in each stage of planning."""
+"""Seconds spent in each stage of planning: tracing, costs, solving, checking, writing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """Stage -> seconds spent in it so far."""
+    """A clock for each stage.
+
+    Attributes:
+        spent: stage -> seconds spent in it so far.
+    """
 
     spent: dict[str, float] = field(default_factory=dict)
 
     def add(self, spent: Mapping[str, float]) -> None:
-        """Add the seconds that were spent elsewhere."""
+        """Add seconds that were spent in another process."""
         for name, seconds in spent.items():
             self.spent[name] = self.spent.get(name, 0.0) + seconds
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Add the time that this lasts to a stage."""
+        """Add the duration of the block to a stage."""
         started = time.perf_counter()
         try:
             yield
@@ -30,5 +34,5 @@ class Clock:
 
 
 def left_s(deadline: float | None) -> float | None:
-    """Return the seconds that are left until ``deadline`` (of `time.perf_counter`), at least 0; None without one."""
+    """Return the seconds left until ``deadline`` (of `time.perf_counter`), at least 0; None without one."""
     return None if deadline is None else max(deadline - time.perf_counter(), 0.0)

@@ -170,7 +170,7 @@ def open_for_pricing(
     # A plan written by hand may ask for it at a module's input alone.
     job = dataclasses.replace(plan.job, reallgather=plan.job.reallgather or plan.reallgathers)
     plan = dataclasses.replace(plan, job=job)
-    model_traced = ModelAnalysis.of(
+    model_traced = ModelAnalysis.from_module(
         module,
         flash_attention=flash,
         seq=plan.job.seq,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from planner.plan.job import Job
 from planner.pricing.run_spec import Run
-from planner.run.memory_bound import least_alive_bytes, least_held_bytes, least_state_bytes, least_sums_bytes
+from planner.run.memory_bound import least_alive_bytes, least_gradient_bytes, least_saved_bytes, least_state_bytes
 from planner.search.pipeline.interleaving import Role
 from planner.search.pipeline.stage_planners import StagePlanners, listed_blocks
 from planner.search.pipeline.step_time import StageKind
@@ -40,8 +40,8 @@ class BlockMemory:
         saved, alive, state_bytes, gradient_bytes = {}, {}, 0.0, 0.0
         for ac in modes:
             structure = model.structure(batch, model.grouping(ac))
-            saved[ac], alive[ac] = least_held_bytes(structure, listed), least_alive_bytes(structure)
-            state_bytes, gradient_bytes = least_state_bytes(structure, job), least_sums_bytes(structure, job)
+            saved[ac], alive[ac] = least_saved_bytes(structure, listed), least_alive_bytes(structure)
+            state_bytes, gradient_bytes = least_state_bytes(structure, job), least_gradient_bytes(structure, job)
         return cls(
             batch=batch, state_bytes=state_bytes, gradient_bytes=gradient_bytes, saved_bytes=saved, alive_bytes=alive
         )

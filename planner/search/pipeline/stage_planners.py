@@ -150,17 +150,8 @@ class StagePlanners:
         if key not in self._models:
             model = self.whole.model
             counts, which = stage_counts(kind, len(listed_blocks(self.whole)))
-            self._models[key] = ModelAnalysis(
-                graph=split_graph.split(model.graph, model.blocks, counts, *which),
-                traced_batch=model.traced_batch,
-                any_batch=model.any_batch,
-                flash_attention=model.flash_attention,
-                fold=model.fold,
-                lists=frozenset(model.blocks.lists),
-                compiles=model.compiles,
-                joins=model.joins,
-                reordering=model.reordering,
-            )
+            graph = split_graph.split(model.graph, model.blocks, counts, *which)
+            self._models[key] = model.with_graph(graph, frozenset(model.blocks.lists))
         return self._models[key]
 
     def run(self, planner: RunPlanner, kind: StageKind, pipeline: PipelineRun) -> Run:

@@ -47,7 +47,7 @@ def round_trip(plan: ShardingPlan) -> ShardingPlan:
 
 def reprice(session: PlanningSession, module: nn.Module, plan: ShardingPlan) -> Estimate:
     """Do as `estimate_plan` does, but on the session's trace."""
-    read = read_plan(session._search, plan, ModuleNames.from_module(module))
+    read = read_plan(session._planner, plan, ModuleNames.from_module(module))
     return estimate(read.formulator, read.structure, read.decision)
 
 
@@ -137,7 +137,7 @@ def test_the_host_is_charged_for_every_op_and_collective() -> None:
         assert plan.estimate is not None
         step_s.append(plan.estimate.step_time_s)
         calls.append(sum(row.count for row in plan.estimate.collectives))
-        ops = session._search.model.structure(BATCH).profile.ops.values()
+        ops = session._planner.model.structure(BATCH).profile.ops.values()
         dispatched = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.autograd_sums) for op in ops)
     assert calls[0] == calls[1]
     assert step_s[1] - step_s[0] == pytest.approx(1e-3 * (dispatched + 4 * calls[0]))

@@ -50,7 +50,7 @@ def check_prices(name: str, ac: str, micro_batches: int, seeds: int) -> None:
 def check_decisions(session: PlanningSession, both: folding.BothForms, seeds: int) -> None:
     steps = set()
     for seed in range(seeds):
-        candidate = session._search.random(both.run, seed)
+        candidate = session._planner.random(both.run, seed)
         assert candidate is not None
         unfolded = folding.unfolded_decision(both, candidate.decision)
         one = itemise(both.folded.formulator, both.folded.structure, candidate.decision)

@@ -60,7 +60,7 @@ def restricted(
     session = PlanningSession(
         module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=micro_batches, ac="none"
     )
-    search = session._search
+    search = session._planner
     formulator, layer = search.formulator(search.run_of(MeshSpec.parse(mesh), micro_batches, "none"))
     full = formulator.build()
     assert full is not None
@@ -117,7 +117,7 @@ def test_whole_models_cost_alike_in_program_and_estimator(family: str, micro_bat
     session = PlanningSession(
         module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=micro_batches, ac=ac
     )
-    search = session._search
+    search = session._planner
     formulator, layer, full = search.formulate(search.run_of(MeshSpec.parse("dp=1,tp=4"), micro_batches, ac), None)
     assert full is not None
     assert layer.recomputed_redistributions

@@ -209,8 +209,8 @@ def test_a_gather_hides_behind_all_products_that_read_it() -> None:
     module, inputs = families.make("llama", 8)
     options: dict[str, Any] = {"micro_batches": 1, "ac": "none", "dtype": "bf16", "executable_only": False}
     session = PlanningSession(module, cluster="1x4xh100-sxm-80gb", example_inputs=inputs, async_tp=True, **options)
-    run = session._search.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
-    formulator, structure = session._search.formulator(run)
+    run = session._planner.run_of(MeshSpec.parse("dp=2,tp=2"), 1, "none")
+    formulator, structure = session._planner.formulator(run)
     read_by: dict[tuple[str, ...], float] = {}
     for multiplicity in structure.redistributions:
         readers = [structure.edges[edge].consumer for edge in multiplicity.edges]

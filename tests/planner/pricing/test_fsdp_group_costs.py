@@ -144,7 +144,7 @@ def test_uses_in_a_program_are_priced_as_in_an_estimate(family: str, micro_batch
     """Put together from parts that are priced once, or each by itself: the same."""
     module, inputs = families.make(family, 8)
     session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32")
-    search = session._search
+    search = session._planner
     formulator, _, built = search.formulate(search.run_of(MeshSpec.parse("dp=2,tp=2"), micro_batches, ac), None)
     assert built is not None
     uses = [(parameter, use) for parameter in built.structure.parameters for use in parameter.uses]

@@ -28,7 +28,7 @@ from planner.session import PlanningSession
 def test_no_plan_goes_below(family: str, optimizer: str, dtype: str, share: float) -> None:
     module, inputs = families.make(family, 8)
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "cluster": "1x4xtoy"}
-    search = PlanningSession(module, example_inputs=inputs, **options)._search
+    search = PlanningSession(module, example_inputs=inputs, **options)._planner
     modes = ("none", "selective", "full") if search.model.blocks.lists else ("none",)
     shares = []
     for mesh, count, ac in itertools.product(("dp=4", "dp=2,tp=2"), (1, 2, 8), modes):

@@ -157,7 +157,7 @@ def test_the_walk_finds_what_trying_every_run_finds(batch: int, share: float) ->
     session = PlanningSession(
         module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", memory_gb=peak(free) * share / 1e9
     )
-    search = session._search
+    search = session._planner
     runs = [
         search.run_of(mesh, count, ac)
         for mesh in meshes_of(session.cluster)

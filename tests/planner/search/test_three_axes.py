@@ -59,11 +59,11 @@ def test_the_outermost_axis_is_for_the_batch() -> None:
 
 def test_an_axis_that_does_not_divide_the_batch_or_is_pinned_is_free() -> None:
     mesh = MeshSpec.parse(THREE)
-    assert session_of()._search.batch_axes(mesh) == (0,)
-    assert session_of(batch=15)._search.batch_axes(mesh) == ()
-    assert session_of(pins=["fc1.weight:used=S(0)@dp"])._search.batch_axes(mesh) == ()
-    assert session_of(pins=["fc1.weight=S(0)@dp"])._search.batch_axes(mesh) == (0,)
-    assert session_of()._search.batch_axes(MeshSpec.parse("dp=2,tp=4,pp=1")) == ()
+    assert session_of()._planner.batch_axes(mesh) == (0,)
+    assert session_of(batch=15)._planner.batch_axes(mesh) == ()
+    assert session_of(pins=["fc1.weight:used=S(0)@dp"])._planner.batch_axes(mesh) == ()
+    assert session_of(pins=["fc1.weight=S(0)@dp"])._planner.batch_axes(mesh) == (0,)
+    assert session_of()._planner.batch_axes(MeshSpec.parse("dp=2,tp=4,pp=1")) == ()
 
 
 def test_a_search_over_three_axes_is_no_worse_than_over_two() -> None:
@@ -88,7 +88,7 @@ def llama_on(cluster: str, **options: Any) -> PlanningSession:
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) -> None:
     session = llama_on("1x8xtoy")
-    whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
+    whole = RunPlanner(session._planner.model, session.job, ClusterSpec.parse("3x8xtoy"), 8, Clock())
     stages = StagePlanners(whole, {3: ClusterSpec.parse("1x8xtoy")})
     pipeline = PipelineRun(
         mesh=MeshSpec.parse("dp=2,cp=2,tp=2"), blocks_per_stage=(1, 1, 1), micro_batches=2, ac="none"
@@ -113,7 +113,7 @@ def test_stages_of_three_axes_cost_alike_in_program_and_estimator(index: int) ->
 def test_pipelines_of_three_axes_are_searched_where_they_are_asked_for() -> None:
     session = llama_on("2x8xtoy")
     for axes in (2, 3):
-        search = pipeline_search(spec_of(session._search, [2], ["none"]), axes=axes)
+        search = pipeline_search(spec_of(session._planner, [2], ["none"]), axes=axes)
         meshes = {node.pipeline.mesh for node in search.roots()}
         assert max(len(mesh.shape) for mesh in meshes) == axes
     assert all(4 % mesh.shape[0] == 0 for mesh in meshes if len(mesh.shape) == 3)

@@ -136,8 +136,8 @@ def test_no_plan_computes_less_than_what_bounds_all(device: str) -> None:
         fused_ops=True,
     )
     for mesh in ("dp=8", "dp=4,tp=2", "dp=2,tp=4"):
-        run = session._search.run_of(MeshSpec.parse(mesh), 1, "none")
-        least_s = least_compute_s(session._traced, session._search.op_times, run, 1)
+        run = session._planner.run_of(MeshSpec.parse(mesh), 1, "none")
+        least_s = least_compute_s(session._traced, session._planner.op_times, run, 1)
         estimate = session.plan(mesh=mesh).estimate
         assert estimate is not None
         assert 0.5 * estimate.compute_s < least_s <= estimate.compute_s

@@ -19,7 +19,7 @@ def test_both_find_what_each_finds_alone(cluster: Any) -> None:
     plan = session.plan()
     assert plan.estimate is not None
     assert plan.solver is not None
-    meshes, spec = session._meshes(None, "ilp"), spec_of(session._search, [4], ["none"])
+    meshes, spec = session._meshes(None, "ilp"), spec_of(session._planner, [4], ["none"])
     flat = MeshSearch(spec, Incumbent(mip_gap=session.job.mip_gap)).best(meshes)
     piped = pipeline_search(spec).best()
     assert flat.plan is not None

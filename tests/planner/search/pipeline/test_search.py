@@ -33,7 +33,7 @@ from planner.session import PlanningSession
 
 
 def search_of(session: PlanningSession, counts: list[int], modes: list[str]) -> PipelineSearch:
-    return pipeline_search(spec_of(session._search, counts, modes))
+    return pipeline_search(spec_of(session._planner, counts, modes))
 
 
 def space_of(stages: StagePlanners) -> PipelineSpace:
@@ -54,7 +54,7 @@ def exact(pipeline: PipelineRun) -> SolvePipeline:
 
 
 def planner_on(session: PlanningSession, cluster: str) -> RunPlanner:
-    return RunPlanner(session._search.model, session.job, ClusterSpec.parse(cluster), BATCH, Clock())
+    return RunPlanner(session._planner.model, session.job, ClusterSpec.parse(cluster), BATCH, Clock())
 
 
 _ANY_S = 1e6
@@ -76,7 +76,7 @@ def test_the_search_finds_the_split_that_brute_force_finds() -> None:
     counts, stages = [9], 2  # no multiple of the stages: chunks cannot interleave
     best = search_of(session, counts, ["none"]).best().plan
     assert best is not None
-    every, constraints = StagePlanners(session._search), constraints_of(session._search.memory_bytes)
+    every, constraints = StagePlanners(session._planner), constraints_of(session._planner.memory_bytes)
     times = []
     for split in itertools.product(range(1, 5), repeat=stages):
         if sum(split) != 5:
@@ -140,7 +140,7 @@ def test_the_search_does_not_begin_on_pairs_of_nodes() -> None:
 def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(cap: int) -> None:
     """Though no bound of a stage in one chunk bounds them."""
     counts, modes = [2, 4], ["none", "full"]
-    spec = spec_of(session_of("8x2xtoy", blocks=6, batch=8)._search, counts, modes, cap)
+    spec = spec_of(session_of("8x2xtoy", blocks=6, batch=8)._planner, counts, modes, cap)
     search = pipeline_search(spec)
     space, times = search.space, {}
     for pipeline in space.pipelines(counts, modes):
@@ -215,7 +215,7 @@ def test_bounds_of_stages_hold_for_what_comes_after_them(session: PlanningSessio
 
 def test_the_search_finds_the_chunks_that_brute_force_finds(six_blocks: PlanningSession) -> None:
     stages, counts = 2, [4]
-    spec = spec_of(six_blocks._search, counts, ["none"])
+    spec = spec_of(six_blocks._planner, counts, ["none"])
     best = pipeline_search(spec, only=(stages, MeshSpec.parse("dp=2"))).best().plan
     assert best is not None
     times = {}
@@ -281,7 +281,7 @@ def test_a_search_without_a_deadline_leaves_nothing_open(session: PlanningSessio
     assert result.plan is not None
     assert result.complete
     assert result.bound_s <= result.plan.step_time_s <= result.bound_s * (1 + 2e-3)
-    faster = pipeline_search(spec_of(session._search, [2, 4], ["none", "full"]), cutoff_s=result.plan.step_time_s * 0.9)
+    faster = pipeline_search(spec_of(session._planner, [2, 4], ["none", "full"]), cutoff_s=result.plan.step_time_s * 0.9)
     assert faster.best().plan is None
 
 
@@ -291,7 +291,7 @@ def test_a_single_sample_is_split_into_pieces_that_fill_a_tile(seq: int, widest:
     with quiet_libraries():
         source = load_model({"hf_config": {**CONFIG["hf_config"], "max_position_embeddings": seq}}, seq=seq)
     job = {"batch": 2, "seq": seq, "dtype": "fp32", "micro_batches": 2, "executable_only": False}
-    spec = spec_of(PlanningSession(source.module, cluster="1x8xtoy", **job)._search, [2], ["none"])
+    spec = spec_of(PlanningSession(source.module, cluster="1x8xtoy", **job)._planner, [2], ["none"])
 
     def sizes(only: tuple[int, MeshSpec] | None) -> set[int]:
         return {node.pipeline.mesh.shape[0] for node in pipeline_search(spec, only=only).roots()}

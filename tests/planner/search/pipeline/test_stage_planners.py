@@ -42,7 +42,7 @@ def six_blocks() -> PlanningSession:
 
 @pytest.mark.parametrize(("index", "ac"), [(0, "none"), (0, "full"), (1, "selective"), (2, "none")])
 def test_stages_cost_alike_in_program_and_estimator(session: PlanningSession, index: int, ac: str) -> None:
-    whole = RunPlanner(session._search.model, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    whole = RunPlanner(session._planner.model, session.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
     stages = StagePlanners(whole, {3: ClusterSpec.parse("1x2xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), blocks_per_stage=(1, 3, 1), micro_batches=4, ac=ac)
     kind = next(kind for kind in kinds_of(pipeline.blocks_per_stage) if index in kind.indices)
@@ -69,7 +69,7 @@ def test_interleaved_stages_cost_alike_in_program_and_estimator(
     six_blocks: PlanningSession, index: int, ac: str
 ) -> None:
     """Every chunk sends and is sent to, and what is sent counts the micro-batches, not the passes."""
-    whole = RunPlanner(six_blocks._search.model, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
+    whole = RunPlanner(six_blocks._planner.model, six_blocks.job, ClusterSpec.parse("3x2xtoy"), BATCH, Clock())
     stages = StagePlanners(whole, {3: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=6, ac=ac, chunks=chunks)
@@ -108,7 +108,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 ) -> None:
     """Micro-batches' messages run beside computing where a device can do both; 1F1B without chunks waits for each."""
     cluster = ClusterSpec.parse(f"3x2x{device}")
-    whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
+    whole = RunPlanner(six_blocks._planner.model, six_blocks.job, cluster, BATCH, Clock())
     stages = StagePlanners(whole, {3: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(
@@ -149,7 +149,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
 
 
 def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
-    stages = StagePlanners(six_blocks._search, {2: ClusterSpec.parse("1x2xtoy")})
+    stages = StagePlanners(six_blocks._planner, {2: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 2) or ((), 1)
     pipeline = PipelineRun(
         mesh=MeshSpec.parse("dp=2"), blocks_per_stage=counts, micro_batches=4, ac="none", chunks=chunks
@@ -170,7 +170,7 @@ def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_
 
 def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: PlanningSession) -> None:
     cluster = ClusterSpec.parse("4x2xtoy")
-    whole = RunPlanner(six_blocks._search.model, six_blocks.job, cluster, BATCH, Clock())
+    whole = RunPlanner(six_blocks._planner.model, six_blocks.job, cluster, BATCH, Clock())
     stages = StagePlanners(whole, {4: dataclasses.replace(cluster, nodes=1)})
     counts, chunks = spread(6, 4) or ((), 1)
     assert (counts, chunks) == ((1, 2, 2, 1), 2)
@@ -196,7 +196,7 @@ def test_a_chunk_without_a_block_waits_for_none_and_holds_none(six_blocks: Plann
 
 def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSession) -> None:
     """A rank earlier holds as many chunks more as the schedule says, of as many blocks."""
-    stages = StagePlanners(six_blocks._search, {3: ClusterSpec.parse("1x1xtoy")})
+    stages = StagePlanners(six_blocks._planner, {3: ClusterSpec.parse("1x1xtoy")})
     counts, chunks = spread(6, 3) or ((), 1)
     pipeline = PipelineRun(
         mesh=MeshSpec.parse("dp=1"), blocks_per_stage=counts, micro_batches=6, ac="none", chunks=chunks
@@ -218,7 +218,7 @@ def test_chunks_in_flight_keep_what_their_forward_leaves(six_blocks: PlanningSes
 
 def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: PlanningSession) -> None:
     """On one device: what autograd saves, counted from the ops, is there once more for each."""
-    stages = StagePlanners(session._search, {4: ClusterSpec.parse("1x1xtoy")})
+    stages = StagePlanners(session._planner, {4: ClusterSpec.parse("1x1xtoy")})
     pipeline = PipelineRun(mesh=MeshSpec.parse("dp=1"), blocks_per_stage=(1, 2, 1, 1), micro_batches=4, ac="none")
     kind = next(kind for kind in kinds_of(pipeline.blocks_per_stage) if kind.indices == (1,))
     search = stages.planner(kind, 4)
