@@ -26,7 +26,7 @@ def checked_axes(axes: int) -> int:
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
-    """Return every mesh of the cluster with up to ``axes`` axes (1 to 3): inner ones divide a node or are whole nodes."""
+    """Return every mesh of the cluster with up to ``axes`` axes (1 to 3); inner ones divide a node, or are nodes."""
     inner: list[tuple[int, ...]] = [()]
     for count in range(1, axes):
         inner += [(*sizes, size) for sizes in inner if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]

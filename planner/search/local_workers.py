@@ -1,7 +1,7 @@
-"""Tasks done at once on this machine: in this process, and in others beside it.
+"""Worker processes on this machine, and rounds of tasks that run on them and in this process.
 
-This process works like the others, so that where two tasks may go on at once only one other process has to begin, and
-to find out for itself what is remembered here. Whoever is done with a task decides what comes next, one at a time.
+This process runs tasks too: for two at once only one other process has to start, with caches of its own to fill. Each
+thread that has finished a task picks the next one; one thread at a time picks.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from loky.process_executor import ShutdownExecutorError
 Tag = TypeVar("Tag")
 
 _IDLE_S = 300
-"""After so long without any task a process ends."""
+"""Seconds without any task after which a process ends."""
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class EndedError(RuntimeError):
-    """Processes were ended by another who had a task of theirs fail."""
+    """The processes were ended by another search, in which a task failed."""
 
 
 class LocalWorkers:
-    """Some processes beside this one, as `workers` has them."""
+    """Worker processes of this one; see `workers`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -41,11 +41,11 @@ class LocalWorkers:
         self._executor = ProcessPoolExecutor(max_workers=count, timeout=_IDLE_S, env=env)
         self._ready: list[Future[int]] = []
 
-    def begin(self, get_ready: Callable[[], int]) -> bool:
-        """Have the processes begin that are not there; return whether that is possible.
+    def start(self, get_ready: Callable[[], int]) -> bool:
+        """Start the processes that do not run yet; return False where the pool is broken.
 
         Args:
-            get_ready: what each does first; returns the process.
+            get_ready: what each runs first; returns the process id.
         """
         try:
             self._ready = [self._executor.submit(get_ready) for _ in range(self.count)]
@@ -54,7 +54,7 @@ class LocalWorkers:
         return True
 
     def ready(self, number: int) -> int:
-        """Wait until as many processes as ``number`` and one more are ready; return the last of them.
+        """Wait until ``number`` + 1 processes are ready; return the id of the last one.
 
         Raises:
             BrokenExecutor: a process died.
@@ -63,20 +63,20 @@ class LocalWorkers:
         process: int = _result_of(self._ready[number])
         return process
 
-    def do(self, task: Callable[..., Any], *given: Any) -> Any:
-        """Return what comes of a task that one of the processes does.
+    def run(self, task: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a task that one of the processes runs.
 
         Raises:
             BrokenExecutor: the process died.
             EndedError: all were ended.
         """
         try:
-            return _result_of(self._executor.submit(task, *given))
+            return _result_of(self._executor.submit(task, *args))
         except ShutdownExecutorError as error:
             raise EndedError(str(error)) from error
 
     def stop(self) -> None:
-        """End the processes, whatever they do."""
+        """End the processes at once."""
         self._executor.shutdown(wait=True, kill_workers=True)
 
 
@@ -87,26 +87,27 @@ def _result_of(future: Future[Any]) -> Any:
         raise EndedError(str(error)) from error
 
 
-_kept: dict[int, LocalWorkers] = {}
+_workers: dict[int, LocalWorkers] = {}
 _one_at_a_time = threading.Lock()
 
 
 def workers(count: int, get_ready: Callable[[], int]) -> LocalWorkers:
-    """Return ``count`` processes, which begin now if they are not there: the same for all in this process who ask.
+    """Return ``count`` worker processes, started if they do not run yet. All searches of this process share them.
 
     Args:
-        get_ready: what each does first; returns the process.
+        count: of processes.
+        get_ready: what each runs first; returns the process id.
     """
     with _one_at_a_time:
-        found = _kept.get(count)
-        if found is None or not found.begin(get_ready):
-            found = _kept[count] = LocalWorkers(count)
-            found.begin(get_ready)
-        return found
+        local = _workers.get(count)
+        if local is None or not local.start(get_ready):
+            local = _workers[count] = LocalWorkers(count)
+            local.start(get_ready)
+        return local
 
 
 def file_for(owner: object, data: memoryview) -> Path:
-    """Return a file with ``data``, there for as long as ``owner`` is, and not after this process, however it ends."""
+    """Return a file with ``data`` that exists for as long as ``owner``; it is gone after this process in any case."""
     handle, name = tempfile.mkstemp(prefix="shardplan-")
     resource_tracker.register(name, "file")
     weakref.finalize(owner, resource_tracker.maybe_unlink, name, "file")
@@ -116,10 +117,10 @@ def file_for(owner: object, data: memoryview) -> Path:
 
 
 class Round(Generic[Tag]):
-    """Tasks that are picked, done and noted until none is left.
+    """Tasks that are picked, run and noted until none is left.
 
     Attributes:
-        failed: what was raised first, by a task or by those who pick and note them.
+        failed: the first exception of a task, of ``pick`` or of ``done``.
     """
 
     def __init__(
@@ -128,11 +129,12 @@ class Round(Generic[Tag]):
         done: Callable[[Tag, Any, Any], None],
         stop: Callable[[], None],
     ) -> None:
-        """Take what says which task comes next, what is told of its result, and what ends all others after a failure.
+        """Prepare a round.
 
         Args:
-            pick: None where there is none as long as nothing more is found.
-            done: told what was picked and what came of it. Neither is called while the other is at work.
+            pick: returns a tag and the next task; None where there is none until other tasks are done.
+            done: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            stop: ends the worker processes after a failure.
         """
         self.failed: BaseException | None = None
         self._pick, self._done, self._stop = pick, done, stop
@@ -143,14 +145,15 @@ class Round(Generic[Tag]):
     def run(
         self, here: Callable[[Any], Any], others: Sequence[tuple[Callable[[], object], Callable[[Any], Any]]]
     ) -> None:
-        """Do tasks ``here``, in this thread, and as each of ``others`` does them once it is ready; raise what failed.
+        """Run tasks in this thread and on other workers until none is left; raise what failed.
 
         Args:
-            others: what waits until one is ready, and what does a task there.
+            here: runs a task in this thread.
+            others: for each other worker, a function that waits until it is ready, and one that runs a task there.
         """
         try:
-            for begin, do in others:
-                threading.Thread(target=self._join, args=(begin, do), daemon=True).start()
+            for wait_ready, run in others:
+                threading.Thread(target=self._join, args=(wait_ready, run), daemon=True).start()
             self._work(here)
         except BaseException as error:  # noqa: BLE001  an interruption, raised below
             self._fail(error)
@@ -159,21 +162,21 @@ class Round(Generic[Tag]):
         if self.failed is not None:
             raise self.failed
 
-    def _join(self, begin: Callable[[], object], do: Callable[[Any], Any]) -> None:
+    def _join(self, wait_ready: Callable[[], object], run: Callable[[Any], Any]) -> None:
         try:
-            begin()
+            wait_ready()
         except BaseException as error:  # noqa: BLE001  raised in the thread that runs the round
             self._fail(error)
-        self._work(do)
+        self._work(run)
 
-    def _work(self, do: Callable[[Any], Any]) -> None:
+    def _work(self, run: Callable[[Any], Any]) -> None:
         while (picked := self._next()) is not None:
             tag, task = picked
             try:
-                found = do(task)
+                result = run(task)
                 with self._changed:
                     if self.failed is None:
-                        self._done(tag, task, found)
+                        self._done(tag, task, result)
             except BaseException as error:  # noqa: BLE001  raised in the thread that runs the round
                 self._fail(error)
             finally:

@@ -240,7 +240,7 @@ class Pool:
             done(tag, task, result)
 
         def elsewhere(task: Any) -> Timed[Any]:
-            timed: Timed[Any] = others.do(_run_in_worker, packed, constraints, task)
+            timed: Timed[Any] = others.run(_run_in_worker, packed, constraints, task)
             return timed
 
         Round(pick, note, others.stop).run(

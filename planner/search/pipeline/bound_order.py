@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from planner.search.pipeline.single_device_time import SingleDeviceTime
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun
-from planner.search.pipeline.step_time import StageKind, stage_limit_s
+from planner.search.pipeline.step_time import StageKind, stage_cutoff_s
 
 UNIFORM_BLOCKS = 3
 """Blocks from which on a stage has the same choices as one with more: a first, a last and those between them."""
@@ -101,8 +101,7 @@ def shared_cutoff_s(space: PipelineSpace, times: SingleDeviceTime, step: Boundin
         idle_ratio = run.passes / other.passes
         for kind in other.kinds:
             if _place(kind) == _place(step.kind):
-                stage_cutoff_s = stage_limit_s(times.bounds_s(other), kind, run.micro_batches, cutoff_s)
-                cutoffs.append(idle_ratio * stage_cutoff_s)
+                cutoffs.append(idle_ratio * stage_cutoff_s(times.bounds_s(other), kind, run.micro_batches, cutoff_s))
     return max(cutoffs) if len(cutoffs) > 1 else math.inf
 
 

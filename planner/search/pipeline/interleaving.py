@@ -1,9 +1,9 @@
-"""Interleaved pipelines: how many chunks of the model each rank has, and how many blocks are in each.
+"""Interleaved pipelines: the number of chunks of the model on each rank, and of blocks in each chunk.
 
-Chunk ``i`` of rank ``r`` of ``p`` is chunk ``r + i p`` of the model (arXiv 2104.04473, section 2.2). As in Megatron the
-micro-batches are a multiple of the ranks and all chunks are of one size, where embedding and head may each count as a
-block (``account_for_embedding_in_pipeline_split``, ``account_for_loss_in_pipeline_split``): then the first chunk or the
-last has one block less.
+Chunk ``i`` of rank ``r`` of ``p`` is chunk ``r + i p`` of the model (arXiv 2104.04473, section 2.2). As in Megatron,
+the number of micro-batches is a multiple of the ranks and all chunks have one size. Embedding and head may each count
+as a block (``account_for_embedding_in_pipeline_split``, ``account_for_loss_in_pipeline_split``): then the first or the
+last chunk has one block less.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ Role = Literal["first", "middle", "last"]
 
 
 def role_of(rank: int, ranks: int) -> Role:
-    """Return what a rank of a pipeline has beside blocks: what comes before them all, what comes after, or nothing."""
+    """Return whether a rank has what runs before all blocks, what runs after them, or blocks alone."""
     return "first" if rank == 0 else "last" if rank == ranks - 1 else "middle"
 
 
 def interleaved(
     blocks: int, ranks: int, first: float = 0.0, last: float = 0.0, *, ends_alone: bool = True
 ) -> tuple[tuple[int, ...], int] | None:
-    """Return the blocks of each rank and the chunks that it has them in: as many as can be; None where that is one.
+    """Return (blocks of each rank, chunks of each rank), with as many chunks as possible; None where that is one.
 
-    Of two ranks only one may have an end of the model for a chunk: they would wait for each other.
+    Of two ranks only one may have a chunk without any block: they would wait for each other.
 
     Args:
-        blocks: equal blocks to be spread over the ranks.
+        blocks: number of equal blocks to be spread over the ranks.
         ranks: two at least.
-        first, last: the work of the first and the last rank beside their blocks, in blocks. Where embedding or head
-            could count as the block that makes all chunks equal, that leaves the slowest rank less.
+        first: time of what the first rank runs before all blocks, in blocks.
+        last: time of what the last rank runs after all blocks, in blocks. Where either embedding or head could count as
+            the block that makes all chunks equal, the choice makes the slowest rank as fast as possible.
         ends_alone: whether a chunk may be embedding or head without any block.
     """
     for chunks in range((blocks + 2) // ranks, 1, -1):
-        found = []
+        splits = []
         for fewer in itertools.product((0, 1), repeat=2):
             size, left = divmod(blocks + sum(fewer), ranks * chunks)
             if not left and (size > 1 or sum(fewer) < (ranks if ends_alone else 1)):
                 counts = [size * chunks] * ranks
                 counts[0] -= fewer[0]
                 counts[-1] -= fewer[1]
-                found.append(tuple(counts))
-        if found:
-            return min(found, key=lambda counts: slowest(counts, first, last)), chunks
+                splits.append(tuple(counts))
+        if splits:
+            return min(splits, key=lambda counts: slowest(counts, first, last)), chunks
     return None
 
 
 def chunk_sizes(role: Role, blocks: int, chunks: int) -> tuple[int, ...]:
-    """Return the blocks of each chunk of a rank with so many ``blocks``: the first or the last may have one less."""
+    """Return the number of blocks of each chunk of a rank with so many ``blocks``."""
     size = -(-blocks // chunks)
     sizes = [size] * chunks
     if role != "middle":
@@ -60,11 +61,11 @@ def chunk_sizes(role: Role, blocks: int, chunks: int) -> tuple[int, ...]:
 
 
 def placed_in_model(counts: Sequence[int], chunks: int, rank: int) -> list[int]:
-    """Return the numbers of the blocks that ``rank`` has, given the blocks of each rank."""
+    """Return the indices in the model of the blocks that ``rank`` has, given the number of blocks of each rank."""
     sizes = [chunk_sizes(role_of(other, len(counts)), count, chunks) for other, count in enumerate(counts)]
-    found, start = list[int](), 0
+    placed, start = list[int](), 0
     for chunk, other in itertools.product(range(chunks), range(len(counts))):
         if other == rank:
-            found += range(start, start + sizes[other][chunk])
+            placed += range(start, start + sizes[other][chunk])
         start += sizes[other][chunk]
-    return found
+    return placed

@@ -1,4 +1,4 @@
-"""How many blocks each pipeline stage has, so that the slowest is as fast as can be."""
+"""Partition of a model's blocks over pipeline stages that makes the slowest stage as fast as possible."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 
 def balanced(blocks: int, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Return the blocks of each stage, one at least, whose largest sum of work is as small as can be.
+    """Return the number of blocks of each stage, one at least, with the smallest time of the slowest stage.
 
     Args:
-        blocks: equal blocks to be spread over the stages.
+        blocks: number of equal blocks to be spread over the stages.
         stages: no more than ``blocks``.
-        first, last: the work of the first and the last stage beside their blocks, in blocks.
+        first: time of what the first stage runs before all blocks, in blocks.
+        last: time of what the last stage runs after all blocks, in blocks.
     """
     counts = [1] * stages
     for _ in range(blocks - stages):
@@ -20,9 +21,9 @@ def balanced(blocks: int, stages: int, first: float = 0.0, last: float = 0.0) ->
 
 
 def _next(counts: Sequence[int], stage: int, first: float, last: float) -> tuple[float, bool, int]:
-    """Return what is least for the stage that gets the next block: of equals one in the middle, the later ones first.
+    """Return a key that is least for the stage to get the next block: the fastest, one in the middle, the last.
 
-    (Later stages keep activations of fewer micro-batches.)
+    Later stages keep activations of fewer micro-batches.
     """
     end = len(counts) - 1
     work = counts[stage] + (first if stage == 0 else 0.0) + (last if stage == end else 0.0)
@@ -30,7 +31,7 @@ def _next(counts: Sequence[int], stage: int, first: float, last: float) -> tuple
 
 
 def slowest(counts: Sequence[int], first: float = 0.0, last: float = 0.0) -> float:
-    """Return the work of the slowest stage, in blocks."""
+    """Return the time of the slowest stage, in blocks."""
     work = [float(count) for count in counts]
     work[0] += first
     work[-1] += last

@@ -40,7 +40,7 @@ from planner.search.pipeline.solve_pipeline import PipelineResult, SolvedPipelin
 from planner.search.pipeline.space import PipelineSpace
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners
 from planner.search.pipeline.stage_tasks import BoundStage, RelaxStage, StageBound
-from planner.search.pipeline.step_time import StageKind, least_step_s, stage_limit_s
+from planner.search.pipeline.step_time import StageKind, least_step_s, stage_cutoff_s
 
 _FIRST_PLAN_GAP = 0.1
 """Relative gap of the first plan: it only has to prune."""
@@ -251,7 +251,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         """Return the seconds from which on a stage is not wanted, given the bounds of its pipeline's stages."""
         if step.is_shared:
             return shared_cutoff_s(self.space, self._times, step, self.incumbent.cutoff_s)
-        return stage_limit_s(bounds, step.kind, step.pipeline.micro_batches, self.incumbent.cutoff_s)
+        return stage_cutoff_s(bounds, step.kind, step.pipeline.micro_batches, self.incumbent.cutoff_s)
 
     def _stage_bound(self, step: BoundingStep) -> StageBound | None:
         """Return a bound that holds choice by choice for the stage that a step relaxes; None where none is known."""

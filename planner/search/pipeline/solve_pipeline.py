@@ -15,7 +15,7 @@ from planner.run.run_planner import FormulatedRun
 from planner.run.run_results import SolvedRun
 from planner.search.pipeline.stage_planners import PipelineRun, PlannedPipeline, StagePlanners
 from planner.search.pipeline.stage_tasks import RelaxStage
-from planner.search.pipeline.step_time import StageKind, least_step_s, pipeline_step_s, stage_limit_s
+from planner.search.pipeline.step_time import StageKind, least_step_s, pipeline_step_s, stage_cutoff_s
 from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.strategies.context_parallel_order import zigzag_axes
 
@@ -127,7 +127,7 @@ class StageSolver:
         """Yield the boundary layouts under which a stage of the most frequent kind fits and is below the cutoff."""
         pipeline, kind = self._pipeline, self._pipeline.kinds[0]
         planner = self._stages.planner(kind, len(pipeline.blocks_per_stage))
-        cutoff_s = stage_limit_s(self._task.bounds, kind, pipeline.micro_batches, self._task.cutoff_s)
+        cutoff_s = stage_cutoff_s(self._task.bounds, kind, pipeline.micro_batches, self._task.cutoff_s)
         task = RelaxStage(kind=kind, pipeline=pipeline, mesh_bound=self._task.mesh_bounds.get(kind), cutoff_s=cutoff_s)
         layouts = self._stages.layouts(planner, pipeline.mesh, planner.batch // pipeline.micro_batches)
         axes = zigzag_axes(planner.model.graph, pipeline.mesh.shape)
@@ -149,16 +149,16 @@ class StageSolver:
         kinds, mip_gap = pipeline.kinds, self._task.mip_gap
         tight = mip_gap / 2 if len(kinds) > 1 else mip_gap
         for kind in kinds:
-            stage_cutoff_s = stage_limit_s(bounds, kind, pipeline.micro_batches, cutoff_s)
+            kind_cutoff_s = stage_cutoff_s(bounds, kind, pipeline.micro_batches, cutoff_s)
             solved = None
             if solutions:
                 # The gap of a stage that is not the slowest adds to the sum of all alone, not to what all wait for.
                 weight = pipeline.micro_batches + (len(kinds[0].indices) - 1) / pipeline.chunks
                 loose = tight * weight * pipeline.chunks / (len(kind.indices) * (len(kinds) - 1))
                 slowest_s = max(solution.solution.objective_s for _, solution in solutions)
-                solved = self._solve_stage(kind, boundary, stage_cutoff_s, [loose, tight], None, slowest_s)
-            elif boundary.bound_s < stage_cutoff_s:
-                solved = self._solve_stage(kind, boundary, stage_cutoff_s, [tight], boundary.formulated)
+                solved = self._solve_stage(kind, boundary, kind_cutoff_s, [loose, tight], None, slowest_s)
+            elif boundary.bound_s < kind_cutoff_s:
+                solved = self._solve_stage(kind, boundary, kind_cutoff_s, [tight], boundary.formulated)
             if solved is None:
                 return None
             solutions.append((kind, solved))

@@ -17,7 +17,7 @@ from planner.plan.estimate import Estimate
 from planner.search.pipeline.interleaving import chunk_sizes, interleaved, role_of
 from planner.search.pipeline.partition import balanced
 from planner.search.pipeline.stage_planners import stage_clusters
-from planner.search.pipeline.step_time import kinds_of, least_step_s, pipeline_step_s, stage_limit_s
+from planner.search.pipeline.step_time import kinds_of, least_step_s, pipeline_step_s, stage_cutoff_s
 
 EQUAL = Estimate(
     step_time_s=7.5, forward_s=3.0, backward_s=4.0, grad_reduce_s=0.0, optimizer_s=0.5, peak_memory_bytes=1
@@ -73,7 +73,7 @@ def test_no_step_is_below_its_bound(stages: list[tuple[float, float]], micro_bat
 def test_a_stage_at_its_limit_brings_the_step_to_the_limit(chunks: int) -> None:
     bounds, (kind, *_) = [3.0, 1.0, 1.0, 2.0], kinds_of((1, 2, 2, 1), chunks)
     assert kind.indices == (1, 2)
-    limit_s = stage_limit_s(bounds, kind, 8, 5.0)
+    limit_s = stage_cutoff_s(bounds, kind, 8, 5.0)
     assert least_step_s([3.0, limit_s, limit_s, 2.0], 8, chunks) == pytest.approx(5.0)
 
 
