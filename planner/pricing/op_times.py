@@ -100,7 +100,7 @@ class LocalOp(NamedTuple):
 
 
 def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> GemmShape | None:
-    """Return the GEMM that an op runs; None where it runs none, or none that is known here.
+    """Return the GEMM that an op runs; None where it runs none, or of a kind that this function does not cover.
 
     Args:
         target_name: the op, such as ``aten.linear.default``.

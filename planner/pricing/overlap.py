@@ -1,4 +1,4 @@
-"""Overlap: the quantities that communication is charged to where compute hides it, and what it costs that compute.
+"""Overlap of communication with compute: the quantities that it is charged to, and by how much it slows compute.
 
 Communication that a device overlaps with compute is charged to a prefetch quantity of its phase and link
 (`planner.ilp.step_cost`). Its kernels take processors and memory bandwidth from compute: it also adds a fraction of its

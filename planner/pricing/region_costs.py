@@ -67,8 +67,8 @@ class RegionPricer:
             checkpointing: how the regions' block is checkpointed; None where it is not.
             timeline: how many tensors of the regions are live at each peak candidate; None: no peak is asked for.
             throughout: the lifetime of activations of other micro-batches in flight.
-            boundary_slots: slots of the model's inputs. The caller holds them for every micro-batch in flight. In a
-                pipeline stage also those of its results, which are held until their gradients arrive.
+            boundary_slots: slots of the model's inputs, which live for every micro-batch in flight. In a
+                pipeline stage also those of its results, which live until their gradients arrive.
             autograd_sums: for each op, input -> regions in which autograd adds its gradient to that of another use.
             gemm_sums: for each op, input -> regions in which the op's GEMM adds to a gradient that exists.
         """

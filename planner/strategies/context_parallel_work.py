@@ -156,7 +156,7 @@ class ContextParallelWork(NamedTuple):
             return max(self._backward_rise_on(rank) for rank in {0, 1, self.ranks - 1})
         returned = self.own_keys_nbytes + query
         if not self.causal:
-            # Gathered keys and their gradients; or the gradient of queries, also in the memory order that is wanted.
+            # Gathered keys and their gradients; or the gradient of queries, and its copy in their memory format.
             return max(2 * gathered + query, 2 * query + self.own_keys_nbytes) - returned
         # Gathered keys, their gradients, and those of the current kernel; the same two for queries; the exchanged
         # gradient of the result. Later the gradient of queries is exchanged, in four copies as in the forward.
@@ -175,10 +175,10 @@ class ContextParallelWork(NamedTuple):
         first_part = query * parts[0].heads // self.query[1] + own * parts[0].kv_heads // self.key[1]
         reordering = first_part + gathered + seen
         kernels = first_part + 2 * seen + seen_by_both + rows_with_other_keys
-        packing = first_part + rows_with_other_keys + seen + gathered
+        filling_buffer = first_part + rows_with_other_keys + seen + gathered
         sending = gathered + own + query + rows_with_other_keys + own_key_gradients
         adding = 2 * query + rows_with_other_keys + own + own_key_gradients
-        return max(reordering, kernels, packing, sending, adding) - query - own
+        return max(reordering, kernels, filling_buffer, sending, adding) - query - own
 
     # --- bytes moved ---------------------------------------------------------------------------------------------
 
@@ -186,8 +186,8 @@ class ContextParallelWork(NamedTuple):
     def forward_nbytes(self) -> int:
         """Bytes read and written outside of kernels and collectives in the forward.
 
-        Keys and values are packed for the all-gather and put in order after it; chunks are copied around their
-        exchange; two results are merged into one.
+        Keys and values are copied into one buffer for the all-gather, and into order after it. Chunks are copied before
+        and after their exchange. Two results are merged into one.
         """
         merged = 3 * self.result_nbytes if self.causal else 0
         ordered = self._other_keys_nbytes if self.own_keys_first else self.gathered_nbytes

@@ -112,7 +112,7 @@ class _OpRun:
     Attributes:
         tensors, outputs: its inputs and outputs.
         layouts: layouts of the outputs; None where DTensor would communicate, or refuses.
-        backward: layouts of the outputs' gradients -> layouts of the inputs' gradients, or None likewise.
+        backward: layouts of the outputs' gradients -> layouts of the inputs' gradients; None as for ``layouts``.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)

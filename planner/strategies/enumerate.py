@@ -43,7 +43,7 @@ def canonical_size(size: int) -> int:
 
 
 class StrategyTable:
-    """The strategies of regions, each found once per signature of a region."""
+    """The strategies of regions, enumerated once for each signature of a region."""
 
     def __init__(self) -> None:
         self._rules: dict[tuple[int, ...], DTensorRules] = {}

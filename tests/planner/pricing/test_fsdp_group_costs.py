@@ -1,4 +1,4 @@
-"""Parameters gathered with their block: which can be, what they cost, and how the plan says so."""
+"""FSDP groups: the parameters that they can hold, their collectives and bytes, and their fields in the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(plan: ShardingPlan, kind: str, phase: str) -> dict[int, int]:
 
 
 def block_nbytes(module: nn.Module, plan: ShardingPlan, pattern: str) -> tuple[int, int]:
-    """Return the float32 bytes of what one block gathers, and the number of blocks that ``pattern`` matches."""
+    """Return the float32 bytes of one block's FSDP group, and the number of blocks that ``pattern`` matches."""
     parameters = dict(module.named_parameters())
     count = len({name.split(".")[2] for name in parameters if name.startswith(pattern.removesuffix("*"))})
     names = plan.fully_shard[pattern]
@@ -39,7 +39,7 @@ def block_nbytes(module: nn.Module, plan: ShardingPlan, pattern: str) -> tuple[i
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_block_gathers_in_one_collective_and_reduces_in_one(micro_batches: int) -> None:
+def test_a_group_has_one_all_gather_and_one_reduce_scatter(micro_batches: int) -> None:
     module, plan = fully_sharded("llama", "dp=4", micro_batches=micro_batches)
     ((pattern, names),) = plan.fully_shard.items()
     assert pattern == "model.layers.*"
@@ -47,14 +47,14 @@ def test_a_block_gathers_in_one_collective_and_reduces_in_one(micro_batches: int
     nbytes, blocks = block_nbytes(module, plan, pattern)
     each = (("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward"))
     once = (("all_gather", "param_gather"), ("reduce_scatter", "grad_reduce"))
-    # Of several micro-batches, parameters are kept for the step.
+    # With several micro-batches, parameters stay unsharded for the step.
     for kind, phase in each if micro_batches == 1 else once:
         assert rows(plan, kind, phase)[nbytes] == blocks, (kind, phase)
     for name in names:
         assert plan.gradient_plan[f"{pattern}.{name}"] == plan.plan[f"{pattern}.{name}"]
 
 
-def test_what_is_outside_of_blocks_is_gathered_by_itself() -> None:
+def test_parameters_outside_of_blocks_are_gathered_one_by_one() -> None:
     module, plan = fully_sharded("llama", "dp=4", micro_batches=1)
     embedding = dict(module.named_parameters())["model.embed_tokens.weight"]
     assert embedding.numel() * 4 in rows(plan, "all_gather", "forward")
@@ -62,7 +62,7 @@ def test_what_is_outside_of_blocks_is_gathered_by_itself() -> None:
     assert not flat.fully_shard
 
 
-def test_checkpointed_blocks_gather_before_the_recomputation_and_not_again() -> None:
+def test_a_checkpointed_block_gathers_once_in_the_backward() -> None:
     module, plan = fully_sharded("llama", "dp=4", micro_batches=1, ac="full")
     nbytes, blocks = block_nbytes(module, plan, "model.layers.*")
     assert rows(plan, "all_gather", "backward")[nbytes] == blocks
@@ -76,72 +76,72 @@ def test_checkpointed_blocks_gather_before_the_recomputation_and_not_again() -> 
         ((Shard(0), R), (Shard(0), P), (R, R), (P, P), (0,), True),
         ((R, Shard(1)), (P, Shard(1)), (R, R), (P, P), (1,), True),
         ((Shard(1), Shard(0)), (Shard(1), Shard(0)), (R, Shard(0)), (P, Shard(0)), (0,), True),
-        # The gradient is whole on the axis already: a reduce-scatter would add it up.
+        # The gradient is replicated on the axis: a reduce-scatter would sum equal copies.
         ((Shard(0), R), (Shard(0), R), (R, R), (R, R), (0,), False),
-        # It is left as a sum on the other axis, but says that it is not.
+        # The gradient is partial on the other axis, but its accumulated layout is not.
         ((Shard(0), R), (Shard(0), R), (R, R), (P, P), (0,), False),
-        # On two axes, as one.
+        # Two axes flattened into one.
         ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (R, R), (P, P), (0, 1), True),
-        # They split two dims, or only one of them gathers.
+        # The axes shard different dims, or only one of them is gathered over.
         ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (R, R), (P, P), (0, 1), False),
         ((Shard(0), Shard(1)), (Shard(0), Shard(1)), (R, R), (P, P), (0,), False),
-        # The gradient is summed on one of the two alone.
+        # The gradient is partial on only one of the two.
         ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (R, R), (P, R), (0, 1), False),
-        # An inner axis splits the same dim.
+        # An inner axis shards the same dim.
         ((Shard(0), Shard(0)), (Shard(0), Shard(0)), (R, Shard(0)), (P, Shard(0)), (0,), False),
-        # Used as it is stored.
+        # The compute layout is the stored one.
         ((Shard(0), R), (Shard(0), R), (Shard(0), R), (Shard(0), R), (0,), False),
     ],
 )
-def test_what_fully_shard_can_do(
+def test_the_one_use_that_fully_shard_allows(
     stored: Layout, accumulated: Layout, compute: Layout, gradient: Layout, axes: tuple[int, ...], accepted: bool
 ) -> None:
-    choice = StorageOption(stored=stored, accumulated=accumulated, fsdp_axes=axes)
-    assert (fsdp_use_layouts(choice) == (compute, gradient)) is accepted
+    option = StorageOption(stored=stored, accumulated=accumulated, fsdp_axes=axes)
+    assert (fsdp_use_layouts(option) == (compute, gradient)) is accepted
 
 
-def test_all_blocks_gather_over_the_same_axes() -> None:
-    """`fully_shard` splits a module over one axis, or several as one; random plans would mix them if they could."""
+def test_all_groups_gather_over_the_same_axes() -> None:
+    """`fully_shard` shards over one axis, or several flattened into one; random plans would mix them if they could."""
     module, inputs = families.make("llama", 8)
     session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
     seen = set()
     for seed in range(8):
         plan = session.plan(planner=f"random:{seed}", mesh="dp=2,tp=2")
-        over = set()
+        axes_of_plan = set()
         for pattern, names in plan.fully_shard.items():
             for name in names:
                 key = f"{pattern}.{name}"
                 stored, compute = plan.plan[key], plan.compute_plan[key]
-                over.add(tuple(axis for axis, (a, b) in enumerate(zip(stored, compute, strict=True)) if a != b))
-        assert len(over) <= 1
-        seen |= over
-    assert {(0,), (0, 1)} <= seen, "random plans do not gather over one axis, or not over two: the test shows nothing"
+                axes_of_plan.add(tuple(axis for axis, (a, b) in enumerate(zip(stored, compute, strict=True)) if a != b))
+        assert len(axes_of_plan) <= 1
+        seen |= axes_of_plan
+    assert {(0,), (0, 1)} <= seen, "no random plan gathers over one axis, or none over two: the test shows nothing"
 
 
-def test_in_16_bits_a_gradient_takes_half_the_wire_and_half_the_memory_until_it_is_reduced() -> None:
-    """Worked by hand, of data parallelism in two micro-batches: all gradients are there whole, and end in fp32."""
+def test_a_16_bit_reduction_halves_bytes_sent_and_bytes_of_unreduced_gradients() -> None:
+    """By hand, for data parallelism in two micro-batches: all gradients are unsharded, and are fp32 in the end."""
     module, inputs = families.make("llama", 8)
     options: dict[str, Any] = {"dtype": "fp32", "micro_batches": 2, "ac": "none"}
-    found = {}
+    plans = {}
     for reduce_dtype in ("fp32", "bf16"):
         session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, reduce_dtype=reduce_dtype, **options)
-        found[reduce_dtype] = session.plan(planner="data-parallel", mesh="dp=4")
-        assert found[reduce_dtype].job.reduce_dtype == reduce_dtype
-    wide, narrow = (rows(found[dtype], "all_reduce", "grad_reduce") for dtype in ("fp32", "bf16"))
+        plans[reduce_dtype] = session.plan(planner="data-parallel", mesh="dp=4")
+        assert plans[reduce_dtype].job.reduce_dtype == reduce_dtype
+    wide, narrow = (rows(plans[dtype], "all_reduce", "grad_reduce") for dtype in ("fp32", "bf16"))
     assert narrow == {nbytes // 2: count for nbytes, count in wide.items()}
-    estimates = [found[dtype].estimate for dtype in ("fp32", "bf16")]
+    estimates = [plans[dtype].estimate for dtype in ("fp32", "bf16")]
     assert estimates[0] is not None
     assert estimates[1] is not None
     numel = sum(p.numel() for p in module.parameters())
-    # At the peak most activations are there: of the last gradients none has been reduced but the head's.
+    # At the peak most activations are live: of the last micro-batch's gradients, only the head's is reduced.
     head = dict(module.named_parameters())["lm_head.weight"].numel()
-    saved = estimates[0].memory["gradients"] - estimates[1].memory["gradients"]
-    assert numel * 2 - head * 2 <= saved <= numel * 2
+    saved_nbytes = estimates[0].memory["gradients"] - estimates[1].memory["gradients"]
+    assert numel * 2 - head * 2 <= saved_nbytes <= numel * 2
 
 
 @pytest.mark.parametrize(("family", "micro_batches", "ac"), [("gpt2", 2, "none"), ("llama", 1, "selective")])
-def test_uses_in_a_program_are_priced_as_in_an_estimate(family: str, micro_batches: int, ac: str) -> None:
-    """Put together from parts that are priced once, or each by itself: the same."""
+def test_the_charge_of_a_use_in_the_program_is_that_in_the_estimate(family: str, micro_batches: int, ac: str) -> None:
+    """The program adds parts that are priced once; the estimate prices each use by itself."""
     module, inputs = families.make(family, 8)
     session = PlanningSession(module, cluster="4xtoy", example_inputs=inputs, dtype="fp32")
     search = session._planner

@@ -1,4 +1,4 @@
-"""FLOPs of the traced ops against torch's own counter on the module itself."""
+"""Profiles of ops: FLOPs against torch's counter on the module, bytes and saved tensors by hand."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from planner.profile.profile import profile_graph
 def test_flops_equal_torchs_own_count(family: str) -> None:
     module, kwargs = families.make(family, 4, "cpu")
     if family in families.WITH_EXPERTS:
-        module.set_experts_implementation("eager")  # of grouped products torch counts none
+        module.set_experts_implementation("eager")  # torch's counter does not count grouped GEMMs
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
             output = module(**kwargs)
         loss = output if isinstance(output, torch.Tensor) else output.loss
         with FlopCounterMode(display=False) as backward:
             loss.backward()
-    found = profile_graph(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False)
-    assert sum(op.flops for op in found.ops.values()) == forward.get_total_flops() > 0
-    assert sum(op.backward_flops for op in found.ops.values()) == backward.get_total_flops() > 0
+    profile = profile_graph(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False)
+    assert sum(op.flops for op in profile.ops.values()) == forward.get_total_flops() > 0
+    assert sum(op.backward_flops for op in profile.ops.values()) == backward.get_total_flops() > 0
 
 
-def test_attention_kept_whole_or_recomputed() -> None:
-    """Flash attention keeps inputs, output and one float per row; math attention keeps its scores."""
+def test_flash_attention_saves_a_float_per_row_and_math_attention_its_scores() -> None:
     module, kwargs = families.make("llama", 4)
     graph = trace(to_meta(module, None), meta_inputs(kwargs))
     math, flash = (profile_graph(graph, flash_attention=flag) for flag in (False, True))
@@ -49,19 +48,19 @@ def test_attention_kept_whole_or_recomputed() -> None:
     assert math.ops[name].backward_flops == 2 * math.ops[name].flops
 
 
-def test_a_linear_keeps_its_input_and_a_view_moves_nothing() -> None:
+def test_a_linear_saves_its_input_and_a_view_moves_no_bytes() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Flatten(0))
     graph = trace(to_meta(module, None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile_graph(graph, flash_attention=False)
-    linear, view = (found.ops[op.name] for op in graph.ops)
-    assert linear.flops == linear.backward_flops == 2 * 6 * 8 * 4  # the input needs no gradient: one product
+    profile = profile_graph(graph, flash_attention=False)
+    linear, view = (profile.ops[op.name] for op in graph.ops)
+    assert linear.flops == linear.backward_flops == 2 * 6 * 8 * 4  # the input needs no gradient: one GEMM
     assert linear.nbytes == 4 * (6 * 8 + 8 * 4 + 6 * 4)
     assert linear.saved == (graph.ops[0].inputs[0],)
     assert (view.flops, view.nbytes, view.backward_nbytes) == (0, 0, 0)
-    assert found.root[graph.ops[1].outputs[0]] == graph.ops[0].outputs[0]
+    assert profile.root[graph.ops[1].outputs[0]] == graph.ops[0].outputs[0]
 
 
-class Parts(torch.nn.Module):
+class Split(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.both = torch.nn.Linear(8, 12)
@@ -71,10 +70,10 @@ class Parts(torch.nn.Module):
         return (one.sum(-1) * two.sum(-1)).sum()
 
 
-def test_gradients_of_parts_are_put_side_by_side() -> None:
-    graph = trace(to_meta(Parts(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile_graph(graph, flash_attention=False)
-    split = next(found.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
+def test_gradients_of_views_are_written_into_one_tensor() -> None:
+    graph = trace(to_meta(Split(), None), meta_inputs((torch.zeros(6, 8),)))
+    profile = profile_graph(graph, flash_attention=False)
+    split = next(profile.ops[op.name] for op in graph.ops if len(op.outputs) == 2)
     assert (split.nbytes, split.backward_nbytes) == (0, 2 * 4 * 6 * 12)
 
 
@@ -88,16 +87,16 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_as_many_ops_are_counted_as_torch_dispatches() -> None:
+def test_dispatched_ops_are_those_that_torch_dispatches() -> None:
     module, kwargs = families.make("mlp", 4, "cpu")
     with _Count() as count:
         torch.autograd.grad(module(**kwargs), list(module.parameters()))
     ops = profile_graph(trace(to_meta(module, None), meta_inputs(kwargs)), flash_attention=False).ops.values()
-    found = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.autograd_sums) for op in ops)
-    assert found == count.ops - 1  # the gradient of the loss is made for all
+    dispatched = sum(op.forward_dispatched.ops + op.backward_dispatched.ops + len(op.autograd_sums) for op in ops)
+    assert dispatched == count.ops - 1  # the gradient of the loss is created outside of all ops
 
 
-def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -> None:
+def test_dispatched_bytes_by_hand_and_the_sum_of_two_uses_gradients() -> None:
     class Twice(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,33 +107,33 @@ def test_bytes_are_those_of_every_kernel_and_gradients_of_two_uses_are_added() -
             return scaled[:, :4] + scaled[:, 4:]
 
     graph = trace(to_meta(Twice(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile_graph(graph, flash_attention=False).ops
-    by_name = {op.target_name: found[op.name] for op in graph.ops}
-    product, piece = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
-    assert product.forward_dispatched == (1, 4 * (48 + 8 + 48))
-    assert piece.forward_dispatched == (1, 0)
-    assert piece.backward_dispatched.nbytes >= 4 * 48  # zeros of the whole
-    assert sorted(op.autograd_sums for op in found.values()) == [(), (), (), (0,)]
+    profiles = profile_graph(graph, flash_attention=False).ops
+    by_name = {op.target_name: profiles[op.name] for op in graph.ops}
+    multiplication, view = by_name["aten.mul.Tensor"], by_name["aten.slice.Tensor"]
+    assert multiplication.forward_dispatched == (1, 4 * (48 + 8 + 48))
+    assert view.forward_dispatched == (1, 0)
+    assert view.backward_dispatched.nbytes >= 4 * 48  # zeros of the unsliced tensor
+    assert sorted(op.autograd_sums for op in profiles.values()) == [(), (), (), (0,)]
 
 
-def test_linear_layers_that_read_one_tensor_join_its_gradient() -> None:
-    """Of n readers n - 1 products add to what is there; any other use is summed with what they make as one."""
+def test_shared_input_linears_accumulate_the_gradient_in_their_gemms() -> None:
+    """Of n linear layers that read a tensor, n - 1 add to its gradient in their GEMM; autograd adds all other uses."""
     module, kwargs = families.make("llama", 4)
     graph = trace(to_meta(module, None), meta_inputs(kwargs))
-    plain, joined = (
-        profile_graph(graph, flash_attention=False, shared_input_linears=joins).ops for joins in (False, True)
+    separate, shared = (
+        profile_graph(graph, flash_attention=False, shared_input_linears=flag).ops for flag in (False, True)
     )
     names = {op.name: graph.calls[op.call].fqn.rpartition(".")[2] for op in graph.ops}
-    assert {names[op] for op in joined if joined[op].gemm_sums} == {"q_proj", "k_proj", "gate_proj"}
-    assert sum(len(op.gemm_sums) for op in joined.values()) == 2 * 3  # layers
-    assert all(op.gemm_sums == op.in_place for op in joined.values())
-    assert not any(op.gemm_sums for op in plain.values())
-    less = Counter({names[op]: len(plain[op].autograd_sums) - len(joined[op].autograd_sums) for op in joined})
-    assert +less == Counter({"k_proj": 1, "v_proj": 1, "up_proj": 1})
+    assert {names[op] for op in shared if shared[op].gemm_sums} == {"q_proj", "k_proj", "gate_proj"}
+    assert sum(len(op.gemm_sums) for op in shared.values()) == 2 * 3  # layers
+    assert all(op.gemm_sums == op.in_place for op in shared.values())
+    assert not any(op.gemm_sums for op in separate.values())
+    fewer = Counter({names[op]: len(separate[op].autograd_sums) - len(shared[op].autograd_sums) for op in shared})
+    assert +fewer == Counter({"k_proj": 1, "v_proj": 1, "up_proj": 1})
 
 
 class _Mixed(torch.nn.Module):
-    """Reads a tensor by linear layers and otherwise."""
+    """Reads a tensor by linear layers and by other ops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +145,11 @@ class _Mixed(torch.nn.Module):
         return self.first(read) + read.exp() + self.second(read) + self.third(read.sin()) + self.third(x)
 
 
-def test_a_use_between_linear_layers_is_summed_with_them() -> None:
-    """Its gradient waits while they join theirs, and what the model is called with joins nothing."""
+def test_autograd_adds_uses_between_shared_input_linears() -> None:
+    """Their gradients are live then, so that no GEMM adds in place. Linears on a model input accumulate nothing."""
     graph = trace(to_meta(_Mixed(), None), meta_inputs((torch.zeros(6, 8),)))
-    found = profile_graph(graph, flash_attention=False, shared_input_linears=True).ops
-    names = {graph.calls[op.call].fqn or op.target_name: found[op.name] for op in graph.ops}
+    profiles = profile_graph(graph, flash_attention=False, shared_input_linears=True).ops
+    names = {graph.calls[op.call].fqn or op.target_name: profiles[op.name] for op in graph.ops}
     assert {
         name: (op.gemm_sums, op.autograd_sums) for name, op in names.items() if op.gemm_sums or 0 in op.autograd_sums
     } == {
@@ -158,4 +157,4 @@ def test_a_use_between_linear_layers_is_summed_with_them() -> None:
         "aten.exp.default": ((), (0,)),
         "aten.sin.default": ((), (0,)),
     }
-    assert not any(op.in_place for op in found.values())
+    assert not any(op.in_place for op in profiles.values())

@@ -1,4 +1,4 @@
-"""Regions of a hand-checked MLP, folding of equal blocks, and one value seen by many."""
+"""Regions of an MLP by hand, and classes of equal blocks."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def test_equal_blocks_share_their_classes_and_others_do_not() -> None:
+def test_equal_blocks_share_classes_and_others_do_not() -> None:
     equal = regions_of(Stack(16, 16, 16), (torch.zeros(4, 8),))
     assert {c.pattern: len(c.members) for c in equal.classes if c.pattern.endswith(".2")} == {}
-    # The first block's input needs no gradient, so that its first linear is another one.
+    # The first block's input needs no gradient, so that its first linear is in a class of its own.
     assert sorted(len(c.members) for c in equal.classes if c.pattern == "layers.*.*") == [1, 2, 3, 3]
     unequal = regions_of(Stack(16, 24), (torch.zeros(4, 8),))
     assert all(len(c.members) == 1 for c in unequal.classes if c.pattern == "layers.*.*")
@@ -77,7 +77,7 @@ def test_equal_blocks_share_their_classes_and_others_do_not() -> None:
     assert find_blocks(regions_of(Stack(16), (torch.zeros(4, 8),))).lists == {}
 
 
-def test_folding_loses_nothing() -> None:
+def test_every_region_is_in_one_class_of_equal_regions() -> None:
     module, kwargs = families.make("llama", 4)
     graph = regions_of(module, kwargs)
     assert sorted(m for c in graph.classes for m in c.members) == list(range(len(graph.regions)))

@@ -1,4 +1,4 @@
-"""What attention with its sequence split costs, against numbers worked out by hand."""
+"""Context parallelism: kernels, collectives and seconds by hand."""
 
 from __future__ import annotations
 
@@ -53,59 +53,59 @@ def value(name: str, shape: tuple[int, ...], *, requires_grad: bool = True) -> V
 
 @pytest.mark.parametrize("is_zigzag", [False, True])
 @pytest.mark.parametrize(("rows", "ranks"), [(16, 4), (15, 3), (1, 2), (64, 1)])
-def test_all_scores_under_a_causal_mask_are_worked_on_once(rows: int, ranks: int, is_zigzag: bool) -> None:
+def test_all_ranks_compute_each_score_under_a_causal_mask_once(rows: int, ranks: int, is_zigzag: bool) -> None:
     work = ContextParallelWork(
         (2, 8, rows, 16), (2, 2, rows, 16), (2, 2, rows, 16), 2, ranks, causal=True, is_zigzag=is_zigzag
     )
     whole = rows * ranks
     for kernels in (work.kernels, work.backward_kernels):
         pairs = sum(k.heads * (k.queries * (k.queries + 1) // 2 if k.causal else k.queries * k.keys) for k in kernels)
-        # Where halves differ the larger is rank 0's last: it has at most one row too many.
+        # If a rank's chunks differ in length, rank 0's last chunk is the longer one, by one row.
         assert 0 <= pairs * ranks - 8 * whole * (whole + 1) // 2 <= 8 * whole * ranks
         if rows % 2 == 0:
             assert pairs * ranks == 8 * whole * (whole + 1) // 2
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (12, 3), (5, 1), (1, 1), (4, 4)])
-def test_own_keys_run_in_two_parts_for_each_head_once(heads: int, kv_heads: int) -> None:
+def test_the_backward_over_own_keys_has_two_parts_with_each_head_in_one(heads: int, kv_heads: int) -> None:
     parts = backward_head_parts(heads, kv_heads)
     assert [head for part, _ in parts for head in part] == list(range(heads))
     assert len(parts) == min(heads, 2)
-    for part, of_keys in parts:
-        assert {head * kv_heads // heads for head in part} == set(of_keys)
+    for part, kv_heads_of_part in parts:
+        assert {head * kv_heads // heads for head in part} == set(kv_heads_of_part)
 
 
-def test_without_a_mask_each_rank_sees_all_keys() -> None:
+def test_without_a_mask_a_rank_runs_one_kernel_over_all_keys() -> None:
     work = ContextParallelWork((2, 8, 16, 16), (2, 2, 16, 16), (2, 2, 16, 16), 2, 4, causal=False)
     assert work.kernels == work.backward_kernels == (Kernel(16, 64, False, 8, 2),)
 
 
 KEYS, QUERIES = 2 * 2 * 2 * 64 * 16 * 2, 2 * 8 * 16 * 16 * 2
-"""Bytes: of all keys and values, and of one rank's queries, where there are four ranks."""
+"""Bytes of all keys and values, and of one rank's queries, on four ranks."""
 
 
-def test_keys_are_gathered_and_halves_exchanged_in_both_passes() -> None:
+def test_keys_are_gathered_and_chunks_exchanged_in_both_passes() -> None:
     op, inputs = attention()
-    found = inner_collectives(op, inputs, [(SEQUENCE,)] * 3, (4,))
+    collectives = inner_collectives(op, inputs, [(SEQUENCE,)] * 3, (4,))
     gather, exchanges = [("all_gather", KEYS)], [("all_to_all", QUERIES)] * 2
-    assert sorted((c.kind, c.nbytes) for c in found if c.phase == "forward") == gather + exchanges
-    backward = sorted((c.kind, c.nbytes) for c in found if c.phase == "backward")
+    assert sorted((c.kind, c.nbytes) for c in collectives if c.phase == "forward") == gather + exchanges
+    backward = sorted((c.kind, c.nbytes) for c in collectives if c.phase == "backward")
     assert backward == [*gather, *exchanges, ("reduce_scatter", KEYS)]
-    assert all(c.overlapped_with is None for c in found)
+    assert all(c.overlapped_with is None for c in collectives)
 
 
-def test_own_keys_run_beside_gathers_where_sequences_are_in_an_even_order() -> None:
+def test_collectives_overlap_with_own_keys_in_zigzag_order() -> None:
     op, inputs = attention()
-    found = inner_collectives(dataclasses.replace(op, is_zigzag=True), inputs, [(SEQUENCE,)] * 3, (4,))
-    half = Kernel(16, 16, True, 4, 1)
-    assert [(c.kind, c.nbytes, c.phase, c.overlapped_with) for c in found] == [
+    collectives = inner_collectives(dataclasses.replace(op, is_zigzag=True), inputs, [(SEQUENCE,)] * 3, (4,))
+    half_of_heads = Kernel(16, 16, True, 4, 1)
+    assert [(c.kind, c.nbytes, c.phase, c.overlapped_with) for c in collectives] == [
         ("all_gather", KEYS, "forward", Kernel(16, 16, True, 8, 2)),
-        ("all_gather", KEYS, "backward", half),
-        ("reduce_scatter", KEYS, "backward", half),
+        ("all_gather", KEYS, "backward", half_of_heads),
+        ("reduce_scatter", KEYS, "backward", half_of_heads),
     ]
 
 
-def test_rule_is_refused_where_it_would_be_wrong() -> None:
+def test_no_rule_for_dropout_or_a_learned_mask() -> None:
     for options in ({"dropout": 0.1}, {"causal": False, "dropout": 0.1}):
         assert not may_split(*attention(**options))
     op, inputs = attention(causal=False, mask=True)
@@ -119,8 +119,8 @@ def test_rule_is_refused_where_it_would_be_wrong() -> None:
 
 
 @pytest.mark.parametrize("device", ["h100-sxm-80gb", "a100-sxm-80gb", "b200-sxm-180gb"])
-def test_no_plan_computes_less_than_what_bounds_all(device: str) -> None:
-    """A causal kernel's rows keep processors busy for unequal times, those of most pieces of a sequence do not."""
+def test_the_lower_bound_on_compute_holds(device: str) -> None:
+    """The kernels of a split sequence are mostly rectangular, and more efficient than the unsplit causal kernel."""
     config = {**TINY_LLAMA, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
     config |= {"num_hidden_layers": 1, "max_position_embeddings": 1 << 18}
     with quiet_libraries():
@@ -143,15 +143,15 @@ def test_no_plan_computes_less_than_what_bounds_all(device: str) -> None:
         assert 0.5 * estimate.compute_s < least_s <= estimate.compute_s
 
 
-def test_pieces_run_in_the_devices_own_kernel() -> None:
-    """As attention does that is whole: cuDNN's on Hopper, which is much faster there than FlashAttention-2."""
+def test_shards_run_in_the_devices_attention_kernel() -> None:
+    """On Hopper that is cuDNN's kernel, which is much faster there than FlashAttention-2."""
     op, inputs = attention()
     shape, device = (1, 8, 1 << 14, 128), ClusterSpec.parse("1x8xh100-sxm-80gb").device
     none = {"saved_extra_nbytes": 0, "cached_extra_nbytes": 0, "forward_peak_nbytes": 0, "backward_extra_nbytes": 0}
     profile = OpProfile(flops=1.0, backward_flops=1.0, nbytes=1, backward_nbytes=1, saved=(), **none)
     work = ContextParallelWork(shape, shape, shape, 2, 2, causal=True)
     times = OpTimes(device, flash_attention=True)
-    found = times.op_time(LocalOp(op, inputs, inputs[0], [shape] * 3, shape, profile, context_work=work))
+    time = times.op_time(LocalOp(op, inputs, inputs[0], [shape] * 3, shape, profile, context_work=work))
 
     def kernels_s(kernel: str, backward: bool) -> float:
         return sum(
@@ -164,41 +164,41 @@ def test_pieces_run_in_the_devices_own_kernel() -> None:
 
     bytes_per_s = stream_bytes_per_s(device) * in_step(device).stream_share
     expected = kernels_s("cudnn", False) + work.forward_nbytes / bytes_per_s
-    assert found.forward_s == pytest.approx(expected)
-    assert found.backward_s == pytest.approx(kernels_s("cudnn", True) + work.backward_nbytes / bytes_per_s)
+    assert time.forward_s == pytest.approx(expected)
+    assert time.backward_s == pytest.approx(kernels_s("cudnn", True) + work.backward_nbytes / bytes_per_s)
     assert kernels_s("cudnn", False) < 0.8 * kernels_s("flash2", False)
 
 
-def test_what_own_keys_hide_is_priced_beside_them() -> None:
-    """Of a plan whose sequences are in an even order, on devices that compute beside communication and that do not."""
+def test_communication_that_overlaps_with_own_keys_is_not_exposed() -> None:
+    """In zigzag order, on devices that overlap communication and on devices that do not."""
     with quiet_libraries():
         config = {**TINY_LLAMA, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 1}
         source = load_model({"hf_config": {**config, "max_position_embeddings": 1 << 16}}, seq=1 << 15)
     cluster = ClusterSpec.parse("8x1xh100-sxm-80gb")
-    waiting = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, overlaps=False))
-    hidden, waited = (
+    without_overlap = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, overlaps=False))
+    overlapped, blocking = (
         PlanningSession(
             source.module, cluster=one, batch=1, seq=1 << 15, micro_batches=1, ac="none", zigzag=True, fused_ops=True
         ).plan(mesh="dp=8")
-        for one in (cluster, waiting)
+        for one in (cluster, without_overlap)
     )
-    assert hidden.estimate is not None
-    assert waited.estimate is not None
+    assert overlapped.estimate is not None
+    assert blocking.estimate is not None
     keys_nbytes = 2 * (1 << 15) * 128 * 2  # one head of keys and of values, in bf16
-    rows = {row.phase + row.kind: row for row in hidden.estimate.collectives if row.bytes == keys_nbytes}
+    rows = {row.phase + row.kind: row for row in overlapped.estimate.collectives if row.bytes == keys_nbytes}
     assert {name: row.count for name, row in rows.items()} == dict.fromkeys(
         ("forwardall_gather", "backwardall_gather", "backwardreduce_scatter"), config["num_hidden_layers"]
     )
-    assert hidden.zigzag is not None
+    assert overlapped.zigzag is not None
     times, piece = OpTimes(cluster.device, flash_attention=True), (1, 8, 1 << 12, 128)
     whole, half = (Kernel(1 << 12, 1 << 12, True, heads, 1) for heads in (8, 4))
-    hidden_s = 0.0
+    overlapped_s = 0.0
     for name, row in rows.items():
         backward = name.startswith("backward")
-        computed_s = times.kernel_s(half if backward else whole, piece, piece, "bf16", backward=backward)
-        assert computed_s > 0
-        hidden_s += min(row.time_s, row.count * computed_s)
-    saved_s = waited.estimate.exposed_communication_s - hidden.estimate.exposed_communication_s
-    # It slows what it runs beside. Blocks of parameters hide on such devices as well.
-    assert saved_s >= hidden_s * (1 - in_step(cluster.device).taken_share) - 1e-9
-    assert hidden_s > 0
+        kernel_s = times.kernel_s(half if backward else whole, piece, piece, "bf16", backward=backward)
+        assert kernel_s > 0
+        overlapped_s += min(row.time_s, row.count * kernel_s)
+    saved_s = blocking.estimate.exposed_communication_s - overlapped.estimate.exposed_communication_s
+    # Overlap slows compute. On such devices the collectives of FSDP groups overlap as well.
+    assert saved_s >= overlapped_s * (1 - in_step(cluster.device).taken_share) - 1e-9
+    assert overlapped_s > 0

@@ -1,4 +1,4 @@
-"""Which models may have their tokens in another order, where they are brought into it, and why others may not."""
+"""Models whose sequences may be in zigzag order, the boundaries that reorder them, and reasons against it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Mix = Callable[["Model", torch.Tensor], torch.Tensor]
 
 
 @given(ranks=st.integers(1, 9), rows=st.integers(1, 9))
-def test_the_even_order_has_every_token_once_and_each_rank_sees_as_much(ranks: int, rows: int) -> None:
+def test_zigzag_order_has_every_token_once_and_ranks_see_equally_many_keys(ranks: int, rows: int) -> None:
     order = zigzag_indices(ranks * rows, ranks)
     assert sorted(order) == list(range(ranks * rows))
     seen = [sum(token + 1 for token in order[rank * rows : (rank + 1) * rows]) for rank in range(ranks)]
-    # Halves of an odd number of rows differ by one.
+    # With an odd number of rows, chunks differ by one.
     assert max(seen) - min(seen) <= (0 if rows % 2 == 0 else ranks * rows)
 
 
-def test_halves_that_a_rank_has_are_as_far_from_either_end() -> None:
+def test_a_ranks_chunks_are_equally_far_from_either_end() -> None:
     assert [zigzag_chunks(rank, 4) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
 
 
@@ -49,19 +49,19 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.out(found.transpose(1, 2).flatten(2))
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.out(result.transpose(1, 2).flatten(2))
 
 
 class Table(nn.Module):
-    """Makes a table of positions."""
+    """Computes a table of positions."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.arange(x.shape[1], device=x.device).float().unsqueeze(-1) / 10
 
 
 class Model(nn.Module):
-    """One block; ``mix`` is what else it does to its tokens."""
+    """A model of one block that applies ``mix`` to its tokens."""
 
     def __init__(self, mix: Mix, shifted: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def found_for(model: nn.Module) -> Reordering | str:
+def reordering_of(model: nn.Module) -> Reordering | str:
     ids = torch.zeros(2, ROWS, dtype=torch.int64)
     return find_reordering(trace(to_meta(model, None), meta_inputs({"ids": ids, "labels": ids})))
 
@@ -102,25 +102,25 @@ ALLOWED: dict[str, tuple[Mix, dict[ModuleBoundary, int]]] = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("shifted", [True, False])
-def test_models_that_work_token_by_token_may_be_reordered(name: str, shifted: bool) -> None:
-    mix, places = ALLOWED[name]
-    found = found_for(Model(mix, shifted))
-    assert isinstance(found, Reordering), found
-    assert found.length == ROWS
-    assert found.boundaries == {ModuleBoundary("", "input", "ids"): 1} | places
+def test_models_that_work_token_by_token_can_be_reordered(name: str, shifted: bool) -> None:
+    mix, boundaries = ALLOWED[name]
+    reordering = reordering_of(Model(mix, shifted))
+    assert isinstance(reordering, Reordering), reordering
+    assert reordering.length == ROWS
+    assert reordering.boundaries == {ModuleBoundary("", "input", "ids"): 1} | boundaries
 
 
-REFUSED: dict[str, tuple[Mix, str]] = {
+NOT_ALLOWED: dict[str, tuple[Mix, str]] = {
     "a parameter of positions": (lambda model, x: x + model.added, "which is not made in a module of its own"),
-    "a table made beside its use": (
+    "a table computed where it is used": (
         lambda model, x: x * torch.arange(ROWS, device=x.device).unsqueeze(-1),
         "which is not made in a module of its own",
     ),
-    "a product for each token": (
+    "a weight for each token": (
         lambda model, x: torch.einsum("blh,lhk->blk", x, model.each),
         "aten.einsum.default in the root",
     ),
-    "a parameter beside each token": (
+    "a parameter concatenated to each token": (
         lambda model, x: torch.cat([x, model.added.expand(2, -1, -1)], -1)[..., :WIDTH],
         "aten.cat.default in the root",
     ),
@@ -142,31 +142,31 @@ REFUSED: dict[str, tuple[Mix, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_see_the_order_may_not_and_are_told_why(name: str) -> None:
-    mix, reason = REFUSED[name]
-    found = found_for(Model(mix))
-    assert isinstance(found, str), found
-    assert reason in found
+@pytest.mark.parametrize("name", NOT_ALLOWED)
+def test_models_that_depend_on_the_order_cannot_be_reordered_and_the_reason_is_returned(name: str) -> None:
+    mix, reason = NOT_ALLOWED[name]
+    reordering = reordering_of(Model(mix))
+    assert isinstance(reordering, str), reordering
+    assert reason in reordering
 
 
-def test_a_loss_over_tokens_twice_may_not() -> None:
+def test_a_loss_over_repeated_tokens_cannot_be_reordered() -> None:
     class Twice(Model):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = self.head(self.attention(self.embed(ids))).flatten(0, 1)
             return F.cross_entropy(logits.repeat_interleave(2, 0), labels.flatten().repeat_interleave(2))
 
-    assert "aten.repeat_interleave" in str(found_for(Twice(lambda model, x: x)))
+    assert "aten.repeat_interleave" in str(reordering_of(Twice(lambda model, x: x)))
 
 
-def test_a_loss_with_weights_may_not() -> None:
-    class Weighted(Model):
+def test_a_loss_with_label_smoothing_cannot_be_reordered() -> None:
+    class Smoothed(Model):
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = self.head(self.attention(self.embed(ids)))
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
-    found = found_for(Weighted(lambda model, x: x))
-    assert found == "aten.cross_entropy_loss.default in the root may depend on the order of tokens"
+    reordering = reordering_of(Smoothed(lambda model, x: x))
+    assert reordering == "aten.cross_entropy_loss.default in the root may depend on the order of tokens"
 
 
 def planned(zigzag: bool, **options: object) -> tuple[PlanningSession, ShardingPlan]:
@@ -175,7 +175,7 @@ def planned(zigzag: bool, **options: object) -> tuple[PlanningSession, ShardingP
     return session, session.plan(mesh="dp=2,tp=2")
 
 
-def test_a_plan_is_read_and_priced_as_it_was_written() -> None:
+def test_a_plan_has_the_same_price_from_its_file() -> None:
     _, plan = planned(True, ac="none", data_axes=["dp"])
     assert plan.zigzag is not None
     module = session_module()
@@ -197,20 +197,20 @@ def session_module() -> nn.Module:
         return load_model(CONFIG, seq=32).module
 
 
-def test_a_plan_whose_attention_is_not_split_so_is_refused() -> None:
+def test_a_plan_whose_zigzag_field_contradicts_its_layouts_is_an_error() -> None:
     _, plan = planned(True, ac="none", data_axes=["dp"])
     assert plan.zigzag is not None
     order = plan.zigzag
-    for wrong, said in (
+    for wrong, message in (
         (dataclasses.replace(order, axis="dp"), "axis of it would be tp"),
         (dataclasses.replace(order, outputs={}), "outputs of it would be"),
         (dataclasses.replace(order, length=16), "length of it would be 32"),
     ):
-        with pytest.raises(PlanMismatchError, match=said):
+        with pytest.raises(PlanMismatchError, match=message):
             estimate_plan(session_module(), dataclasses.replace(plan, zigzag=wrong))
 
 
-def test_blocks_that_differ_are_split_on_the_same_axis() -> None:
+def test_heterogeneous_blocks_are_split_on_the_same_axis() -> None:
     session, _ = planned(True, ac="full:2")
     for seed in range(4):
         plan = session.plan(planner=f"random:{seed}", mesh="dp=2,tp=2")
@@ -218,14 +218,14 @@ def test_blocks_that_differ_are_split_on_the_same_axis() -> None:
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
-def test_stages_of_a_pipeline_agree(zigzag: bool) -> None:
+def test_pipeline_stages_split_sequences_on_the_same_axis(zigzag: bool) -> None:
     pins = [f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo"]
     options = {"executable_only": False, "micro_batches": 8, "ac": "none", "pins": pins, "data_axes": ["dp"]}
     plan = session_of("1x8xtoy", blocks=4, zigzag=zigzag, **options).plan(mesh="pp=2,dp=2,tp=2")
     assert plan.pipeline is not None
     assert plan.estimate is not None
-    gathers = [c for c in plan.estimate.collectives if (c.kind, c.axis) == ("reduce_scatter", "tp")]
-    assert gathers, "attention is not split along the sequence: the test shows nothing"
+    reduce_scatters = [c for c in plan.estimate.collectives if (c.kind, c.axis) == ("reduce_scatter", "tp")]
+    assert reduce_scatters, "attention is not split along the sequence: the test shows nothing"
     # Four blocks in two stages: two each, which exchange queries and results, and their gradients.
     exchanges = sum(c.count for c in plan.estimate.collectives if (c.kind, c.axis) == ("all_to_all", "tp"))
     assert exchanges >= 8 * 2 * 4 if not zigzag else exchanges < 8 * 2 * 4
