@@ -94,7 +94,7 @@ class Answer:
 
 def both_forms(module: nn.Module, run_on: str, session: PlanningSession) -> BothForms:
     """Return the session's only run on a mesh, formulated folded and unfolded."""
-    traced = session._traced
+    traced = session._analysis
     unfolded = ModelAnalysis(
         graph=traced.graph,
         traced_batch=traced.traced_batch,

@@ -13,11 +13,11 @@ from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
+from planner.plan.checks import check_mesh
 from planner.plan.job_spec import JobOptions, spec_fields, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Progress
 from planner.run import baselines
-from planner.run.mesh_space import check_mesh
 from planner.session import PlanningSession
 
 F = TypeVar("F", bound=Callable[..., Any])

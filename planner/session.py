@@ -1,4 +1,4 @@
-"""One model on one cluster, traced once and planned as often as wanted.
+"""`PlanningSession`: a model that is traced once and planned any number of times on one cluster.
 
 module --trace--> OpGraph --regions--> RegionGraph --strategies, prices--> Problem --ilp--> Assignment --> ShardingPlan
 """
@@ -25,8 +25,9 @@ from planner.graph.trace_module import (
     resolve_inputs,
     trace_at_batch,
 )
+from planner.plan.checks import check_mesh
 from planner.plan.estimate import SolverReport
-from planner.plan.job import Checkpointing, checked_time_limit_s, job_of
+from planner.plan.job import Checkpointing, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
@@ -34,7 +35,7 @@ from planner.progress import TRACING, Progress
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import check_mesh, checked_axes, meshes_of, modes_of
+from planner.run.mesh_space import meshes_of, modes_of
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pins
 from planner.run.run_planner import RunPlanner
@@ -51,16 +52,17 @@ from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.writing.notes import notes_on
 from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
-_ON_ONE_AXIS = ("data-parallel", "fully-sharded")
+_ONE_AXIS_PLANNERS = ("data-parallel", "fully-sharded")
+"""Planners whose meshes have one axis, on which the batch of a micro-batch has to divide."""
 
 
 class PlanningSession:
-    """A model that is traced once and planned as often as wanted: by several planners, on several meshes.
+    """A model that is traced once, and can be planned by several planners, on several meshes and within several caps.
 
     Attributes:
-        spec: what was asked for.
+        spec: the job that was asked for.
         job: the job as plans record it.
-        cluster: what it is planned on.
+        cluster: the devices and links that plans are for.
     """
 
     def __init__(
@@ -77,27 +79,26 @@ class PlanningSession:
 
         Args:
             model: as for `build_plan`.
-            spec: the job; its planner and mesh are those of `plan`'s arguments. None: made of ``options``.
+            spec: the job. Its planner and mesh are ignored: `plan` takes them as arguments. None: see ``options``.
             example_inputs: as for `build_plan`.
             tp_plan: as for `build_plan`.
             progress: as for `build_plan`.
             options: the fields of `JobSpec`, in place of ``spec``.
 
         Raises:
+            TypeError: both ``spec`` and ``options`` are given.
             PlannerError: the job cannot be planned.
         """
-        spec = spec_of(options) if spec is None else spec
-        self.spec = spec
-        self._time_limit_s = checked_time_limit_s(spec.time_limit_s)
+        if spec is not None and options:
+            raise TypeError(f"spec and {', '.join(options)} are given: give either spec or the fields of a spec.")
+        self.spec = spec = spec_of(options) if spec is None else spec
         start_workers(checked_jobs(spec.jobs))
         self._progress = progress
-        self._axes = checked_axes(spec.axes)
         self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
         inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
-        given_batch = model.samples if isinstance(model, TracedModule) else batch_size_of(inputs)
+        self._batch = spec.batch or (model.samples if isinstance(model, TracedModule) else batch_size_of(inputs))
         flash = self.cluster.device.flash_attention
-        self.job = job_of(spec, batch=spec.batch or given_batch, flash_attention=flash)
-        self._batch = spec.batch or given_batch
+        self.job = job_of(spec, batch=self._batch, flash_attention=flash)
         self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
         self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
         self._clock = Clock()
@@ -107,35 +108,37 @@ class PlanningSession:
         else:
             if progress is not None:
                 progress(TRACING)
-            alone = self._batch // self._counts[0] if len(self._counts) == 1 else None
+            micro_batch = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = trace_at_batch(
-                    model, inputs, alone, self.job.dtype, spec.phase, fused_ops=spec.fused_ops
+                    model, inputs, micro_batch, self.job.dtype, spec.phase, fused_ops=spec.fused_ops
                 )
         check_kernel(self.job, self.cluster.device, self._module.graph)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
-        self._traced = ModelAnalysis.from_module(
+        self._analysis = ModelAnalysis.from_module(
             self._module,
             flash_attention=flash,
             seq=spec.seq,
             compiles=self.cluster.device.compiles,
             zigzag=self.job.zigzag,
         )
-        self._planner = RunPlanner(self._traced, self.job, self.cluster, self._batch, self._clock)
+        self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
 
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
     ) -> ShardingPlan:
-        """Return the plan of ``planner`` on ``mesh`` (None: the best of all with up to ``axes`` axes).
+        """Return the fastest plan of a planner.
 
         Args:
-            mesh: with ``pp`` as its outermost axis it says the number of pipeline stages, and the mesh of one.
+            planner: "ilp", a baseline's name or "random:SEED".
+            mesh: an outermost axis ``pp`` gives the number of pipeline stages, the other axes the mesh of a stage.
+                None: all meshes with up to ``axes`` axes are tried.
             memory_bytes: cap on the peak per device; None: the job's.
 
         Raises:
-            PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
+            PlannerError: there is no plan; `InfeasibleError` where none fits the memory.
         """
         plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
@@ -147,7 +150,7 @@ class PlanningSession:
     def plan_if_any(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
     ) -> ShardingPlan | None:
-        """Return what `plan` does, and None where that would say why nothing fits, which takes its time."""
+        """Return the plan of `plan`, or None where none fits: without the infeasibility report, which takes time."""
         name, seed = baselines.parse_planner(planner)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
@@ -158,20 +161,25 @@ class PlanningSession:
             else:
                 restrict = self._restrict(name, self._pins(meshes))
                 constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict)
-                found, piped = self._searched(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
-                if piped is not None and piped.plan is not None:
-                    return self._piped_plan(piped.plan, memory_bytes, solver_report(found, piped, planner))
-                if found is None or found.plan is None:
-                    if piped is not None and not piped.complete:
+                whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
+                if pipelined is not None and pipelined.plan is not None:
+                    return self._pipeline_plan(pipelined.plan, memory_bytes, solver_report(whole, pipelined, planner))
+                if whole is None or whole.plan is None:
+                    if pipelined is not None and not pipelined.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
-                candidate, report = found.plan, solver_report(found, piped, planner)
+                candidate, report = whole.plan, solver_report(whole, pipelined, planner)
             with self._clock.stage("write_s"):
                 notes = self._notes(candidate.run)
                 plan = write_plan(self._planner, self._module, candidate, memory_bytes, report, notes)
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
+        """Return the given mesh, or all that the planner chooses from.
+
+        Raises:
+            MeshError: the mesh is not the whole cluster, or has pipeline stages.
+        """
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
             return self._space(planner, self.cluster)[0]
@@ -180,36 +188,45 @@ class PlanningSession:
         return [spec]
 
     def _stages(self, mesh: str | MeshSpec | None, planner: str) -> tuple[int, MeshSpec] | None:
-        """Return the stages that a mesh asks for; None where it asks for none."""
+        """Return the number of pipeline stages that a mesh has, and the mesh of a stage; None where it has none."""
         if mesh is None:
             return None
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         samples = [self._batch // count for count in self._counts]
-        numbers = stage_clusters_of(self._planner) if self._uncut is None else {}
-        return given_stages(spec, planner, self._uncut, numbers, samples)
+        clusters = stage_clusters_of(self._planner) if self._no_pipeline_reason is None else {}
+        return given_stages(spec, planner, self._no_pipeline_reason, clusters, samples)
 
     def _pins(self, meshes: Sequence[MeshSpec]) -> Pins:
-        """Return the job's pins, checked against the model and the meshes that are tried."""
+        """Return the job's pins, checked against the model and the meshes.
+
+        Raises:
+            PlannerError: a pin names no parameter or axis, or a layout that its tensor cannot have.
+        """
         pins = Pins.parse(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
         if pins.pins:
-            structure = self._traced.structure(self._batch // self._counts[0])
+            structure = self._analysis.structure(self._batch // self._counts[0])
             pins.check(structure.parameters, dict(structure.regions.graph.parameters))
         return pins
 
     def _notes(self, run: Run) -> list[str]:
-        found = list(notes_on(run, self._module, self._traced, self._batch))
-        if not self.spec.executable_only and self._uncut is not None:
-            found.append(f"no pipeline was tried: {self._uncut}.")
-        return found
+        notes = list(notes_on(run, self._module, self._analysis, self._batch))
+        if not self.spec.executable_only and self._no_pipeline_reason is not None:
+            notes.append(f"no pipeline was tried: {self._no_pipeline_reason}.")
+        return notes
 
     def _random(self, mesh: MeshSpec, seed: int) -> Candidate:
-        restriction, mode = self._pins([mesh]).restrict(mesh, None), modes_of(self._traced, self.job.ac)[0]
+        """Return a random assignment on a mesh.
+
+        Raises:
+            MeshError: none was found.
+        """
+        restriction, mode = self._pins([mesh]).restrict(mesh, None), modes_of(self._analysis, self.job.ac)[0]
         candidate = self._planner.random(self._planner.run_of(mesh, self._counts[0], mode), seed, restriction)
         if candidate is None:
             raise MeshError("no random assignment was found.", what_to_do="Choose another mesh, batch or seed.")
         return candidate
 
-    def _searched(
+    def _run_searches(
         self,
         meshes: Sequence[MeshSpec],
         name: str,
@@ -218,110 +235,100 @@ class PlanningSession:
         *,
         mesh_is_given: bool,
     ) -> tuple[SearchResult[Candidate] | None, SearchResult[PlannedPipeline] | None]:
-        """Return the outcomes of the searches without and with pipeline stages, of which the faster one has a plan.
+        """Return the outcomes of the searches without and with pipeline stages; at most the faster one has a plan.
 
         Args:
             meshes: to choose from.
-            name: of the planner.
-            constraints: that every plan has to keep.
-            stages: the number of stages and the mesh of one, where the job gives them: nothing else is searched.
-            mesh_is_given: whether the job gives its mesh.
+            name: the planner.
+            constraints: memory cap, and restriction of the strategies.
+            stages: number of stages and mesh of a stage, where the mesh gives them; only pipelines are searched then.
+            mesh_is_given: whether there is one mesh only, on which no pipeline is searched.
         """
         spec = SearchSpec(
             context=self._context,
             micro_batch_counts=self._counts_for(name),
-            modes=modes_of(self._traced, self.job.ac),
+            modes=modes_of(self._analysis, self.job.ac),
             constraints=constraints,
             pool=self._pool if name == "ilp" else self._pool.in_this_process(),
-            deadline=None if self._time_limit_s is None else time.perf_counter() + self._time_limit_s,
+            deadline=None if self.spec.time_limit_s is None else time.perf_counter() + self.spec.time_limit_s,
             progress=self._progress,
         )
         heterogeneous = self.spec.heterogeneous_blocks and name == "ilp"
         if stages is not None:
-            return None, search_pipelines(spec, axes=self._axes, only=stages)
-        if name != "ilp" or mesh_is_given or self._uncut is not None:
+            return None, search_pipelines(spec, axes=self.spec.axes, only=stages)
+        if name != "ilp" or mesh_is_given or self._no_pipeline_reason is not None:
             return search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous), None
-        return search_meshes_and_pipelines(spec, meshes, axes=self._axes, heterogeneous_blocks=heterogeneous)
+        return search_meshes_and_pipelines(spec, meshes, axes=self.spec.axes, heterogeneous_blocks=heterogeneous)
 
     @functools.cached_property
-    def _uncut(self) -> str | None:
-        """Why no pipelines are tried; None where they are."""
+    def _no_pipeline_reason(self) -> str | None:
+        """Why no pipeline is searched; None where pipelines are searched."""
         if not self.job.training:
-            return "only training is cut into stages"
+            return "pipeline stages are for training"
         if self.spec.executable_only:
-            return "only plans that can be run are wanted"
+            return "only executable plans are asked for"
         if Checkpointing.parse(self.job.ac or "none").first is not None:
-            return "only the first blocks are to be checkpointed"
-        return obstacle(self._traced.graph, self._traced.blocks)
+            return "only the first blocks are checkpointed"
+        return obstacle(self._analysis.graph, self._analysis.blocks)
 
-    def _piped_plan(self, found: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
+    def _pipeline_plan(self, pipeline: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
         with self._clock.stage("write_s"):
-            notes = self._notes(found.stages()[0].run)
-            plan = write_pipeline_plan(self._planner, self._module, found, memory_bytes, report, notes)
+            notes = self._notes(pipeline.stages()[0].run)
+            plan = write_pipeline_plan(self._planner, self._module, pipeline, memory_bytes, report, notes)
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
-        """Return what a planner and the pins leave to choose on a mesh."""
+        """Return a function from a mesh to the strategies that the planner and the pins allow on it; None: all."""
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
-            return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._traced.graph))
+            return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._analysis.graph))
 
         return restrict if name in baselines.NAMES else pins.on
 
     def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
-        """Return why no plan of a planner fits."""
-        pins = self._pins(meshes)
-        modes = modes_of(self._traced, self.job.ac)
+        """Return the error that says why no plan of a planner fits: the least memory, or the pins."""
+        pins, counts, modes = self._pins(meshes), self._counts_for(name), modes_of(self._analysis, self.job.ac)
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner,
-                meshes,
-                self._counts_for(name),
-                modes,
-                constraints,
-                lambda other: self._space(name, other),
+                self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other)
             )
         if report.least_bytes is None and pins:
             return MeshError(
                 f"no layout on these meshes keeps the pins: {pins}.",
-                what_to_do="Choose another mesh, or pin what its axes divide and what the ops can run in.",
+                what_to_do="Choose another mesh, or pins that its axes divide and that the ops can run in.",
             )
         return report
 
     def least_memory_bytes(self, *, mesh: str | MeshSpec | None = None) -> int | None:
-        """Return the least peak per device that any plan needs; None where the model has no layout on the meshes."""
+        """Return the least peak memory per device of any plan, in bytes; None where the meshes allow no layout."""
         meshes = self._meshes(mesh, "ilp")
-        modes = modes_of(self._traced, self.job.ac)
+        modes = modes_of(self._analysis, self.job.ac)
         with gc_pause.paused():
             restrict = self._restrict("ilp", self._pins(meshes))
             least = least_memory_run(self._planner, meshes, self._counts, modes, restrict)
         return None if least is None else math.ceil(least.nbytes)
 
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:
-        """Return the meshes of a cluster and the numbers of micro-batches that a planner chooses from."""
-        if name not in _ON_ONE_AXIS:
-            found = meshes_of(cluster, self._axes)
-            # Of three axes the outermost is there to split the batch.
-            return [m for m in found if len(m.shape) < 3 or self._batch % m.shape[0] == 0], self._counts
+        """Return the meshes of a cluster, and the numbers of micro-batches, that a planner chooses from."""
+        if name not in _ONE_AXIS_PLANNERS:
+            meshes = meshes_of(cluster, self.spec.axes)
+            # The outermost of three axes splits the batch only.
+            return [m for m in meshes if len(m.shape) < 3 or self._batch % m.shape[0] == 0], self._counts
         return meshes_of(cluster, axes=1), [c for c in self._counts if self._batch // c % cluster.size == 0]
 
     def _counts_for(self, name: str) -> list[int]:
-        return self._evenly_split(name) if name in _ON_ONE_AXIS else self._counts
-
-    def _evenly_split(self, name: str) -> list[int]:
-        """Return the numbers of micro-batches whose samples divide over all devices, as ``name`` needs them to.
+        """Return the numbers of micro-batches that a planner chooses from on the whole cluster.
 
         Raises:
-            MeshError: there is none.
+            MeshError: there is none: the planner needs samples that divide over all devices.
         """
-        size = self.cluster.size
         counts = self._space(name, self.cluster)[1]
         if not counts:
-            fewest = self._batch // self._counts[0]
-            what = f"a batch of {fewest}" if self._counts[0] == 1 else f"a micro-batch of {fewest}"
+            size, samples = self.cluster.size, self._batch // self._counts[0]
+            batch = f"a batch of {samples}" if self._counts[0] == 1 else f"a micro-batch of {samples}"
             raise MeshError(
-                f"{what} does not divide over {size} devices, as {name} needs it to.",
+                f"{batch} does not divide over {size} devices, which {name} requires.",
                 what_to_do=f"Choose a batch that is a multiple of {size}, fewer micro-batches, or another planner.",
             )
         return counts

@@ -15,7 +15,7 @@ from api.requests.model_configs import find_config
 from api.requests.schemas import PlanRequest
 from api.requests.traced_graphs import check_graph, graph_identity, load_graph
 from cost_model.hardware.cluster import ClusterError, ClusterSpec
-from planner.errors import JobError, MeshError, PlanMismatchError
+from planner.errors import JobError, PlanMismatchError
 from planner.progress import BUILDING_MODEL, READING_GRAPH, Progress
 
 if TYPE_CHECKING:
@@ -185,14 +185,14 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
 
 
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:
-    """Check all that can be checked in milliseconds, so that most mistakes are told before a job is made of them.
+    """Check all that can be checked in milliseconds, so that most mistakes are reported before a job is queued.
 
     Raises:
         PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
     """
-    from cost_model.kernels.optimizer_memory import OPTIMIZERS
     from cost_model.layouts.layout import MeshSpec
-    from planner.plan.job import checked_async_tp
+    from planner.plan.checks import check_mesh
+    from planner.plan.job import job_of
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
@@ -200,18 +200,8 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     else:
         find_config(request.model_spec, allow_local=allow_local)
     if spec.mesh is not None:
-        mesh = MeshSpec.parse(str(spec.mesh))
-        if mesh.size != cluster.size:
-            detail = f"the mesh {mesh} has {mesh.size} devices, the cluster {cluster.name} has {cluster.size}."
-            raise MeshError(detail, what_to_do=f"Give axes whose sizes multiply to {cluster.size}.")
-    if spec.optimizer not in OPTIMIZERS:
-        advice = f"Choose one of {', '.join(sorted(OPTIMIZERS))}."
-        raise JobError(f"there is no optimizer {spec.optimizer!r}.", what_to_do=advice, field="optimizer")
-    checked_async_tp(spec.async_tp, spec.executable_only)
-    if spec.batch is not None and spec.batch % (spec.micro_batches or 1):
-        detail = f"a batch of {spec.batch} does not divide into {spec.micro_batches} micro-batches."
-        advice = f"Choose a number of micro-batches that divides {spec.batch}."
-        raise JobError(detail, what_to_do=advice, field="micro_batches")
+        check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
+    job_of(spec, batch=spec.batch, flash_attention=None)
 
 
 def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:

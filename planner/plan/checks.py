@@ -1,13 +1,27 @@
-"""Checks of single plan entries that need no module: types, and layouts against the mesh."""
+"""Checks that need no module: of a mesh against its cluster, and of a plan's entries (types, layouts on the mesh)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cost_model import ClusterSpec
 from cost_model.layouts.layout import Layout, MeshSpec, format_layout, sharded_dim
-from planner.errors import PlanKeyError, PlanLayoutError, PlanTypeError
+from planner.errors import MeshError, PlanKeyError, PlanLayoutError, PlanTypeError
 from planner.plan.ports import Port, is_layout
 from planner.plan.token_order import ZigzagOrder
+
+
+def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
+    """Check that a mesh has the cluster's devices.
+
+    Raises:
+        MeshError: it has more or fewer; the message has both numbers.
+    """
+    if mesh.size != cluster.size:
+        raise MeshError(
+            f"mesh {mesh} has {mesh.size} devices and the cluster {cluster.name} has {cluster.size}.",
+            what_to_do=f"Choose axis sizes whose product is {cluster.size}.",
+        )
 
 
 def wrong_type(name: str, key: str, value: object, advice: str) -> PlanTypeError:

@@ -131,7 +131,7 @@ class Job:
         self._check_micro_batches()
         if self.optimizer not in OPTIMIZERS:
             advice = f"Choose one of {', '.join(OPTIMIZERS)}."
-            raise JobError(f"optimizer is {self.optimizer!r}.", what_to_do=advice, field="optimizer")
+            raise JobError(f"there is no optimizer {self.optimizer!r}.", what_to_do=advice, field="optimizer")
 
     @property
     def has_peak_candidates(self) -> bool:
@@ -171,11 +171,11 @@ class Job:
         )
 
 
-def job_of(spec: JobSpec, *, batch: int, flash_attention: bool | None) -> Job:
+def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) -> Job:
     """Return the job that a plan records of a spec.
 
     Args:
-        batch: samples in the global batch, the spec's or the example inputs'.
+        batch: samples in the global batch, the spec's or the example inputs'; None where it is not known yet.
         flash_attention: whether the device has it.
 
     Raises:
@@ -190,48 +190,6 @@ def job_of(spec: JobSpec, *, batch: int, flash_attention: bool | None) -> Job:
         "ac": (spec.ac or "none") if one_pass else spec.ac,
         "pins": tuple(spec.pins),
         "data_axes": tuple(spec.data_axes),
-        "async_tp": checked_async_tp(spec.async_tp, spec.executable_only),
     }
-    memory_bytes = None if spec.memory_gb is None else memory_bytes_of(spec.memory_gb)
+    memory_bytes = None if spec.memory_gb is None else int(spec.memory_gb * 1e9)
     return Job(**values, flash_attention=flash_attention, memory_bytes=memory_bytes)
-
-
-def checked_time_limit_s(time_limit_s: float | None) -> float | None:
-    """Return a search's time limit.
-
-    Raises:
-        JobError: it is not above 0.
-    """
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise JobError(
-            f"time_limit_s is {time_limit_s}.", what_to_do="Give seconds above 0, or none.", field="time_limit_s"
-        )
-    return time_limit_s
-
-
-def memory_bytes_of(memory_gb: float) -> int:
-    """Return bytes of GB of 1e9 bytes.
-
-    Raises:
-        JobError: it is not above 0.
-    """
-    if not memory_gb > 0:
-        raise JobError(
-            f"memory_gb is {memory_gb}.", what_to_do="Give gigabytes (1e9 bytes) above 0.", field="memory_bytes"
-        )
-    return int(memory_gb * 1e9)
-
-
-def checked_async_tp(async_tp: bool, executable_only: bool) -> bool:
-    """Return whether communication is taken to run beside products.
-
-    Raises:
-        JobError: it is, and only plans that can be run are wanted.
-    """
-    if async_tp and executable_only:
-        raise JobError(
-            "async_tp is assumed, and only plans that can be run are wanted: communication in pieces cannot.",
-            what_to_do="Add --no-executable-only (executable_only=False), or leave --async-tp out.",
-            field="async_tp",
-        )
-    return async_tp

@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from planner.errors import JobError
 from planner.plan.former_names import with_current_names
 
 if TYPE_CHECKING:
@@ -30,6 +33,9 @@ PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
 
 JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
 """Headings of the command line's help; the options without one stand first."""
+
+_BOUNDS = {"gt": "above", "ge": "at least", "le": "at most"}
+"""Bounds in pydantic's terms, which are also the names of their functions in `operator`, and their words."""
 
 _COUNT = {"strict": True, "ge": 1, "le": 2**31}
 
@@ -64,7 +70,11 @@ def _about(help: str, **rest: Any) -> dict[str, Option]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job, the cluster that it is planned for, and the search; says nothing of the model."""
+    """A job, the cluster that it is planned for, and the search. It is independent of the model.
+
+    Raises:
+        JobError: a number is outside its limits, a choice does not exist, or ``async_tp`` is asked of executable plans.
+    """
 
     cluster: str | ClusterSpec | Mapping[str, Any] = field(
         metadata=_about(
@@ -92,7 +102,7 @@ class JobSpec:
         default=None,
         metadata=_about(
             "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory.",
-            limits={"gt": 0, "le": 1e6, "allow_inf_nan": False},
+            limits={"gt": 0, "le": 10**6, "allow_inf_nan": False},
         ),
     )
 
@@ -174,6 +184,7 @@ class JobSpec:
             "Seconds for the search; then the incumbent is returned, with its gap.",
             heading=SEARCH,
             flag="--time-limit",
+            limits={"gt": 0},
             in_requests=False,
         ),
     )
@@ -232,6 +243,16 @@ class JobSpec:
         ),
     )
 
+    def __post_init__(self) -> None:
+        for item in spec_fields():
+            _check(item, getattr(self, item.name))
+        if self.async_tp and self.executable_only:
+            raise JobError(
+                "async_tp is for plans that shard_module cannot run, and only executable plans are asked for.",
+                what_to_do="Add --no-executable-only (executable_only=False), or leave --async-tp out.",
+                field="async_tp",
+            )
+
 
 class JobOptions(TypedDict, total=False):
     """The fields of `JobSpec` as keywords, for type checkers; a test holds the two together."""
@@ -272,6 +293,12 @@ class SpecField:
     option: Option
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it may have; none where its type is no `Literal`."""
+        kinds = (self.type, *typing.get_args(self.type))
+        return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), ())
+
+    @property
     def required(self) -> bool:
         """Whether it has no default."""
         return self.default is dataclasses.MISSING
@@ -287,11 +314,30 @@ class SpecField:
         return self.option.flag or f"--{self.name.replace('_', '-')}"
 
 
-def spec_fields() -> Iterator[SpecField]:
-    """Yield the fields of `JobSpec`, in their order."""
+@functools.cache
+def spec_fields() -> tuple[SpecField, ...]:
+    """Return the fields of `JobSpec`, in their order."""
     types = typing.get_type_hints(JobSpec, localns={"ClusterSpec": Any, "MeshSpec": Any})
-    for item in dataclasses.fields(JobSpec):
-        yield SpecField(name=item.name, type=types[item.name], default=item.default, option=item.metadata["option"])
+    return tuple(
+        SpecField(name=item.name, type=types[item.name], default=item.default, option=item.metadata["option"])
+        for item in dataclasses.fields(JobSpec)
+    )
+
+
+def _check(item: SpecField, value: Any) -> None:
+    """Raise a `JobError` where a number is outside its field's limits, or a choice does not exist."""
+    limits = item.option.limits
+    if not all(_keeps(key, value, limits[key]) for key in _BOUNDS if key in limits):
+        wanted = ", ".join(f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits)
+        raise JobError(f"{item.name} is {value!r}.", what_to_do=f"Give a number {wanted}.", field=item.name)
+    if item.choices and value not in item.choices and not (value is None and item.default is None):
+        advice = f"Choose one of {', '.join(item.choices)}."
+        raise JobError(f"{item.name} is {value!r}.", what_to_do=advice, field=item.name)
+
+
+def _keeps(bound: str, value: Any, limit: float) -> bool:
+    """Return whether a value keeps a bound; None keeps all, NaN none."""
+    return value is None or bool(getattr(operator, bound)(value, limit))
 
 
 def spec_of(options: Mapping[str, Any]) -> JobSpec:

@@ -7,22 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import JobError, MeshError
+from planner.errors import JobError
 from planner.run.model_analysis import ModelAnalysis
 
 _NAMES = ("tp", "fsdp")
 """Names of the inner axes of a mesh, from the innermost on."""
-
-
-def checked_axes(axes: int) -> int:
-    """Return ``axes``, the number of axes that a mesh has at most.
-
-    Raises:
-        JobError: the search has no meshes with so many.
-    """
-    if axes not in (1, 2, 3):
-        raise JobError(f"meshes of {axes} axes are not searched.", what_to_do="Choose 1, 2 or 3.", field="axes")
-    return axes
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
@@ -70,16 +59,3 @@ def modes_of(model: ModelAnalysis, ac: str | None) -> list[str]:
             f"ac is {ac!r}, but this model has no repeated blocks to checkpoint.", what_to_do="Choose none.", field="ac"
         )
     return [ac] if ac is not None else (["none", "selective", "full"] if model.blocks.lists else ["none"])
-
-
-def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
-    """Check that a mesh has all devices of the cluster.
-
-    Raises:
-        MeshError: it has not.
-    """
-    if mesh.size != cluster.size:
-        raise MeshError(
-            f"mesh {mesh} has {mesh.size} devices and the cluster {cluster.name} has {cluster.size}.",
-            what_to_do=f"Choose axis sizes whose product is {cluster.size}.",
-        )

@@ -15,12 +15,12 @@ from planner.formulation.formulate import Formulator
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch
 from planner.liveness.structure import Structure
+from planner.plan.checks import check_mesh
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
 from planner.run.attention_kernel import check_kernel
-from planner.run.mesh_space import check_mesh
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock

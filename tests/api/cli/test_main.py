@@ -123,7 +123,7 @@ def test_plan_has_every_option_by_name() -> None:
         (["plan", "gpt2", "--cluster", "2x8xh100"], "did you mean h100-sxm-80gb"),
         (["plan", "gpt2", "--cluster", "many"], "4x8xh100-sxm-80gb"),
         (["plan", "gpt2", "--cluster", "absent.yaml"], "absent.yaml"),
-        (["plan", "gpt2", "--cluster", "2x8xh100-sxm-80gb", "--mesh", "dp=3,tp=2"], "multiply to 16"),
+        (["plan", "gpt2", "--cluster", "2x8xh100-sxm-80gb", "--mesh", "dp=3,tp=2"], "product is 16"),
         (["plan", "gpt2", "--cluster", "2x8xh100-sxm-80gb", "--mesh", "2x8"], "dp=2,tp=8"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--batch", "8", "--micro-batches", "3"], "divides 8"),
         (["plan", "gpt2", "--cluster", "1x4xtoy", "--batch", "0"], "--batch is 0"),

@@ -35,7 +35,7 @@ def contents(structure: Structure) -> dict[str, Any]:
 def test_at_another_batch(family: str) -> None:
     module, inputs = make(family, 16)
     session = PlanningSession(module, example_inputs=inputs, cluster="1x4xtoy", dtype="fp32")
-    traced = session._traced
+    traced = session._analysis
     taken = 0
     for ac in ("none", "selective", "full"):
         grouping = traced.grouping(ac)
@@ -67,7 +67,7 @@ def test_of_a_class_those_members_are_counted_that_join() -> None:
     session = PlanningSession(
         _Gated(), example_inputs=(torch.zeros(16, 8),), cluster="1x2xtoy", dtype="fp32", fused_ops=True
     )
-    structure = session._traced.structure(16)
+    structure = session._analysis.structure(16)
     assert {len(members.members) for members in structure.regions.classes} == {1, 2}
     assert sum(sum(op.values()) for ops in structure.gemm_sums for op in ops) == 1
     assert sum(sum(op.values()) for ops in structure.autograd_sums for op in ops) == 0

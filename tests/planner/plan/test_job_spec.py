@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import typer
 from pydantic import ValidationError
+from torch import nn
 
 from api.cli.main import app
 from api.requests.schemas import PlanRequest
-from planner import build_plan
+from planner import PlanningSession, build_plan
 from planner.errors import JobError
 from planner.plan.job import Job, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
@@ -103,3 +104,19 @@ def test_inference_runs_its_batch_at_once() -> None:
 def test_async_tp_needs_plans_that_cannot_be_run() -> None:
     with pytest.raises(JobError, match="executable"):
         job_of(JobSpec(cluster="1x8xtoy", async_tp=True), batch=4, flash_attention=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch", 0), ("seq", 2**31 + 1), ("axes", 4), ("memory_gb", float("nan")), ("time_limit_s", 0.0),
+     ("dtype", "int8"), ("phase", "serving"), ("attention_kernel", "flash4")],
+)  # fmt: skip
+def test_a_spec_keeps_to_its_fields_limits(field: str, value: Any) -> None:
+    with pytest.raises(JobError, match=f"^{field} is ") as error:
+        JobSpec(cluster="1x8xtoy", **{field: value})
+    assert error.value.field == field
+
+
+def test_a_session_takes_a_spec_or_its_fields() -> None:
+    with pytest.raises(TypeError, match="spec and batch are given"):
+        PlanningSession(nn.Linear(4, 4), spec=JobSpec(cluster="1x8xtoy"), batch=4)

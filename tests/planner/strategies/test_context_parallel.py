@@ -137,7 +137,7 @@ def test_the_lower_bound_on_compute_holds(device: str) -> None:
     )
     for mesh in ("dp=8", "dp=4,tp=2", "dp=2,tp=4"):
         run = session._planner.run_of(MeshSpec.parse(mesh), 1, "none")
-        least_s = least_compute_s(session._traced, session._planner.op_times, run, 1)
+        least_s = least_compute_s(session._analysis, session._planner.op_times, run, 1)
         estimate = session.plan(mesh=mesh).estimate
         assert estimate is not None
         assert 0.5 * estimate.compute_s < least_s <= estimate.compute_s

@@ -23,7 +23,7 @@ def llama(layers: int = 4, **changes: Any) -> ModelAnalysis:
     with quiet_libraries():
         source = load_model({"hf_config": {**TINY_LLAMA, "num_hidden_layers": layers, **changes}}, seq=32)
     session = PlanningSession(source.module, cluster="1x4xtoy", batch=8, seq=32, dtype="fp32", micro_batches=1)
-    return session._traced
+    return session._analysis
 
 
 def flops(graph: OpGraph) -> float:
@@ -94,7 +94,7 @@ def test_tied_ends_are_not_cut() -> None:
 def test_what_is_no_single_list_of_blocks_is_not_cut(family: str, why: str) -> None:
     module, inputs = families.make(family, 8)
     session = PlanningSession(module, cluster="1x2xtoy", example_inputs=inputs, dtype="fp32", micro_batches=1)
-    assert why in (obstacle(session._traced.graph, session._traced.blocks) or "")
+    assert why in (obstacle(session._analysis.graph, session._analysis.blocks) or "")
 
 
 class Residual(nn.Linear):
@@ -128,14 +128,14 @@ def test_what_reaches_over_an_end_is_not_cut_into_ends_alone(reach: str) -> None
     options: dict[str, Any] = {"dtype": "fp32", "micro_batches": 8, "executable_only": False, "ac": "none"}
     inputs = {"ids": torch.zeros(8, 4, dtype=torch.long)}
     session = PlanningSession(Reaching(reach), cluster="4x1xtoy", example_inputs=inputs, **options)
-    graph, blocks = session._traced.graph, session._traced.blocks
+    graph, blocks = session._analysis.graph, session._analysis.blocks
     assert obstacle(graph, blocks) is None
     assert obstacle(graph, blocks, ends_alone=True) is not None
     plan = session.plan(mesh="pp=4,dp=1")
     assert plan.pipeline is not None
     assert plan.pipeline.chunks == 1
     plain = PlanningSession(Reaching("nothing"), cluster="4x1xtoy", example_inputs=inputs, **options)
-    assert obstacle(plain._traced.graph, plain._traced.blocks, ends_alone=True) is None
+    assert obstacle(plain._analysis.graph, plain._analysis.blocks, ends_alone=True) is None
     plan = plain.plan(mesh="pp=4,dp=1")
     assert plan.pipeline is not None
     assert plan.pipeline.chunks == 2
