@@ -1,8 +1,8 @@
-"""How far the cost model is from published measurements: every row priced, by file, check, device and configuration.
+"""Errors of the cost model on published measurements: every row, by check, file, device and configuration.
 
     cd benchmarks && python accuracy.py --truth ../../shared/truth [--json] [--rows OUT.csv] [--plot OUT.png]
 
-Rows of sources that constants were fitted to (published/split.toml) are shown apart from the rows that only judge.
+Calibration rows, whose sources constants were fitted to (published/rows/split.toml), and validation rows are separate.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from published.rows.priced_row import PricedRow
 
 TAGS = ("gpu", "family", "parallelism", "size", "framework", "precision", "checkpointing", "kind", "nodes")
 FEWEST = 3
-"""Groups of fewer rows are not shown."""
+"""Least rows of a group that is shown."""
 
 
 def price(folder: Path) -> list[PricedRow]:
-    """Return every row of every file of ``folder`` that there is a model for."""
+    """Return the rows of all files of ``folder``, priced or left out with a reason."""
     return [
         *runs.price(folder),
         *memory.price(folder),
@@ -37,7 +37,7 @@ def price(folder: Path) -> list[PricedRow]:
 
 
 def main() -> int:
-    """Price, and print or write what was asked for."""
+    """Price the rows, and print or write tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw predicted against measured into this PNG file")
     arguments = parser.parse_args()
     if not arguments.truth.is_dir():
-        parser.error(f"{arguments.truth} is no folder")
+        parser.error(f"--truth: {arguments.truth} is no folder; give the folder of the published measurements")
     rows = price(arguments.truth)
     if arguments.rows is not None:
         write_rows(rows, arguments.rows)
@@ -56,15 +56,15 @@ def main() -> int:
 
 
 def summary(rows: list[PricedRow]) -> dict[str, object]:
-    """Return the figures of checks and files, calibration and validation apart, as plain data."""
+    """Return the errors by check and file, for calibration and validation separately, as plain data."""
     checks = []
     for check in CHECKS:
         for split in ("validation", "calibration"):
-            found = figures([row for row in rows if row.split == split and check.counts(row)])
-            if found.rows:
+            errors = figures([row for row in rows if row.split == split and check.counts(row)])
+            if errors.rows:
                 checks.append(
                     {"check": check.number, "name": check.name, "split": split, "target": target(check)}
-                    | {"holds": holds(check, found)} | asdict(found)
+                    | {"holds": holds(check, errors)} | asdict(errors)
                 )  # fmt: skip
     files = {}
     for file, quantity in _tables(rows):
@@ -87,7 +87,7 @@ def text(rows: list[PricedRow]) -> str:
             if inside:
                 verdict = ("holds" if holds(check, figures(inside)) else "MISSED") if split == "validation" else ""
                 lines.append(_line(f"{check.number} {check.name}", split, inside) + f"  {verdict}")
-        lines.append(f"{'':4}asked: {target(check)}")
+        lines.append(f"{'':4}target: {target(check)}")
     for file, quantity in _tables(rows):
         inside = [row for row in rows if (row.file, row.quantity) == (file, quantity)]
         lines += ["", f"{file}, {quantity}"]
@@ -97,7 +97,7 @@ def text(rows: list[PricedRow]) -> str:
             lines.append(f"    left out {count:5}  {reason}")
         for tag in TAGS:
             lines += _groups(tag, [row for row in inside if row.split == "validation"])
-    lines += ["", "assumed where a column is blank or a framework's default decides:"]
+    lines += ["", "assumed where a column is blank:"]
     lines += [f"  {name:20} {assumed.note}" for name, assumed in TABLE]
     return "\n".join(lines)
 
@@ -112,21 +112,21 @@ def _groups(tag: str, rows: list[PricedRow]) -> list[str]:
         if row.predicted is not None and row.tags.get(tag):
             groups[row.tags[tag]].append(row)
     return [
-        _line(f"    {tag} {name}", "validation", found)
-        for name, found in sorted(groups.items(), key=lambda item: -len(item[1]))
-        if len(found) >= FEWEST
+        _line(f"    {tag} {name}", "validation", group)
+        for name, group in sorted(groups.items(), key=lambda item: -len(item[1]))
+        if len(group) >= FEWEST
     ]
 
 
 def _line(name: str, split: str, rows: list[PricedRow]) -> str:
-    found = figures(rows)
-    count = f"{found.priced}/{found.rows}"
-    shares = (found.mean, found.median, found.signed, found.within_15, found.worst_under)
+    errors = figures(rows)
+    count = f"{errors.priced}/{errors.rows}"
+    shares = (errors.mean, errors.median, errors.signed, errors.within_15, errors.worst_under)
     return f"{name:58.58} {split:12} {count:>11} " + " ".join(f"{share:>7.1%}" for share in shares)
 
 
 def write_rows(rows: list[PricedRow], path: Path) -> None:
-    """Write file, row_id, quantity, measured, predicted and why a row was left out, with its split and checks."""
+    """Write a CSV line per row: quantity, measured, predicted, reason if left out, split, checks, assumptions."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(
@@ -141,7 +141,7 @@ def write_rows(rows: list[PricedRow], path: Path) -> None:
 
 
 def draw(rows: list[PricedRow], path: Path) -> None:
-    """Draw predicted against measured, a panel for each file and quantity."""
+    """Write a picture of predicted against measured values, with a panel for each file and quantity."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,30 +1,26 @@
-"""Plans beside what people ran: every published run of a model that ships as a preset, and the plan of its job.
+"""Published training runs of preset models against the plans of the same jobs.
 
     cd benchmarks && python against_published.py --truth ../../shared/truth [--model llama-3.1-8b] [--devices 64]
     cd benchmarks && python against_published.py --truth ../../shared/truth --pipelines --own-mesh
     cd benchmarks && python against_published.py --truth ../../shared/truth --same
 
-For each run: what was measured, what `shardplan estimate` says of its configuration, and the plan for the same model,
-cluster, batch, sequence, dtype of gradients' reduction and, where it was FlashAttention-3 on a GPU that runs it,
-kernel of attention, with pipelines if ``--pipelines`` says so. The two prices come from two models of a step
-(results/accuracy.md). Plans are in bf16, so that a configuration that was run in 8 bits or less is priced in bf16 as
-well, and has no measurement to be shown. One that would not fit in bf16, by its own estimate, is none to compare with.
-Exit code 1 where a configuration is priced faster than the plan, or nothing fits for the plan.
+For each run the table has the measurement, the price of its configuration by `shardplan estimate`, and the plan for the
+same model, cluster, batch, sequence, reduction dtype of gradients, and attention kernel (FlashAttention-3 where the run
+had it on a GPU that runs it); with ``--pipelines`` pipelines too. The two prices come from two models of a step
+(results/accuracy.md). Plans are in bf16. So a configuration that ran in 8 bits or less is priced in bf16, and its
+measurement is not shown; one that does not fit in bf16, by its own estimate, is left out. Exit code 1 where a
+configuration is priced faster than the plan, or no plan fits.
 
-``--own-mesh`` plans each run's own configuration as well: its mesh, micro-batches and checkpointing are given, the rest
-is chosen. That is what it costs where it is run as plans are, without what its framework alone can do (kernels of its
-own, communication in pieces beside products). No search may do worse than that, but for its gap.
+``--own-mesh`` also plans each run's own configuration: its mesh, micro-batches and checkpointing are given, the rest is
+chosen. No search may be slower than that by more than its gap.
 
-``--fused`` plans with fused ops (`fused_kernels`), as torch.compile, Transformer Engine and Megatron have them, and
-``--tensor-overlap`` with tensor-parallel communication beside products (`planner.pricing.async_tp`) and ``--regather``
-with inputs of linear layers gathered again for the backward (`reallgather_variants`), and ``--even-order`` with
-sequences in an even order where attention's are split (`planner.plan.token_order`), as Megatron and NeMo have them.
-``--fused-projections`` plans models whose projections of one tensor are one linear layer (`pack`), likewise.
+The techniques of the frameworks are options: ``--fused-ops`` (torch.compile, Transformer Engine, Megatron),
+``--async-tp``, ``--reallgather``, ``--zigzag`` and ``--fused-projections`` (Megatron, NeMo).
 
-``--same`` prices each run's own configuration as a plan, where that is one: fully sharded on one axis, with the run's
-micro-batches and checkpointing, and with fused ops where the run's framework fused or compiled. Selective checkpointing
-there is torchtitan's, which runs every other product again, and ours runs none: it is priced halfway between selective
-and full. How far that is off is what a plan's price is worth.
+``--same`` prices each run's own configuration as a plan, where a plan can express it: fully sharded on one axis, with
+the run's micro-batches and checkpointing, and with fused ops where its framework fused or compiled them. torchtitan's
+selective checkpointing recomputes every other GEMM and ours none, so such runs are priced halfway between our selective
+and full checkpointing. The errors against the measurements are those of the plans' prices.
 """
 
 from __future__ import annotations
@@ -72,21 +68,21 @@ PRESETS = {
     "DeepSeek-V3": "deepseek-v3",
     "Mixtral-8x7B": "mixtral-8x7b",
 }
-"""Preset by the model's name in the file. (Llama 3 has the dimensions of Llama 3.1.)"""
+"""Model's name in the file -> preset. Llama 3 has the dimensions of Llama 3.1."""
 
-SAME_COLUMNS = ("row", "model", "device", "devices", "framework", "checkpointing", "measured", "as a plan", "off")
+SAME_COLUMNS = ("row", "model", "device", "devices", "framework", "checkpointing", "measured", "as a plan", "error")
 COLUMNS = ("row", "model", "devices", "batch x seq", "configuration", "measured", "its price", "plan", "its price", "")
 OWN_MESH_COLUMNS = (*COLUMNS, "as a plan", "")
 OTHER_BITS = "its configuration does not fit in bf16"
 
 
 JobKey = tuple[str, ClusterSpec, int, int, str, str | None]
-"""Preset, cluster, batch, sequence, the dtype that gradients are reduced in, and a kernel of attention not torch's."""
+"""Preset, cluster, batch, sequence, reduction dtype of gradients, attention kernel (None for torch's default)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One row: its job, its configuration, and the seconds of a step; ``measured_s`` is None where not in 16 bits."""
+    """One row: its job, its configuration, and seconds of a step; ``measured_s`` is None unless it ran in 16 bits."""
 
     row_id: str
     preset: str
@@ -101,31 +97,31 @@ class PublishedRun:
 
     @property
     def reduce_dtype(self) -> str:
-        """In which the run reduced its gradients."""
+        """The dtype that the run reduced its gradients in."""
         return "bf16" if self.parallel.implementation.data_parallel.reduce_nbytes == 2 else "fp32"
 
     @property
     def attention_kernel(self) -> AttentionKernel | None:
-        """In which the run's attention ran, where torch would not choose that."""
+        """The run's attention kernel, where it is not torch's default; else None."""
         named = self.parallel.implementation.kernels.attention
         return "flash3" if named == "flash3" and runs_kernel(named, self.cluster.device) else None
 
     @property
     def job(self) -> JobKey:
-        """What a plan is made for."""
+        """The key of the run's job: runs with equal keys have one plan."""
         return self.preset, self.cluster, self.batch, self.seq, self.reduce_dtype, self.attention_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What came of a job: its plan, or why there is none, and the seconds that it took to say so."""
+    """The plan of a job, or the reason why there is none, and the seconds of planning."""
 
     plan: ShardingPlan | str
     seconds: float
 
 
 def runs_of(folder: Path) -> tuple[list[PublishedRun], Counter[str]]:
-    """Return the runs of presets, and how many were left out, by reason."""
+    """Return the runs of presets, and the number of rows left out by reason."""
     found, left_out = [], Counter[str]()
     for row in read(folder, "training_runs.csv"):
         if row["model"] not in PRESETS:
@@ -170,7 +166,7 @@ def _degrees(row: Mapping[str, str]) -> str:
 
 
 def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
-    """Return what plans a run's job; ``options`` are those of `PlanningSession` that are not the job's."""
+    """Return the session that plans a run's job; ``options`` are further ones of `PlanningSession`."""
     return PlanningSession(
         module,
         cluster=run.cluster,
@@ -183,26 +179,26 @@ def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> Planning
 
 
 def plan_of(run: PublishedRun, options: Mapping[str, Any]) -> Planned:
-    """Return what comes of a run's job; ``options`` as of `session_of`."""
-    found: ShardingPlan | str
+    """Return the plan of a run's job; ``options`` as in `session_of`."""
+    plan: ShardingPlan | str
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         started = time.perf_counter()
         try:
-            found = session_of(run, source.module, **options).plan()
+            plan = session_of(run, source.module, **options).plan()
         except PlannerError as error:
-            found = str(error).splitlines()[0]
-    return Planned(plan=found, seconds=time.perf_counter() - started)
+            plan = str(error).splitlines()[0]
+    return Planned(plan=plan, seconds=time.perf_counter() - started)
 
 
 def own_mesh(parallel: ParallelSpec) -> str:
-    """Return the mesh of a configuration, outermost axis first; what divides nothing is left out."""
+    """Return the mesh of a configuration, outermost axis first, without axes of size 1."""
     sizes = {"pp": parallel.pipeline, "dp": parallel.data, "cp": parallel.context, "tp": parallel.tensor}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
 
 
 def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | str:
-    """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none is."""
+    """Return the seconds of the best plan with a run's own mesh, micro-batches and checkpointing, or why none fits."""
     parallel = run.parallel
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
@@ -223,41 +219,41 @@ def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | s
 
 
 def same_as_a_plan(run: PublishedRun) -> float | None:
-    """Return what the run's own configuration is priced at as a plan; None where no plan is the same."""
+    """Return the seconds of the run's own configuration as a plan; None where no plan expresses it."""
     parallel = run.parallel
     split = parallel.zero != 3 or parallel.replicate > 1 or parallel.shard != run.cluster.size
     if split or parallel.checkpointing == "attention" or parallel.implementation.state.optimizer_on_host:
         return None
-    # torchtitan's selective checkpointing runs every other product again, ours none, full checkpointing all of them.
+    # torchtitan's selective checkpointing recomputes every other GEMM, ours none, full checkpointing all of them.
     modes = ("selective", "full") if parallel.checkpointing == "selective" else (parallel.checkpointing,)
-    found = []
+    step_times = []
     with quiet_libraries():
         source = load_model(run.preset, batch=run.batch, seq=run.seq)
         for mode in modes:
             fused = parallel.implementation.kernels.fused_ops
             session = session_of(run, source.module, micro_batches=parallel.micro_batches, ac=mode, fused_ops=fused)
-            # Whether it fits is another question: memory is judged row by row in accuracy.py.
+            # Memory is no limit here: accuracy.py compares it row by row.
             estimate = session.plan(planner="fully-sharded", memory_bytes=2**50).estimate
             assert estimate is not None
-            found.append(estimate.step_time_s)
-    return statistics.fmean(found)
+            step_times.append(estimate.step_time_s)
+    return statistics.fmean(step_times)
 
 
 def show_same(runs: Sequence[PublishedRun]) -> int:
     """Print each run's own configuration priced as a plan; return 0."""
-    table, off = Table(*SAME_COLUMNS), []
+    table, errors = Table(*SAME_COLUMNS), []
     for run in runs:
         seconds = None if run.measured_s is None else same_as_a_plan(run)
         if seconds is None or run.measured_s is None:
             continue
-        off.append(seconds / run.measured_s - 1)
+        errors.append(seconds / run.measured_s - 1)
         cells = (run.row_id, run.preset, run.cluster.device.name, str(run.cluster.size), run.framework)
-        numbers = (f"{run.measured_s:.3f}", f"{seconds:.3f}", f"{off[-1]:+.0%}")
+        numbers = (f"{run.measured_s:.3f}", f"{seconds:.3f}", f"{errors[-1]:+.0%}")
         table.add_row(*cells, run.parallel.checkpointing, *numbers)
     Console(width=150).print(table)
-    if off:
-        mean, median = statistics.fmean(map(abs, off)), statistics.median(map(abs, off))
-        print(f"{len(off)} runs: {mean:.1%} off on average, median {median:.1%}, signed {statistics.fmean(off):+.1%}")
+    if errors:
+        mean, median = statistics.fmean(map(abs, errors)), statistics.median(map(abs, errors))
+        print(f"{len(errors)} runs: mean error {mean:.1%}, median {median:.1%}, signed {statistics.fmean(errors):+.1%}")
     return 0
 
 
@@ -265,17 +261,15 @@ def main() -> int:
     """Plan and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--truth", type=Path, required=True, help="folder of the published measurements")
-    parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="runs of this preset alone")
-    parser.add_argument("--devices", type=int, help="runs on so many devices alone")
+    parser.add_argument("--model", choices=sorted(set(PRESETS.values())), help="only runs of this preset")
+    parser.add_argument("--devices", type=int, help="only runs on so many devices")
     parser.add_argument("--pipelines", action="store_true", help="search pipelines as well")
     parser.add_argument("--fused-ops", action="store_true", help="plan with fused ops, as most of the runs had them")
-    parser.add_argument(
-        "--async-tp", action="store_true", help="plan with communication beside products; needs --pipelines"
-    )
-    parser.add_argument("--reallgather", action="store_true", help="plan with inputs gathered again for the backward")
-    parser.add_argument("--zigzag", action="store_true", help="plan with split sequences in an even order")
+    parser.add_argument("--async-tp", action="store_true", help="plan with async tensor parallelism; needs --pipelines")
+    parser.add_argument("--reallgather", action="store_true", help="plan with re-all-gathered inputs in backward")
+    parser.add_argument("--zigzag", action="store_true", help="plan with zigzag token order")
     parser.add_argument("--fused-projections", action="store_true", help="plan models with fused projections")
-    parser.add_argument("--axes", type=int, default=2, help="the most axes of a mesh, or of a stage's")
+    parser.add_argument("--axes", type=int, default=2, help="most axes of a mesh, or of a stage's mesh")
     parser.add_argument("--own-mesh", action="store_true", help="plan each run's own mesh and micro-batches")
     parser.add_argument("--same", action="store_true", help="price the runs' own configurations as plans")
     arguments = parser.parse_args()
@@ -284,14 +278,14 @@ def main() -> int:
     runs, left_out = runs_of(arguments.truth)
     for reason, count in left_out.most_common():
         print(f"left out {count:3}  {reason}", file=sys.stderr)
-    wanted = [
+    selected = [
         run for run in runs if arguments.model in (None, run.preset) and arguments.devices in (None, run.cluster.size)
     ]
-    wanted.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
+    selected.sort(key=lambda run: (run.preset, run.cluster.size, run.row_id))
     if arguments.same:
-        return show_same(wanted)
+        return show_same(selected)
     if arguments.fused_projections:
-        wanted = [dataclasses.replace(run, preset=run.preset + FUSED_PROJECTIONS) for run in wanted]
+        selected = [dataclasses.replace(run, preset=run.preset + FUSED_PROJECTIONS) for run in selected]
     options = {
         "executable_only": not arguments.pipelines,
         "fused_ops": arguments.fused_ops,
@@ -300,11 +294,11 @@ def main() -> int:
         "zigzag": arguments.zigzag,
         "axes": arguments.axes,
     }
-    return show_planned(wanted, options, own=arguments.own_mesh)
+    return show_planned(selected, options, own=arguments.own_mesh)
 
 
 def show_planned(runs: Sequence[PublishedRun], options: Mapping[str, Any], *, own: bool) -> int:
-    """Print each run beside the plan of its job; return 1 where a run is priced faster, or nothing fits."""
+    """Print each run with the plan of its job; return 1 where a run is priced faster, or no plan fits."""
     table, worse, missed = Table(*(OWN_MESH_COLUMNS if own else COLUMNS)), 0, 0
     plans: dict[JobKey, Planned] = {}
     meshes: dict[tuple[object, ...], float | str] = {}
@@ -338,8 +332,8 @@ def show_planned(runs: Sequence[PublishedRun], options: Mapping[str, Any], *, ow
     if own:
         print(f"a run's own mesh, micro-batches and checkpointing make a faster plan in {missed}")
     if plans:
-        taken = [planned.seconds for planned in plans.values()]
-        print(f"seconds of planning: median {statistics.median(taken):.1f}, most {max(taken):.1f}")
+        planning_s = [planned.seconds for planned in plans.values()]
+        print(f"seconds of planning: median {statistics.median(planning_s):.1f}, most {max(planning_s):.1f}")
     return 1 if worse or missed else 0
 
 

@@ -1,13 +1,13 @@
-"""Our planner beside meta-pytorch/autoparallel, on one machine in one run: seconds by stage, peak memory, the ratio.
+"""Our planner against meta-pytorch/autoparallel on one machine in one run: seconds by stage, peak memory, their ratio.
 
     git clone https://github.com/meta-pytorch/autoparallel /tmp/autoparallel
     python benchmarks/autoparallel.py --checkout /tmp/autoparallel
     python benchmarks/autoparallel.py --checkout /tmp/autoparallel --mesh 64 --layers 2
 
-Llama-3 8B for training at 8,192 tokens, on a mesh that is given, as autoparallel needs it to be. Each planner has a
-process of its own. Autoparallel's stages: tracing forward and backward, building its optimizer (strategies and their
-prices), solving (its program is built there). Its pass that applies the plan is not run, nor is ours. It asks the GPU
-that it runs on for a name to price by; where there is none, it is told that of an H100.
+Both plan Llama-3 8B for training at 8,192 tokens on a given mesh, which autoparallel needs, each in a process of its
+own. Autoparallel's stages are tracing forward and backward, building its optimizer (strategies and their prices), and
+solving (which builds its program). Neither plan is applied. Autoparallel prices by the name of the local GPU; without
+one, the name of an H100 is given.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ print(json.dumps({"stages": stages, "cpu_s": cpu_s, "peak_mb": peak * 1024 / 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one planner took.
+    """Wall time, CPU time and memory of one planner.
 
     Attributes:
         stages: seconds by stage, "all" among them.
-        cpu_s: of processor time, solvers in processes of their own included.
+        cpu_s: processor seconds, solvers in processes of their own included.
         peak_mb: peak resident set of the planner's process.
     """
 
@@ -101,10 +101,10 @@ class Measured:
 
 
 def theirs(checkout: Path, shape: Sequence[int], layers: int) -> Measured:
-    """Return what autoparallel took.
+    """Return the measurement of autoparallel.
 
     Raises:
-        SystemExit: it did not run; the end of what it said is in the message.
+        SystemExit: it failed; the message has the end of its output.
     """
     request = json.dumps([list(shape), layers, SEQ, VOCAB])
     done = subprocess.run(
@@ -112,25 +112,25 @@ def theirs(checkout: Path, shape: Sequence[int], layers: int) -> Measured:
         capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False,
     )  # fmt: skip
     if done.returncode:
-        said = "\n".join(done.stderr.splitlines()[-15:])
-        raise SystemExit(f"autoparallel in {checkout} failed with exit code {done.returncode}:\n{said}")
+        output = "\n".join(done.stderr.splitlines()[-15:])
+        raise SystemExit(f"autoparallel in {checkout} failed with exit code {done.returncode}:\n{output}")
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def ours(shape: Sequence[int], layers: int) -> Measured:
-    """Return what our planner took."""
+    """Return the measurement of our planner."""
     devices = 1
     for length in shape:
         devices *= length
     mesh = ",".join(f"{name}={length}" for name, length in zip(("dp", "tp"), shape, strict=False))
     row = Row(
-        name="beside autoparallel", group="autoparallel", preset="llama-3.1-8b", devices=devices, batch=2 * shape[0],
+        name="against autoparallel", group="autoparallel", preset="llama-3.1-8b", devices=devices, batch=2 * shape[0],
         seq=SEQ, layers=layers, mesh=mesh, micro_batches=1, ac="full",
     )  # fmt: skip
-    found = measure_apart(row, TIME_LIMIT_S)
-    if not found.stages:
-        raise SystemExit(f"our planner: {found.answer}")
-    return Measured(stages={**found.stages, "all": found.seconds}, cpu_s=found.cpu_s, peak_mb=found.peak_mb)
+    outcome = measure_apart(row, TIME_LIMIT_S)
+    if not outcome.stages:
+        raise SystemExit(f"our planner: {outcome.answer}")
+    return Measured(stages={**outcome.stages, "all": outcome.seconds}, cpu_s=outcome.cpu_s, peak_mb=outcome.peak_mb)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

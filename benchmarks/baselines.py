@@ -1,12 +1,12 @@
-"""Is the integer program's plan ever slower than a baseline's? Every dense preset on 8, 64 and 512 devices, one table.
+"""Plans of the integer program against those of the baselines: every dense preset on 8, 64 and 512 devices.
 
     python benchmarks/baselines.py                                    # everything: half an hour on two cores
     python benchmarks/baselines.py --preset gpt2 --devices 8 --fixed-only
     python benchmarks/baselines.py --preset llama-3.1-8b --devices 64 --mesh dp=8,tp=8 --mesh dp=64
 
-All plans are priced by the same estimator. On a fixed mesh every planner plans on that mesh; "automatic" lets each
-choose among the meshes that it knows. Exit code 1 where a baseline's plan that fits is faster than the integer
-program's by more than the MIP gap, or where only the baseline's fits.
+One estimator prices all plans. On a fixed mesh every planner plans on that mesh; with "automatic" each chooses among
+its own meshes. Exit code 1 where a baseline's plan is faster than the integer program's by more than the MIP gap, or
+where only the baseline's plan fits.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from planner.errors import BaselineError, InfeasibleError
 from planner.run.baselines import NAMES as BASELINES
 
 DEVICE, PER_NODE = "h100-sxm-80gb", 8
-SIZES = (8, 64, 512)
+DEVICE_COUNTS = (8, 64, 512)
 AUTOMATIC = "automatic"
 SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512}
-"""Tokens in a sequence, where it is not `DEFAULT_SEQ`."""
+"""Tokens of a sequence by preset; `DEFAULT_SEQ` for the others."""
 DEFAULT_SEQ = 4096
 SAMPLES_PER_DEVICE = {"vit-large": 16}
-"""The global batch grows with the devices; where it is not `DEFAULT_SAMPLES_PER_DEVICE`."""
+"""Global batch per device by preset; `DEFAULT_SAMPLES_PER_DEVICE` for the others."""
 DEFAULT_SAMPLES_PER_DEVICE = 2
 
 WITH_EXPERTS = frozenset({"deepseek-v3", "mixtral-8x7b"})
-"""Only where they are asked for: they fit on few of the sizes, and take long to be refused on the others."""
+"""Presets that run only where they are named: they fit on few clusters, and infeasibility takes long to prove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One model on one cluster, on one mesh or on whichever each planner chooses (None)."""
+    """One model on one cluster and one mesh; None where each planner chooses its mesh."""
 
     preset: str
     devices: int
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one planner came to in one case; without a plan, ``why_not`` says why."""
+    """The plan of one planner in one case; without a plan, ``why_not`` is the reason."""
 
     planner: str
     plan: ShardingPlan | None
@@ -60,12 +60,12 @@ class Outcome:
 
     @property
     def step_time_s(self) -> float | None:
-        """Seconds of a step, None without a plan."""
+        """Seconds of a step; None without a plan."""
         return None if self.plan is None or self.plan.estimate is None else self.plan.estimate.step_time_s
 
 
 def session_for(source: ModelSource, preset: str, devices: int) -> PlanningSession:
-    """Return the session that plans ``preset`` on ``devices`` devices: one trace for all planners and meshes."""
+    """Return the session that plans ``preset`` on ``devices`` devices, with one trace for all planners and meshes."""
     return PlanningSession(
         source.module,
         cluster=f"{devices // PER_NODE}x{PER_NODE}x{DEVICE}",
@@ -77,7 +77,7 @@ def session_for(source: ModelSource, preset: str, devices: int) -> PlanningSessi
 
 
 def outcome(session: PlanningSession, planner: str, mesh: str | None) -> Outcome:
-    """Return what ``planner`` comes to on ``mesh``."""
+    """Return the outcome of ``planner`` on ``mesh``."""
     started = time.perf_counter()
     plan, why_not = None, ""
     try:
@@ -91,7 +91,7 @@ def outcome(session: PlanningSession, planner: str, mesh: str | None) -> Outcome
 
 
 def losses(outcomes: Sequence[Outcome], mip_gap: float) -> list[str]:
-    """Return the baselines that beat the integer program, the first of ``outcomes``, by more than ``mip_gap``."""
+    """Return the baselines that are faster than the integer program, the first of ``outcomes``, beyond ``mip_gap``."""
     best = outcomes[0].step_time_s
     return [
         other.planner
@@ -115,7 +115,7 @@ def rows(outcomes: Sequence[Outcome], beaten_by: Sequence[str]) -> Iterator[tupl
 
 
 def cases_of(preset: str, devices: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Yield what to compare on: the given meshes, or one of data by tensor parallelism; then the automatic choice."""
+    """Yield the given meshes, or one of data and tensor parallelism; then the automatic choice."""
     for mesh in arguments.mesh or [f"dp={devices // PER_NODE},tp={PER_NODE}"]:
         yield Case(preset=preset, devices=devices, mesh=mesh)
     if not arguments.fixed_only:
@@ -141,14 +141,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--preset", action="append", choices=preset_names(), help="again for more; all dense ones where left out"
     )
-    parser.add_argument("--devices", action="append", type=int, choices=SIZES, help="likewise")
+    parser.add_argument("--devices", action="append", type=int, choices=DEVICE_COUNTS, help="likewise")
     parser.add_argument("--mesh", action="append", help="a fixed mesh, again for more; dp=N/8,tp=8 where left out")
     parser.add_argument("--fixed-only", action="store_true", help="leave the automatic choice of the mesh out")
     return parser.parse_args(argv)
 
 
 def main() -> int:
-    """Print a table for every case; 1 where a baseline beats the integer program."""
+    """Print a table for every case; return 1 where a baseline is faster than the integer program."""
     arguments = parse_arguments()
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -158,7 +158,7 @@ def main() -> int:
     for preset in arguments.preset or [name for name in preset_names() if name not in WITH_EXPERTS]:
         seq = SEQ.get(preset, DEFAULT_SEQ)
         source = load_model(preset, seq=seq)
-        for devices in arguments.devices or SIZES:
+        for devices in arguments.devices or DEVICE_COUNTS:
             session = session_for(source, preset, devices)
             for case in cases_of(preset, devices, arguments):
                 outcomes = [outcome(session, planner, case.mesh) for planner in ("ilp", *BASELINES)]

@@ -1,8 +1,10 @@
-"""Check 9: calibrate this machine's CPU and gloo, then run ten plans of small models and compare.
+"""Predicted against measured step times of ten plans of small models on this machine's CPU and gloo (check 9).
 
-``python benchmarks/calibration.py`` starts 2, then 4 processes of one thread each: they measure, a cluster file is
-fitted, five plans are made with it, and each is run for a few steps. Prints predicted and measured seconds of a step,
-the mean error and Spearman's rank correlation. Takes some minutes; wants the machine to itself.
+    python benchmarks/calibration.py [--processes 2] [--steps 5]
+
+2, then 4 processes of one thread each measure the machine. A cluster file is fitted, five plans are made with it, and
+each runs for a few steps. The script prints predicted and measured seconds of a step, the mean error and Spearman's
+rank correlation. It takes some minutes, and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan: a small Llama's sizes, a batch, and who plans it on which mesh."""
+    """One plan: the sizes of a small Llama, a batch, a planner and a mesh."""
 
     hidden: int
     layers: int
@@ -88,7 +90,7 @@ def inputs_of(case: Case) -> dict[str, Any]:
 
 
 def on_gloo(run: Callable[..., Any], world_size: int, *arguments: Any) -> Any:
-    """Return what rank 0 returns of ``run(*arguments)``, JSON data, on processes of one thread each."""
+    """Return rank 0's result of ``run(*arguments)``, JSON data, on gloo processes of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, args=(run, world_size, folder, arguments), nprocs=world_size)
         return json.loads((Path(folder) / "result").read_text())
@@ -112,14 +114,14 @@ def _rank(rank: int, run: Callable[..., Any], world_size: int, folder: str, argu
 
 
 def calibrated_yaml() -> str:
-    """Return the cluster file of this machine with the processes that run this."""
+    """Return the text of this machine's cluster file, measured by the processes of the group."""
     measured = measure(torch.device("cpu"))
     cluster, residuals = fit_cluster(measured)
     return cluster_yaml(cluster, residuals, measured.notes)
 
 
 def run_plans(plans: Sequence[tuple[Case, Path]], steps: int) -> list[list[float]]:
-    """Return, for each plan, the seconds of each step on the slowest rank, the first two steps left out."""
+    """Return, for each plan, the seconds of each step on the slowest rank, without the first two steps."""
     return [_steps_s(case, ShardingPlan.load(file), steps) for case, file in plans]
 
 
@@ -129,7 +131,7 @@ def _steps_s(case: Case, plan: ShardingPlan, steps: int) -> list[float]:
     shard_module(module, mesh, plan)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     inputs = local_batch(inputs_of(case), mesh, plan)
-    taken = []
+    step_times = []
     for _ in range(steps + 2):
         dist.barrier()
         begin = time.perf_counter()
@@ -138,12 +140,12 @@ def _steps_s(case: Case, plan: ShardingPlan, steps: int) -> list[float]:
         optimizer.zero_grad()
         seconds = torch.tensor(time.perf_counter() - begin)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        taken.append(float(seconds))
-    return taken[2:]
+        step_times.append(float(seconds))
+    return step_times[2:]
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return Spearman's rank correlation; no ties are expected among seconds."""
+    """Return Spearman's rank correlation of values without ties."""
     ranks = [[sorted(values).index(value) for value in values] for values in (left, right)]
     count = len(left)
     squares = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
@@ -175,13 +177,13 @@ def compare(processes: int, folder: Path, steps: int) -> list[tuple[float, float
     files = [folder / f"plan-{processes}-{index}.json" for index in range(len(plans))]
     for plan, file in zip(plans, files, strict=True):
         plan.save(file)
-    found = []
-    taken = on_gloo(run_plans, processes, list(zip(CASES[processes], files, strict=True)), steps)
-    for case, plan, seconds in zip(CASES[processes], plans, taken, strict=True):
+    pairs = []
+    step_times = on_gloo(run_plans, processes, list(zip(CASES[processes], files, strict=True)), steps)
+    for case, plan, seconds in zip(CASES[processes], plans, step_times, strict=True):
         assert plan.estimate is not None
-        found.append((plan.estimate.step_time_s, median(seconds)))
+        pairs.append((plan.estimate.step_time_s, median(seconds)))
         print(_line(case, plan, seconds), flush=True)
-    return found
+    return pairs
 
 
 def _line(case: Case, plan: ShardingPlan, seconds: Sequence[float]) -> str:
@@ -199,21 +201,21 @@ def _line(case: Case, plan: ShardingPlan, seconds: Sequence[float]) -> str:
 def main() -> None:
     """Calibrate, plan, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5, help="steps that count, of each plan")
-    parser.add_argument("--processes", type=int, choices=tuple(CASES), help="only these, not all ten plans")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of each plan")
+    parser.add_argument("--processes", type=int, choices=tuple(CASES), help="only the plans on so many processes")
     parser.add_argument("--keep", type=Path, help="folder for the cluster files and plans")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     print("predicted: compute + exposed communication + optimizer")
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.keep or Path(temporary)
-        found = [
+        pairs = [
             pair
             for processes in ([arguments.processes] if arguments.processes else CASES)
             for pair in compare(processes, folder, arguments.steps)
         ]
-    predicted, measured = zip(*found, strict=True)
-    error = 100 * mean(abs(p / m - 1) for p, m in found)
+    predicted, measured = zip(*pairs, strict=True)
+    error = 100 * mean(abs(p / m - 1) for p, m in pairs)
     print(f"Spearman {spearman(predicted, measured):.3f} (0.9 or more), mean error {error:.1f} % (20 or less)")
 
 

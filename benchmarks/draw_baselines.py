@@ -1,4 +1,4 @@
-"""Draw step time and memory per role of every planner's plan for one job: the picture in the README.
+"""The picture in the README: step time and memory by role of every planner's plan for one job.
 
     python benchmarks/draw_baselines.py     # about a minute on two cores; writes docs/images/llama-3.1-8b.png
 
@@ -24,20 +24,20 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
 def planned(session: PlanningSession, mesh: str | None) -> dict[str, ShardingPlan | InfeasibleError]:
-    """Return planner -> its plan, or why none fits."""
-    found: dict[str, ShardingPlan | InfeasibleError] = {}
+    """Return planner -> its plan, or the report that none fits."""
+    plans: dict[str, ShardingPlan | InfeasibleError] = {}
     for name in ("ilp", *BASELINES):
         try:
-            found[name] = session.plan(planner=name, mesh=mesh)
+            plans[name] = session.plan(planner=name, mesh=mesh)
         except InfeasibleError as error:
-            found[name] = error
-    return found
+            plans[name] = error
+    return plans
 
 
-def draw(found: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: Axes, limit_bytes: int) -> None:
-    """Draw one bar a planner on both axes."""
+def draw(plans: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: Axes, limit_bytes: int) -> None:
+    """Draw one bar per planner on both axes."""
     labels = []
-    for row, (name, plan) in enumerate(found.items()):
+    for row, (name, plan) in enumerate(plans.items()):
         if isinstance(plan, InfeasibleError) or plan.estimate is None:
             assert isinstance(plan, InfeasibleError)
             labels.append(name)
@@ -54,11 +54,11 @@ def draw(found: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: 
             memory.barh(row, width, left=left, color=f"C{index}", label=label)
             left += width
     memory.axvline(limit_bytes / 1e9, color="black", linestyle="--", linewidth=1)
-    times.set(xlabel="estimated step, s", yticks=range(len(found)), yticklabels=labels)
+    times.set(xlabel="estimated step, s", yticks=range(len(plans)), yticklabels=labels)
     times.margins(x=0.2)
-    memory.set(xlabel="peak memory per device, GB (dashed: all there is)", yticks=[])
+    memory.set(xlabel="peak memory per device, GB (dashed: device memory)", yticks=[])
     for axes in (times, memory):
-        axes.set_ylim(len(found) - 0.5, -0.5)
+        axes.set_ylim(len(plans) - 0.5, -0.5)
 
 
 def _step_s(plan: ShardingPlan) -> float:
@@ -80,13 +80,13 @@ def main() -> None:
     session = PlanningSession(
         source.module, cluster=arguments.cluster, batch=arguments.batch, seq=source.seq, tp_plan=source.tp_plan
     )
-    found = planned(session, arguments.mesh)
-    for name, plan in found.items():
+    plans = planned(session, arguments.mesh)
+    for name, plan in plans.items():
         print(f"{name:16s}", plan if isinstance(plan, InfeasibleError) else f"{_step_s(plan):.3f} s, mesh {plan.mesh}")
     figure, (times, memory) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     seq = "" if source.seq is None else f", seq {source.seq}"
     figure.suptitle(f"{arguments.preset} on {arguments.cluster}, batch {arguments.batch}{seq}")
-    draw(found, times, memory, session.cluster.device.memory_bytes)
+    draw(plans, times, memory, session.cluster.device.memory_bytes)
     figure.legend(loc="outside lower center", ncols=len(ROLES), fontsize="small")
     output = arguments.output or IMAGES / f"{arguments.preset}.png"
     figure.savefig(output, dpi=110)

@@ -1,23 +1,26 @@
-"""Is the peak memory that a plan predicts what its step holds? Planned against torch's MemTracker, one table.
+"""Predicted peak memory of plans against torch's MemTracker, by model, plan and checkpointing.
 
-    python benchmarks/memory.py                          # 12 models x {none, selective, full} x {DP, FSDP, KEPT, TP}
+    python benchmarks/memory.py                  # 12 models x {none, selective, full} x {DP, FSDP, NO-RESHARD, TP}
     python benchmarks/memory.py --model llama --ac full --plan FSDP --roles
     python benchmarks/memory.py --micro-batches 2 --reduce-dtype bf16 --dtype bf16
     python benchmarks/memory.py --fused-ops
 
-Every model is planned by that baseline's planner on 4 devices ("toy": no flash attention, no reserve), and one training
-step of the sharded module is run as rank 0 of 4 fake processes: small real tensors on the CPU, with wrong values, since
-nobody answers, but of the right sizes. (Under FakeTensorMode DTensor's strided shards fail, and on meta `fully_shard`
-never frees what it gathered.) The step that is measured is the second, as in steady training: the optimizer's state is
-there, and the gradients of the step before are gone (`zero_grad(set_to_none=True)`). It ends with the backward: a fused
-optimizer, as on GPUs, makes no tensors. The loop holds this rank's part of the batch, as a data loader gives it
-(`local_batch` gives views, which keep the whole batch), and of the outputs only the loss: a loop that also holds the
-logits needs their bytes on top of what is predicted. Attention is torch's MATH on both sides. What MemTracker counts is
-bytes of live tensors, at the op's end: no allocator, no workspace inside an op. Its own hooks on modules hold the
-gradients of a module's inputs until the last of them has come, in T5 across blocks, which no user's step does:
-`StepTracker` has them fire at the first.
+A baseline planner plans every model on 4 devices ("toy": no flash attention, no reserve). One training step of the
+sharded module runs as rank 0 of 4 fake processes, on small real tensors on the CPU: their values are wrong, since no
+other rank communicates, but their sizes are right. (Under FakeTensorMode DTensor's strided shards fail, and on meta
+`fully_shard` never frees all-gathered parameters.)
 
-Exit code 1 where any error is above the target.
+The second step is measured, as in steady training: the optimizer's state exists, and the gradients of the step before
+are freed (`zero_grad(set_to_none=True)`). It ends with the backward, since a fused optimizer, as on GPUs, allocates no
+tensors. The loop holds this rank's part of the batch, as a data loader yields it (`local_batch` returns views, which
+hold the whole batch), and of the outputs the loss only; a loop that also holds the logits needs their bytes in
+addition. Attention is torch's MATH in plan and step.
+
+MemTracker counts bytes of live tensors at the end of each op: no allocator, no workspace inside an op. Its hooks on
+modules hold the gradients of a module's inputs until the last of them exists (in T5, across blocks), which no user's
+step does; `StepTracker` lets them fire at the first.
+
+Exit code 1 where an error is above the target.
 """
 
 from __future__ import annotations
@@ -55,16 +58,16 @@ RANKS = 4
 PLANS = {
     "DP": ("data-parallel", "dp=4"),
     "FSDP": ("fully-sharded", "dp=4"),
-    "KEPT": ("fully-sharded", "dp=4"),
+    "NO-RESHARD": ("fully-sharded", "dp=4"),
     "TP": ("tensor-parallel", "tp=4"),
 }
-"""KEPT is FSDP whose blocks keep what they gather: from forward to backward, or of micro-batches for the step."""
+"""NO-RESHARD is FSDP without resharding after forward: until backward, or for the step with several micro-batches."""
 MODES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The peak of one combination, measured and predicted, in bytes and by role."""
+    """The peak of one combination, measured and predicted, in bytes by role."""
 
     measured: Mapping[str, int]
     predicted: Mapping[str, int]
@@ -76,19 +79,19 @@ class Outcome:
 
     @property
     def predicted_bytes(self) -> int:
-        """The predicted peak, without what is reserved for context, NCCL and the allocator."""
+        """The predicted peak, without the reserve for context, NCCL and the allocator."""
         return sum(self.predicted.values())
 
     @property
     def error(self) -> float:
-        """How far the prediction is above what was measured, as a fraction of that."""
+        """(predicted - measured) / measured."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 
 class StepTracker(MemTracker):
-    """MemTracker for modules that see copies of their parameters, in another dtype, which cannot be hooked.
+    """MemTracker for modules with casts of their parameters, which cannot be hooked, and without gradients of its own.
 
-    And one that holds no gradients itself: torch's waits with those of a module's inputs until all have come.
+    torch's MemTracker holds the gradients of a module's inputs until all of them exist.
     """
 
     def __enter__(self) -> Self:
@@ -132,10 +135,10 @@ def planned(
         fused_ops=fused_ops,
     )
     plan = session.plan(planner=planner, mesh=mesh)
-    if plan_name == "KEPT":
+    if plan_name == "NO-RESHARD":
         field = "keep_gathered" if micro_batches == 1 else "keep_gathered_for_step"
-        kept = dataclasses.replace(plan, **{field: tuple(plan.fully_shard)})
-        plan = estimate_plan(module, kept, example_inputs=inputs_of(case))
+        unsharded = dataclasses.replace(plan, **{field: tuple(plan.fully_shard)})
+        plan = estimate_plan(module, unsharded, example_inputs=inputs_of(case))
     return module, plan
 
 
@@ -154,12 +157,12 @@ def measure(module: nn.Module, plan: ShardingPlan, inputs: Mapping[str, Any], tr
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
-        held = (leaf for batch in batches for leaf in batch.values() if isinstance(leaf, torch.Tensor))
-        tracker.track_external(model, optimizer, *held)
+        inputs_held = (leaf for batch in batches for leaf in batch.values() if isinstance(leaf, torch.Tensor))
+        tracker.track_external(model, optimizer, *inputs_held)
         with tracker:
             for batch in batches:
                 _pass(model, batch)
-                tracker.reset_mod_stats()  # it refuses a module's second forward; peaks stay
+                tracker.reset_mod_stats()  # it rejects a module's second forward; peaks remain
     (snapshot,) = tracker.get_tracker_snapshot("peak").values()
     return {str(getattr(role, "value", role)): n for role, n in snapshot.items() if role != "Total"}
 
@@ -181,7 +184,7 @@ def _apart(leaf: Any) -> Any:
 
 
 def _pass(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    # Nothing but the loss is held, as in most training loops: a loop that holds the logits needs their bytes as well.
+    # As in most training loops, only the loss is held, not the logits.
     loss = model(**batch).loss
     loss.backward(torch.ones_like(loss))
 
@@ -212,10 +215,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plan", action="append", choices=tuple(PLANS), help="likewise")
     parser.add_argument("--ac", action="append", choices=MODES, help="likewise")
     parser.add_argument(
-        "--dtype", default="fp32", choices=("fp32", "bf16"), help="of computing; parameters rest in fp32"
+        "--dtype", default="fp32", choices=("fp32", "bf16"), help="of compute; parameters are stored in fp32"
     )
     parser.add_argument("--micro-batches", type=int, default=1, choices=(1, 2), help="of a step")
-    parser.add_argument("--reduce-dtype", default="fp32", choices=("fp32", "bf16"), help="of gradients' sums")
+    parser.add_argument(
+        "--reduce-dtype", default="fp32", choices=("fp32", "bf16"), help="that gradients are reduced in"
+    )
     parser.add_argument("--fused-ops", action="store_true", help="with fused ops, as they run on a CPU: step by step")
     parser.add_argument("--roles", action="store_true", help="show the peaks by role as well")
     return parser.parse_args(argv)
@@ -235,9 +240,9 @@ def main() -> int:
     for model in arguments.model or CASES:
         for plan in arguments.plan or PLANS:
             for ac in arguments.ac or MODES:
-                title = f"{model:11} {plan:5} {ac:10}"
+                title = f"{model:11} {plan:10} {ac:10}"
                 try:
-                    found = outcome(
+                    result = outcome(
                         CASES[model],
                         plan,
                         ac,
@@ -250,15 +255,17 @@ def main() -> int:
                     failed += 1
                     console.print(f"{title} did not run: {str(error).splitlines()[0]}")
                     continue
-                errors.append(found.error)
-                mark = "" if abs(found.error) <= TARGET else "  above the target"
+                errors.append(result.error)
+                mark = "" if abs(result.error) <= TARGET else "  above the target"
                 sizes = (
-                    f"measured {found.measured_bytes / 1e6:8.3f} MB  predicted {found.predicted_bytes / 1e6:8.3f} MB"
+                    f"measured {result.measured_bytes / 1e6:8.3f} MB  predicted {result.predicted_bytes / 1e6:8.3f} MB"
                 )
-                console.print(f"{title} {sizes}  {found.error:+7.2%}{mark}")
+                console.print(f"{title} {sizes}  {result.error:+7.2%}{mark}")
                 if arguments.roles:
                     console.print(
-                        f"    measured: {_roles(found.measured)}", f"    predicted: {_roles(found.predicted)}", sep="\n"
+                        f"    measured: {_roles(result.measured)}",
+                        f"    predicted: {_roles(result.predicted)}",
+                        sep="\n",
                     )
     within = sum(abs(error) <= TARGET for error in errors)
     mean = sum(map(abs, errors)) / max(len(errors), 1)

@@ -1,4 +1,4 @@
-"""The small models that ``memory`` measures: what makes each, what a call takes, and experts' tensor-parallel plans."""
+"""The small models that ``memory`` measures: constructors, inputs of a call, and tensor-parallel plans."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WIDTHS: dict[str, Any] = {
 }
 _TEXT: dict[str, Any] = {**_WIDTHS, "vocab_size": 512, "max_position_embeddings": 128}
 _GROUPED: dict[str, Any] = {**_TEXT, "num_key_value_heads": 4, "head_dim": 16}
-_STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_IMAGES: dict[str, Any] = {**_WIDTHS, **_STILL, "image_size": 64, "patch_size": 8, "num_labels": 16}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_IMAGES: dict[str, Any] = {**_WIDTHS, **_NO_DROPOUT, "image_size": 64, "patch_size": 8, "num_labels": 16}
 
 _IMAGE_STYLES = ("attention.q_proj attention.k_proj attention.v_proj mlp.fc1", "attention.o_proj mlp.fc2")
 
 
 def _styles(block: str, colwise: str, rowwise: str) -> dict[str, str]:
-    """Return the tensor-parallel plan of equal blocks; names of modules in them, by spaces."""
+    """Return the tensor-parallel plan of equal blocks, from the names of their modules separated by spaces."""
     return {
         f"{block}.{name}": style
         for style, names in (("colwise", colwise), ("rowwise", rowwise))
@@ -37,12 +37,12 @@ def _styles(block: str, colwise: str, rowwise: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model, what one call takes, and the expert's tensor-parallel plan where its config carries none.
+    """A model, the kind of its inputs, and a tensor-parallel plan where its config has none.
 
     Attributes:
-        make: makes the module.
-        takes: "causal", "masked", "images" or "pair" (encoder and decoder).
-        tp_plan: FQN pattern of modules -> style; None takes the model's own.
+        make: returns the module.
+        takes: inputs of a call: "causal", "masked", "images" or "pair" (encoder and decoder).
+        tp_plan: FQN pattern of modules -> style; None for the model's own.
     """
 
     make: Callable[[], nn.Module]
@@ -86,7 +86,7 @@ CASES = {
         ),
     ),
     "bert": Case(
-        make=_hf("BertForMaskedLM", "BertConfig", **_TEXT, **_STILL),
+        make=_hf("BertForMaskedLM", "BertConfig", **_TEXT, **_NO_DROPOUT),
         takes="masked",
         tp_plan=_styles(
             "bert.encoder.layer.*",
@@ -152,7 +152,7 @@ def inputs_of(case: Case) -> dict[str, Any]:
     if case.takes == "images":
         return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": torch.randint(0, 16, (BATCH,))}
     ids = torch.randint(0, 512, (BATCH, SEQ))
-    found: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if case.takes == "pair":
-        found["decoder_input_ids"] = ids.clone()
-    return found if case.takes == "masked" else {**found, "use_cache": False}
+        inputs["decoder_input_ids"] = ids.clone()
+    return inputs if case.takes == "masked" else {**inputs, "use_cache": False}

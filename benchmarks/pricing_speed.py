@@ -1,9 +1,9 @@
-"""Milliseconds to price one configuration of a folded model, time and memory together.
+"""Milliseconds to price one parallel configuration of a transformer, time and memory together.
 
     cd benchmarks && python pricing_speed.py
 
-Asked for: 2 ms or less (issue 3, check 11; Calculon takes 16.5 ms). Every configuration differs from the one before, so
-that no cache of ours answers for it; the best of several rounds is printed, as another process may share the core.
+The target is 2 ms; Calculon takes 16.5 ms. Every configuration differs from the one before, so that no cache has its
+price. The best of several rounds is printed, since other processes may share the core.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cost_model.hardware.cluster import ClusterSpec
 
 TARGET_MS = 2.0
 CALCULON_MS = 16.5
+"""Milliseconds per configuration of Calculon."""
 ROUNDS, CONFIGURATIONS = 5, 200
 LLAMA_70B = TransformerSpec(
     layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672, vocab=128256
@@ -26,7 +27,7 @@ LLAMA_70B = TransformerSpec(
 
 
 def configurations(first_seq: int) -> list[ParallelSpec]:
-    """Return as many configurations of 64 devices, all of another sequence length."""
+    """Return `CONFIGURATIONS` configurations of 64 devices, each with its own sequence length."""
     degrees = [(1, 64, 1), (8, 8, 1), (4, 4, 4), (8, 1, 8), (2, 16, 2)]
     return [
         ParallelSpec(
@@ -39,7 +40,7 @@ def configurations(first_seq: int) -> list[ParallelSpec]:
 
 
 def main() -> int:
-    """Measure, print, and fail where the target is missed."""
+    """Measure and print; return 1 where the target is missed."""
     cluster = ClusterSpec.parse("8x8xh100-sxm-80gb")
     best_ms = float("inf")
     for number in range(ROUNDS):
@@ -50,7 +51,7 @@ def main() -> int:
             step_memory(LLAMA_70B, parallel, cluster)
         best_ms = min(best_ms, (time.perf_counter() - start) / len(parallels) * 1e3)
     print(
-        f"{best_ms:.3f} ms for one configuration; asked {TARGET_MS} ms; {CALCULON_MS / best_ms:.0f} x Calculon's speed"
+        f"{best_ms:.3f} ms for a configuration; target {TARGET_MS} ms; {CALCULON_MS / best_ms:.0f} x Calculon's speed"
     )
     return 0 if best_ms <= TARGET_MS else 1
 

@@ -1,10 +1,10 @@
-"""How the service holds up: cached plans a second, and a storm of jobs while solves run. Prints JSON; fails on a miss.
+"""Throughput and latency of the service: cached plans, and 200 jobs submitted at once. Prints JSON.
 
-``python benchmarks/service.py [--seconds 10] [--jobs 200] [--database-url postgresql://...]``
+    python benchmarks/service.py [--seconds 10] [--jobs 200] [--database-url postgresql://...]
 
-It starts a ``shardplan serve`` of its own (with a database URL also ``shardplan worker``s) and clients in a process
-beside it, so on a machine of two cores the clients take one of them. A request asks for a plan that was made before; a
-storm is 20 clients that submit 200 jobs at once, and wait for all of them, while ``/healthz`` is asked every 20 ms.
+The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``) and is itself the clients, so
+that on two cores they use one of them. First, clients request a cached plan again and again. Then 20 clients submit 200
+jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import httpx2
 CLIENTS = 20
 CONNECTIONS = 8
 HEALTH_EVERY_S = 0.02
-WANTED = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0}
+TARGETS = {"requests_per_s": 500.0, "p99_ms": 50.0, "healthz_p99_ms": 100.0}
 TINY = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -44,7 +44,7 @@ TINY = {
 
 
 def request_of(number: int, batch: int = 8) -> dict[str, Any]:
-    """Return the request for a small plan of its own; a batch of 6 does not divide over its 4 devices."""
+    """Return the request for a small plan, different for each number; a batch of 6 is infeasible on its 4 devices."""
     settings = {
         "cluster": "1x4xtoy",
         "batch": batch,
@@ -60,19 +60,19 @@ def request_of(number: int, batch: int = 8) -> dict[str, Any]:
 
 @dataclass
 class Seconds:
-    """Times of many requests."""
+    """Seconds of many requests."""
 
     values: list[float] = field(default_factory=list)
 
-    def share(self, share: float) -> float:
-        """Return the milliseconds that this share of them stays under."""
+    def quantile_ms(self, share: float) -> float:
+        """Return the quantile in milliseconds."""
         ordered = sorted(self.values)
         return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @contextmanager
 def running_server(folder: Path, database_url: str | None, workers: int) -> Iterator[str]:
-    """Give the URL of a server, with its workers, on a free port."""
+    """Yield the URL of a server, with its workers, on a free port."""
     environment = {**os.environ, "SHARDPLAN_MAX_UNFINISHED_PER_TOKEN": "100"}
     if database_url is not None:
         environment["SHARDPLAN_DATABASE_URL"] = database_url
@@ -98,7 +98,7 @@ def running_server(folder: Path, database_url: str | None, workers: int) -> Iter
 
 
 def until_ended(url: str, job: str) -> dict[str, Any]:
-    """Return a job once it has ended."""
+    """Return the document of a job when it has ended."""
     while True:
         answer: dict[str, Any] = httpx2.get(f"{url}/v1/plans/{job}").raise_for_status().json()
         if answer["status"] not in {"queued", "running"}:
@@ -106,8 +106,8 @@ def until_ended(url: str, job: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
-async def ask_raw(url: str, seconds: float, body: bytes, times: Seconds) -> None:
-    """Post ``body`` again and again on one connection; plain sockets, so that the client costs next to nothing."""
+async def post_repeatedly(url: str, seconds: float, body: bytes, times: Seconds) -> None:
+    """Post ``body`` repeatedly on one connection, with plain sockets so that the client costs little."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     head = f"POST /v1/plans HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
@@ -125,26 +125,26 @@ async def ask_raw(url: str, seconds: float, body: bytes, times: Seconds) -> None
 
 
 def cached(url: str, seconds: float) -> dict[str, float]:
-    """Return how fast plans come that were made before."""
+    """Return requests per second and latencies of a cached plan."""
     body = json.dumps(request_of(0)).encode()
     job = httpx2.post(f"{url}/v1/plans", json=request_of(0)).json()["id"]
     assert until_ended(url, job)["status"] == "succeeded"
     times = Seconds()
 
-    async def ask_all() -> None:
-        await asyncio.gather(*(ask_raw(url, seconds, body, times) for _ in range(CONNECTIONS)))
+    async def run_clients() -> None:
+        await asyncio.gather(*(post_repeatedly(url, seconds, body, times) for _ in range(CONNECTIONS)))
 
-    asyncio.run(ask_all())
+    asyncio.run(run_clients())
     return {
         "requests_per_s": len(times.values) / seconds,
-        "p50_ms": times.share(0.5),
-        "p99_ms": times.share(0.99),
-        "worst_ms": times.share(1.0),
+        "p50_ms": times.quantile_ms(0.5),
+        "p99_ms": times.quantile_ms(0.99),
+        "worst_ms": times.quantile_ms(1.0),
     }
 
 
 async def submit(client: httpx2.AsyncClient, requests: list[dict[str, Any]], counts: dict[str, int]) -> list[str]:
-    """Return the jobs that one client made of its requests, each sent again where it was told to come back."""
+    """Return the job ids of one client's requests; a request is sent again after a 429."""
     jobs = []
     for request in requests:
         while True:
@@ -158,7 +158,7 @@ async def submit(client: httpx2.AsyncClient, requests: list[dict[str, Any]], cou
 
 
 async def watch_health(client: httpx2.AsyncClient, done: asyncio.Event, times: Seconds) -> None:
-    """Ask whether the server lives, until it is done."""
+    """Request /healthz until ``done`` is set."""
     while not done.is_set():
         started = time.perf_counter()
         (await client.get("/healthz")).raise_for_status()
@@ -167,7 +167,7 @@ async def watch_health(client: httpx2.AsyncClient, done: asyncio.Event, times: S
 
 
 async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
-    """Return what became of so many jobs, submitted at once by many clients; so many of them are solved."""
+    """Return the outcome of ``jobs`` jobs submitted at once by many clients, of which ``solves`` are feasible."""
     counts: dict[str, int] = {}
     health, done = Seconds(), asyncio.Event()
     requests = [request_of(number, batch=8 if number <= solves else 6) for number in range(1, jobs + 1)]
@@ -175,13 +175,13 @@ async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
     async with httpx2.AsyncClient(base_url=url, timeout=60.0) as client:
         watching = asyncio.create_task(watch_health(client, done, health))
         shares = [requests[number::CLIENTS] for number in range(CLIENTS)]
-        made = [
+        job_ids = [
             job for part in await asyncio.gather(*(submit(client, share, counts) for share in shares)) for job in part
         ]
         submitted_s = time.perf_counter() - started
         ended: dict[str, int] = {}
         runs: dict[int, int] = {}
-        for job in made:
+        for job in job_ids:
             while (answer := (await client.get(f"/v1/plans/{job}")).json())["status"] in {"queued", "running"}:
                 await asyncio.sleep(0.5)
             ended[answer["status"]] = ended.get(answer["status"], 0) + 1
@@ -190,28 +190,30 @@ async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
         done.set()
         await watching
     return {
-        "jobs": len(set(made)),
+        "jobs": len(set(job_ids)),
         "answers": counts,
         "ended": ended,
         "runs_per_job": runs,
         "submitted_s": submitted_s,
         "ended_s": time.perf_counter() - started,
-        "healthz_p99_ms": health.share(0.99),
-        "healthz_worst_ms": health.share(1.0),
+        "healthz_p99_ms": health.quantile_ms(0.99),
+        "healthz_worst_ms": health.quantile_ms(1.0),
     }
 
 
 def main() -> int:
-    """Measure, print, and return 0 where all that is wanted is met."""
+    """Measure and print; return 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--jobs", type=int, default=200)
-    parser.add_argument("--solves", type=int, help="jobs that are solved; the others are refused by a worker (all)")
+    parser.add_argument(
+        "--solves", type=int, help="feasible jobs; the others end infeasible (default: all are feasible)"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--database-url")
     options = parser.parse_args()
     solves = options.jobs if options.solves is None else options.solves
-    wanted = {"succeeded": solves, "failed": options.jobs - solves}
+    expected = {"succeeded": solves, "failed": options.jobs - solves}
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(Path(folder), options.database_url, options.workers) as url,
@@ -219,14 +221,14 @@ def main() -> int:
         fast = cached(url, options.seconds)
         stormy = asyncio.run(storm(url, options.jobs, solves))
     met = {
-        "requests_per_s": fast["requests_per_s"] >= WANTED["requests_per_s"],
-        "p99_ms": fast["p99_ms"] < WANTED["p99_ms"],
-        "healthz_p99_ms": stormy["healthz_p99_ms"] < WANTED["healthz_p99_ms"],
+        "requests_per_s": fast["requests_per_s"] >= TARGETS["requests_per_s"],
+        "p99_ms": fast["p99_ms"] < TARGETS["p99_ms"],
+        "healthz_p99_ms": stormy["healthz_p99_ms"] < TARGETS["healthz_p99_ms"],
         "only_429": set(stormy["answers"]) <= {"200", "202", "429"},
-        "every_job_ends": stormy["ended"] == {status: jobs for status, jobs in wanted.items() if jobs},
+        "every_job_ends": stormy["ended"] == {status: jobs for status, jobs in expected.items() if jobs},
         "none_twice": set(stormy["runs_per_job"]) == {1},
     }
-    print(json.dumps({"cached": fast, "storm": stormy, "met": met, "wanted": WANTED}, indent=2))
+    print(json.dumps({"cached": fast, "storm": stormy, "met": met, "targets": TARGETS}, indent=2))
     return 0 if all(met.values()) else 1
 
 

@@ -8,8 +8,8 @@ from memory import CASES, TARGET, outcome
 COMBINATIONS = [
     ("llama", "DP", "none", "fp32"),
     ("llama", "FSDP", "selective", "fp32"),
-    ("llama", "KEPT", "none", "bf16"),
-    ("t5", "KEPT", "full", "fp32"),
+    ("llama", "NO-RESHARD", "none", "bf16"),
+    ("t5", "NO-RESHARD", "full", "fp32"),
     ("llama", "DP", "full", "bf16"),
     ("opt", "TP", "selective", "fp32"),
     ("t5", "TP", "full", "fp32"),
