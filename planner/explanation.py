@@ -1,4 +1,4 @@
-"""Why a parameter lies as it does: every other layout of it, forced, with all else planned anew around it."""
+"""Explanation of a parameter's layout: the price of each other layout, with all other layouts planned again."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Aspect = Literal["stored", "computed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The best plan of the same run in which the parameter lies in one certain layout.
+    """The best plan of the same run in which the parameter has a given layout.
 
     Attributes:
-        aspect: whether the layout is that at rest or that in computing.
+        aspect: whether it is the stored or the compute layout.
         layout: placements as text, one per mesh axis.
-        chosen: whether the explained plan has it.
-        estimate: of that plan; None where no plan has the layout.
+        chosen: whether the explained plan has the layout.
+        estimate: of the best plan with it; None where no plan has it.
         fits: whether its peak is within the memory.
     """
 
@@ -51,15 +51,15 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a plan says of a parameter, and what else it could say.
+    """A plan's layouts of a parameter, and the price of each alternative.
 
     Attributes:
-        parameter: FQN of the parameter that was asked for.
-        names: of all that share its layouts: equal parameters of equal blocks, and tied ones.
-        plan: the plan's own estimate, priced anew.
-        memory_bytes: the cap per device.
-        tolerance_s: how much slower than the best the solver may leave a plan.
-        alternatives: those at rest, then those in computing; of each those that fit first, the fastest first.
+        parameter: FQN.
+        names: FQNs of the parameters that share its layouts: those of equal blocks, and tied ones.
+        plan: a fresh estimate of the plan.
+        memory_bytes: cap on the peak per device.
+        tolerance_s: seconds by which the solver may miss the optimum.
+        alternatives: the stored layouts, then the compute layouts; within each those that fit first, fastest first.
     """
 
     parameter: str
@@ -81,7 +81,7 @@ def explain(
 ) -> Explanation:
     """Return what every layout of ``parameter`` would cost, on the plan's mesh, micro-batches and checkpointing.
 
-    All other layouts are chosen anew around each, by the integer program, so that an alternative is priced at its best.
+    The integer program chooses all other layouts again for each, so that every alternative is priced at its best.
 
     Args:
         parameter: FQN of a parameter.
@@ -125,7 +125,7 @@ def explain(
 
 
 class _Subject:
-    """The parameter class that is asked for."""
+    """The class of the explained parameter."""
 
     def __init__(self, structure: Structure, parameter: str) -> None:
         names = structure.regions.graph.parameters
@@ -151,7 +151,7 @@ class _Subject:
         return decision.strategies[index].forward[slot]
 
     def restrict(self, aspect: Aspect, layout: Layout) -> Restriction:
-        """Return the restriction to plans in which the parameter lies so."""
+        """Return the restriction to plans in which the parameter has this layout."""
 
         def accepts(region: Region, strategy: Strategy) -> bool:
             return aspect != "computed" or all(
@@ -191,7 +191,7 @@ def _alternatives(
 
 
 def _computed(opened: PricingContext, subject: _Subject) -> list[Layout]:
-    """Return the layouts that the first use of the parameter can be computed in."""
+    """Return the compute layouts of the parameter's first use."""
     formulator, _ = opened.search.formulator(opened.read.run)
     index, slot = next(iter(subject.parameter.uses))
     layouts = (strategy.forward[slot] for strategy in formulator.strategies(index))
@@ -199,8 +199,8 @@ def _computed(opened: PricingContext, subject: _Subject) -> list[Layout]:
 
 
 def difference(alternative: Estimate, plan: Estimate) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Return by what seconds an alternative differs from the plan: what adds up to the step's difference, then
-    communication by kind and axis, hidden or not; each largest first."""
+    """Return by what seconds an alternative differs from the plan: parts that add up to the step's difference, then
+    communication by kind and axis, overlapped or exposed; each largest first."""
     parts = {
         "computing": alternative.compute_s - plan.compute_s,
         "exposed communication": alternative.exposed_communication_s - plan.exposed_communication_s,

@@ -1,4 +1,5 @@
-"""What else could be had: the best plans of other meshes, for less memory, and on fewer devices."""
+"""Comparisons of plans: alternatives on other meshes, the Pareto front of time and memory, sweeps over device counts,
+and batches for inference."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from planner.session import PlanningSession
 Objective = Literal["step-time", "cost", "fewest-devices"]
 
 _SHARE = 0.8
-"""Of a plan's memory, how much the next plan of a front may take."""
+"""Fraction of a plan's memory that the next plan of the Pareto front may use."""
 
 
 def step_time_s(plan: ShardingPlan) -> float:
@@ -56,14 +57,14 @@ def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tu
 
 
 def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: float = _SHARE) -> list[ShardingPlan]:
-    """Return plans of which none is both slower and larger than another, the fastest and largest first.
+    """Return the Pareto front of step time and peak memory, the fastest and largest plan first.
 
-    The first is the best plan, the last one that needs the least memory of all; between them each is the best within
-    ``share`` of the memory of the one before.
+    The first is the fastest plan, the last needs the least memory of all. Each plan between them is the fastest within
+    ``share`` of the memory of the plan before.
 
     Args:
         session: of the job.
-        mesh: None: the best of all meshes with up to ``axes`` axes, for each plan anew.
+        mesh: None: the best of all meshes with up to ``axes`` axes, separately for each plan.
         share: of a plan's memory that the next may take, between 0 and 1.
 
     Raises:
@@ -81,7 +82,7 @@ def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: fl
 
 
 def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, share: float) -> Iterator[ShardingPlan]:
-    """Yield the plans within less and less memory, as far as there is time for each."""
+    """Yield the plans within smaller and smaller caps, as far as the time limit allows."""
     least_bytes = session.least_memory_bytes(mesh=mesh)
     if least_bytes is None or least_bytes >= peak_bytes(plan):
         return
@@ -94,7 +95,7 @@ def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, sha
 
 
 def _in_time(session: PlanningSession, mesh: str | None, memory_bytes: int | None = None) -> ShardingPlan | None:
-    """Return the best plan; None where none fits, or none was found in the time that there is."""
+    """Return the fastest plan; None where none fits, or none was found within the time limit."""
     try:
         return session.plan_if_any(mesh=mesh, memory_bytes=memory_bytes)
     except SolverError:

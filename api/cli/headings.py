@@ -19,7 +19,7 @@ class CommandWithHeadings(TyperCommand):
                 is_argument = parameter.param_type_name == "argument"
                 heading = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
                 sections.setdefault(heading, []).append(record)
-        # Where answers go is the least that a reader looks for.
+        # Output options come last.
         for heading in sorted(sections, key="Output".__eq__):
             if sections[heading]:
                 with formatter.section(heading):

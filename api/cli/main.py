@@ -1,4 +1,4 @@
-"""The command line. It imports nothing heavy before a command needs it, so that ``shardplan --help`` answers at once.
+"""The command line. Heavy imports wait until a command needs them, so that ``shardplan --help`` is fast.
 
 Exit codes: 0 done; 1 verify found a difference (or we failed); 2 bad input; 3 no plan fits.
 """
@@ -180,7 +180,7 @@ def explain_command(
     parameter: Annotated[str, typer.Argument(metavar="FQN", help="A parameter, such as lm_head.weight.")],
     as_json: Json = False,
 ) -> None:
-    """Say what every other layout of a parameter would cost, with all else planned anew around it."""
+    """Show what every other layout of a parameter would cost, with all other layouts planned again."""
     with reported(as_json):
         from api.requests.plan_request import explanation
 

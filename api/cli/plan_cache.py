@@ -1,4 +1,4 @@
-"""Plans that were made before, as files in the user's cache folder."""
+"""A cache of plans: files in the user's cache folder, by the fingerprint of the request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner.plan.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCache:
-    """Plans by the fingerprint of the request that they answer, one file each in ``folder``."""
+    """Plans by the fingerprint of their request, one file each in ``folder``."""
 
     folder: Path
 
@@ -23,7 +23,7 @@ class PlanCache:
         return cls(folder=Path(platformdirs.user_cache_dir("shardplan")) / "plans")
 
     def get(self, fingerprint: str) -> ShardingPlan | None:
-        """Return the plan that answers the request, or None; a file that cannot be read counts as none."""
+        """Return the cached plan of a request; None where there is none, or its file cannot be read."""
         file = self.folder / f"{fingerprint}.json"
         if not file.exists():
             return None
@@ -33,7 +33,7 @@ class PlanCache:
             return None
 
     def put(self, fingerprint: str, plan: ShardingPlan) -> None:
-        """Keep ``plan`` as the answer to the request.
+        """Cache ``plan`` for the request.
 
         Raises:
             OSError: the folder cannot be written.

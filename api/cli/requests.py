@@ -1,4 +1,4 @@
-"""From a command's options to a request, and to the plan or price that it asks for."""
+"""Requests from a command's options, and the plans and prices that answer them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def request_of(**options: Any) -> PlanRequest:
-    """Return the request that a command's options make.
+    """Return the request that a command's options describe.
 
     Raises:
-        JobError: one of them is not what it has to be.
+        JobError: an option has a value that it cannot have.
     """
     from pydantic import ValidationError
 
@@ -44,10 +44,12 @@ def request_of(**options: Any) -> PlanRequest:
 
 
 def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None, jobs: int = 1) -> ShardingPlan:
-    """Return the plan, from the cache where ``use_cache`` and it is there; after ``time_limit_s`` the best so far.
+    """Return the plan of a request, from the user's cache where it was planned before.
 
     Args:
-        jobs: candidates that are looked at at once.
+        use_cache: False plans again.
+        time_limit_s: for the search; then the incumbent is returned. A plan that the limit cut short is not cached.
+        jobs: tasks of the search that run at once.
     """
     from api.cli.plan_cache import PlanCache
     from api.requests.plan_request import check_request, fingerprint, plan_request
@@ -66,7 +68,7 @@ def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None
         try:
             cache.put(key, found)
         except OSError as error:
-            typer.echo(f"(the plan is not kept for next time: {error})", err=True)
+            typer.echo(f"(the plan was not cached: {error})", err=True)
     return found
 
 

@@ -51,7 +51,7 @@ def worker_command(
     workers: Annotated[int | None, typer.Option(help="Plans made at once.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Where Prometheus reads this worker's metrics.")] = None,
 ) -> None:
-    """Plan the jobs of a PostgreSQL database until stopped; start as many as wanted, on as many machines."""
+    """Plan the jobs of a PostgreSQL database until stopped; any number may run, on any number of machines."""
     with reported(as_json=False):
         from api.jobs.remote_worker import work
 
@@ -65,7 +65,7 @@ def create_command(
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Make a token and print it, this once; from the first one on, every request needs one."""
+    """Create a token and print it once. As soon as a token exists, every request needs one."""
     with reported(as_json=False):
         typer.echo(_store(data_dir, database_url).create(name, scope))
 
@@ -76,7 +76,7 @@ def revoke_command(
     data_dir: DataDir = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Revoke a token: nothing is answered to it any more."""
+    """Revoke a token: requests with it are refused from now on."""
     with reported(as_json=False):
         revoked = _store(data_dir, database_url).revoke(token)
         typer.echo(f"revoked {revoked.id} ({revoked.name})")

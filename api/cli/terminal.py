@@ -1,4 +1,4 @@
-"""What commands share at the terminal: where they print, what they say meanwhile, and how errors end."""
+"""Terminal output that commands share: plans, progress, files, and errors with their exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def terminal() -> Any:
 
 @contextmanager
 def watched() -> Iterator[Progress]:
-    """Give a function that shows each event on standard error, if that is a terminal."""
+    """Yield a function that shows each event on standard error, if that is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -50,7 +50,7 @@ def watched() -> Iterator[Progress]:
 
 
 def check_writable(output: Path) -> None:
-    """Refuse an output file that cannot be written, before any work is done for it."""
+    """Raise a `JobError` where the output file cannot be written, before any work is done."""
     from planner.errors import JobError
 
     if output.is_dir() or not output.parent.is_dir():
@@ -59,7 +59,7 @@ def check_writable(output: Path) -> None:
 
 
 def check_folder(output: Path) -> None:
-    """Make a folder for plans, before any work is done for it, or say why that cannot be."""
+    """Create a folder for plans, before any work is done; raise a `JobError` where that fails."""
     from planner.errors import JobError
 
     try:
@@ -70,7 +70,7 @@ def check_folder(output: Path) -> None:
 
 
 def save_plan(plan: ShardingPlan, output: Path) -> None:
-    """Write a plan to a file, or say why that cannot be."""
+    """Write a plan to a file; raise a `JobError` where that fails."""
     from planner.errors import JobError
 
     try:

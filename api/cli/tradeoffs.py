@@ -1,4 +1,4 @@
-"""The commands that show what else could be had: ``alternatives``, ``pareto``, ``sweep``, ``batches``."""
+"""Commands that compare plans: ``alternatives``, ``pareto``, ``sweep`` and ``batches``."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def batches_command(
 
 
 def _opened(progress: Progress, output: Path | None, **options: Any) -> OpenedRequest:
-    """Return the request with its model, once the folder for the plans is there."""
+    """Return the request with its model; the folder for the plans is created first."""
     if output is not None:
         check_folder(output)
     request = request_of(**options)

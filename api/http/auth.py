@@ -1,4 +1,4 @@
-"""Who asks, what they may, and how often: decided before anything else is done for a request."""
+"""Authentication, authorization and rate limits, checked before anything else is done for a request."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from api.jobs.metrics import Metrics
 from api.jobs.tokens import SCOPES, Scope, TokenStore
 
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
-_LOOK_S = 1.0
+_TOKENS_CHECKED_EVERY_S = 1.0
 _MOST_BUCKETS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: ``owner`` is a token's id, or "" where the server has no tokens and serves its own machine only."""
+    """The caller of a request.
+
+    Attributes:
+        owner: id of its token; "" where the server has no tokens and serves its own machine only.
+        scope: what the token allows.
+    """
 
     owner: str
     scope: Scope
@@ -39,7 +44,7 @@ NOBODY = Caller(owner="", scope="admin")
 
 
 class RateLimit:
-    """A bucket of ``burst`` requests for each token, filled again at ``per_s``; in memory, of this process alone."""
+    """Token-bucket rate limit per API token: ``burst`` requests, refilled at ``per_s``. Each process has its own."""
 
     def __init__(self, *, per_s: float, burst: int) -> None:
         self._per_s = per_s
@@ -48,19 +53,19 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def wait_s(self, owner: str, now: float) -> float:
-        """Return 0 and take one from the owner's bucket, or the seconds until there is one to take."""
+        """Return 0 and count the request, or return the seconds until the owner may send one."""
         with self._lock:
             level, since = self._buckets.get(owner, (float(self._burst), now))
             level = min(float(self._burst), level + (now - since) * self._per_s)
             allowed = level >= 1.0
             if len(self._buckets) >= _MOST_BUCKETS:
-                self._buckets.clear()  # as good as full buckets; only as many tokens as this would ever see it
+                self._buckets.clear()  # every bucket is full again: a harmless reset that bounds the memory
             self._buckets[owner] = (level - 1.0 if allowed else level, now)
             return 0.0 if allowed else (1.0 - level) / self._per_s
 
 
 class Guard:
-    """Decides who a request is from."""
+    """Finds the caller of a request, and refuses requests that are not allowed."""
 
     def __init__(self, tokens: TokenStore, rate: RateLimit, metrics: Metrics) -> None:
         self._tokens = tokens
@@ -69,10 +74,10 @@ class Guard:
         self._open_until = 0.0
 
     async def caller(self, request: Request, scope: Scope) -> Caller:
-        """Return who asks.
+        """Return the caller of a request.
 
         Raises:
-            HTTPException: 401 without a valid token, 403 where it may not do this, 429 where it asks too often.
+            HTTPException: 401 without a valid token, 403 without the scope, 429 above the rate limit.
         """
         if await self._is_open():
             self._check_host(request)
@@ -94,17 +99,17 @@ class Guard:
         return caller
 
     async def _is_open(self) -> bool:
-        """Return whether there is no token; looked up once a second, and never again once there is one."""
+        """Return whether no token exists; the database is asked once a second until there is one."""
         if time.monotonic() < self._open_until:
             return True
         if self._open_until < 0 or await run_in_threadpool(self._tokens.any):
             self._open_until = -1.0
             return False
-        self._open_until = time.monotonic() + _LOOK_S
+        self._open_until = time.monotonic() + _TOKENS_CHECKED_EVERY_S
         return True
 
     def _check_host(self, request: Request) -> None:
-        # A page in a browser on this machine could reach the server under a name of its own making.
+        # Against DNS rebinding: a web page could reach a server on this machine under a host name of its own.
         host = request.headers.get("host", "").lower()
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if name not in _LOOPBACK:

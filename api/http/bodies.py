@@ -1,4 +1,4 @@
-"""Bodies of requests: read as JSON into their models, and described in the OpenAPI document."""
+"""Request bodies: parsed from JSON into their models, and described in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _REFERENCE = "#/components/schemas/{model}"
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body of a request that says it is JSON.
+    """Return the body of a request whose content type is JSON.
 
     Raises:
-        HTTPException: 415 where it does not say so: a page in a browser cannot say it of another site's form.
+        HTTPException: 415 for another type. An HTML form of another site cannot send JSON, so this prevents CSRF.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -28,10 +28,10 @@ async def read_body(request: Request) -> bytes:
 
 
 def parse(model: type[_Body], body: bytes) -> _Body:
-    """Return ``body`` as a ``model``; what nests too deep is refused as it is read.
+    """Return ``body`` as a ``model``.
 
     Raises:
-        MalformedBodyError: it is none.
+        MalformedBodyError: it is no such document, or nests too deep.
     """
     try:
         return model.model_validate_json(body)
@@ -50,7 +50,7 @@ async def body_of(model: type[_Body], request: Request) -> _Body:
 
 
 def describes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route says of its body in the OpenAPI document."""
+    """Return the OpenAPI description of a route's body."""
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

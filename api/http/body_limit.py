@@ -1,4 +1,4 @@
-"""A limit on the size of requests, whether or not they say how long they are."""
+"""A limit on the size of request bodies, with or without a Content-Length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_DIGITS = 18
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 to a body of more than ``max_bytes``, without holding more than that of it."""
+    """ASGI middleware that answers 413 to a body of more than ``max_bytes``; no more than that is held in memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""``Idempotency-Key``: a request that is sent again, because its answer got lost, is the request that it was."""
+"""``Idempotency-Key``: a request that is sent twice, because its answer was lost, makes one job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class IdempotencyError(PlannerError):
-    """A key that cannot be, or that was used for another request."""
+    """A malformed key, or one that was used for another request."""
 
     title = "The Idempotency-Key cannot be used"
 
@@ -42,17 +42,17 @@ class IdempotencyKeys:
 
     @contextmanager
     def used(self, owner: str, key: str, digest: str) -> Iterator[UsedKey]:
-        """Hold the key for a request while its job is made; a request that is refused uses up none.
+        """Reserve the key of a request while its job is created; the key is released where the request fails.
 
         Raises:
-            IdempotencyError: the key was used for a request of another digest, or is none.
+            IdempotencyError: the key is malformed, or was used for a request of another digest.
         """
         if not _KEY.fullmatch(key):
             raise IdempotencyError("a key has 1 to 255 visible ASCII characters.", what_to_do="Send a UUID.")
         mine = and_(KeyRow.owner == owner, KeyRow.key == key)
         row = {"owner": owner, "key": key, "digest": digest, "job_id": _NONE_YET, "used_at": self._database.now()}
         with self._database.write() as connection:
-            # Inserted first: of two requests at one moment the second finds what the first was.
+            # Insert before select: of two concurrent requests, the second sees the row of the first.
             connection.execute(self._database.insert_new(KeyRow, **row))
             found = connection.execute(select(KeyRow.digest, KeyRow.job_id).where(mine)).one()
         if found.digest != digest:

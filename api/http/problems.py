@@ -1,4 +1,4 @@
-"""Errors of requests as problem details (RFC 9457), whatever raised them."""
+"""Problem details (RFC 9457) for every error of a request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,11 @@ _RETRY_S = {429: "5", 503: "5"}
 
 
 class MalformedBodyError(Exception):
-    """A body that is not what its route takes; holds pydantic's error."""
+    """A body that does not match the model of its route.
+
+    Attributes:
+        error: pydantic's.
+    """
 
     def __init__(self, error: ValidationError) -> None:
         super().__init__(str(error))
@@ -41,7 +45,7 @@ class MalformedBodyError(Exception):
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return what the OpenAPI document says of a route that may answer with these, and with what any may."""
+    """Return the OpenAPI description of a route's error responses: these, and those of every route."""
     described = {"model": Problem, "content": {MEDIA_TYPE: {}}}
     return {status: {**described, "description": _TITLES[status]} for status in sorted({*statuses, 401, 403, 429, 503})}
 

@@ -1,4 +1,4 @@
-"""One log line and one measurement for each request, under an id that the client is told."""
+"""A log line and a metric for each request, under a request id that the response carries."""
 
 from __future__ import annotations
 

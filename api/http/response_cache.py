@@ -1,6 +1,6 @@
 """Answers that will not change: plans that were asked for before, by the very bytes of the request, in memory.
 
-A job that has succeeded stays as it is until it is forgotten, so for a minute its answer needs no look at the database.
+The response of a job that has succeeded never changes, so it is served for a minute without a database query.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from planner.errors import PlannerError
 
 _GRACE_S = 10
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that none is closed just as a client, told to wait, uses it again."""
+"""Longer than clients keep idle connections, so that none is closed while a client that waits is about to reuse it."""
 
 
 class ServeError(PlannerError):

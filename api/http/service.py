@@ -61,7 +61,7 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
         calls.open()
         store = JobStore(database, queued=calls.call, limits=settings.limits)
     else:
-        # The runner needs the store and the store tells the runner: the wake is looked up when it is needed.
+        # Runner and store need each other: the store calls the runner's wake through a late-bound name.
         store = JobStore(database, queued=lambda *_: runner.wake() if runner else None, limits=settings.limits)
         runner = JobRunner(store, workers=settings.workers, limits=settings.solve_limits, metrics=metrics)
         runner.start()

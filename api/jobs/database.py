@@ -42,7 +42,7 @@ _SECONDS: TypeEngine[float] = Float(53)
 
 
 class Database:
-    """One database. `read` sees what is committed; `write` is one transaction; both may be used from any thread."""
+    """A database. `read` sees committed rows; `write` is one transaction. Both may be used from any thread."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -74,13 +74,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Give a connection whose every statement stands alone."""
+        """Yield a connection in autocommit mode."""
         with self._reading.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Give a connection in a transaction, which is rolled back where the block raises."""
+        """Yield a connection in a transaction, which is rolled back where the block raises."""
         with self.engine.begin() as connection:
             yield connection
 
@@ -110,10 +110,10 @@ class Database:
             command.upgrade(config, "head")
 
     def check(self) -> None:
-        """Ask the database something, and that its tables are of this version.
+        """Check that the database answers and that its tables are of this version.
 
         Raises:
-            JobError: they are of another.
+            JobError: the tables are of another version.
             OperationalError: it does not answer.
         """
         with self.read() as connection:
@@ -141,6 +141,6 @@ def _set_up_sqlite(connection: Any, _: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # At once for writing: a transaction that reads first cannot wait for another's lock later.
+    # IMMEDIATE: a transaction that has read cannot wait for a write lock later.
     if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""The embedded workers: threads of the server that take queued jobs to solver processes of their own."""
+"""Embedded workers: threads of the server, each of which runs queued jobs in its own solver process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDLE_S = 1.0
 
 
 class JobRunner:
-    """Plans the queued jobs of a store, ``workers`` at a time, each in a process that takes no other with it."""
+    """Runs the queued jobs of a store, ``workers`` at a time, each in its own process: a crash affects no other job."""
 
     def __init__(
         self, store: JobStore, *, workers: int, limits: SolveLimits, metrics: Metrics, job: Solve = solve
@@ -42,11 +42,11 @@ class JobRunner:
             worker.start()
 
     def wake(self) -> None:
-        """Say that a job was queued."""
+        """Wake a worker: a job was queued."""
         self._queued.release()
 
     def stop(self) -> None:
-        """End the workers; what they were at is queued again."""
+        """Stop the workers; their unfinished jobs are queued again."""
         self._stopping.set()
         self._queued.release(max(1, len(self._workers)))
         for worker in self._workers:
@@ -76,13 +76,13 @@ class _Worker(threading.Thread):
         self._supervisor = Supervisor(store, self._process, limits, stopping, metrics)
 
     def run(self) -> None:
-        with suppress(OSError):  # the first job tries again, and says so
+        with suppress(OSError):  # the first job tries again, and reports the failure
             self._process.start()
         while not self._stopping.is_set():
             with suppress(*UNREACHABLE):
                 while self._plan_one():
                     pass
-            # The pause is for what no wake tells of: jobs put back, a database that was away.
+            # The timeout covers what wakes nobody: released jobs, and a database that was unreachable.
             self._queued.acquire(timeout=_IDLE_S)
         self._process.end()
 

@@ -1,4 +1,4 @@
-"""What happened to a job, in the order in which it happened."""
+"""Events of a job, in order, and the number of open event streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_events(database: Database, job_number: int, after: int) -> tuple[Sequen
     """Return a job's events after the one of number ``after``, and whether those are the last."""
     statement = select(EventRow.number, EventRow.data).where(EventRow.job_number == job_number, EventRow.number > after)
     with database.read() as connection:
-        # The status first: what is written between the two looks is read, and looked for again if it was not the end.
+        # The status first: events that are written between the two queries are read now, or by the next call.
         status = connection.scalar(select(JobRow.status).where(JobRow.number == job_number))
         rows = connection.execute(statement.order_by(EventRow.number)).all()
     found = [Event(number=row.number, data_json=row.data) for row in rows]
@@ -32,7 +32,7 @@ def read_events(database: Database, job_number: int, after: int) -> tuple[Sequen
 
 
 class OpenStreams:
-    """How many event streams are open, of at most so many."""
+    """A count of the open event streams, with an upper limit."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -40,7 +40,7 @@ class OpenStreams:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Open one more; False where there are too many."""
+        """Count one more stream; return False where the limit is reached."""
         with self._lock:
             if self._open >= self._most:
                 return False
@@ -48,6 +48,6 @@ class OpenStreams:
             return True
 
     def give_back(self) -> None:
-        """Close one."""
+        """Count one stream less."""
         with self._lock:
             self._open -= 1

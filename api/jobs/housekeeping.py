@@ -1,4 +1,4 @@
-"""What has to be done now and then: jobs of dead workers put back, calls repeated, what is old deleted."""
+"""Periodic duties: requeue the jobs of dead workers, repeat queue calls, delete old jobs and plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Housekeeper(threading.Thread):
         self._stopping = threading.Event()
 
     def add(self, interval_s: float, duty: Callable[[], object]) -> None:
-        """Have ``duty`` done every so many seconds; to be said before the start."""
+        """Run ``duty`` every ``interval_s`` seconds. Call it before `start`."""
         self._duties.append((interval_s, duty))
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ def forget(database: Database, *, keep_s: float, most_kept: int) -> int:
         place = func.row_number().over(partition_by=JobRow.owner, order_by=JobRow.finished_at.desc()).label("place")
         ended = select(JobRow.number, JobRow.finished_at, place).where(JobRow.status.in_(_ENDED)).subquery()
         old = select(ended.c.number).where((ended.c.finished_at < since) | (ended.c.place > most_kept))
-        # Held before they are deleted, jobs and plans: one may be asked for again at this very moment.
+        # Lock jobs and plans before deleting them: a concurrent request may ask for one of them.
         found = connection.scalars(old.limit(_MOST_AT_ONCE)).all()
         still = select(JobRow.number).where(JobRow.number.in_(found), JobRow.status.in_(_ENDED)).with_for_update()
         numbers = connection.scalars(still).all()

@@ -39,7 +39,7 @@ class Metrics:
         self._refused = Counter("shardplan_refusals", "Requests refused by a guard", ["guard"], registry=self.registry)
         self._statuses = Counter(
             "shardplan_solver_status",
-            "Plans made, by what their solver said of them",
+            "Plans, by the status of their solver",
             ["status"],
             registry=self.registry,
         )

@@ -57,9 +57,9 @@ class ServerSettings(BaseSettings):
     """Seconds without a sign of life after which a worker's job is given to another (PostgreSQL)."""
 
     keep_days: float = Field(default=30.0, gt=0)
-    """Days that ended jobs, their plans and idempotency keys are kept."""
+    """Days after which ended jobs, their plans and idempotency keys are deleted."""
     max_kept_per_token: int = Field(default=10_000, ge=1)
-    """Ended jobs that are kept for one token; the oldest go first."""
+    """Most ended jobs of one token; the oldest are deleted first."""
 
     @field_validator("database_url")
     @classmethod

@@ -1,6 +1,6 @@
 """What runs in a solver process: requests in, progress and plans or errors out, one by one, all as JSON text.
 
-It imports nothing heavy: what solves is handed to it (`solve`), and brings what it needs as the process starts.
+It imports nothing heavy: the solve function is an argument (`solve`), and imports what it needs at start.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _settle(memory_bytes: int) -> None:
 
 
 def _send(pipe: Connection, message: dict[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the parent is gone, and so are we in a moment
+    with suppress(BrokenPipeError):  # the parent is gone; this process ends as well
         pipe.send_bytes(json.dumps(message).encode())
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from api.jobs.solver_main import Solve, serve_requests
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_LOOK_S, _LOOKS = 0.001, 1000
+_POLL_S, _POLLS = 0.001, 1000
 
 
 class ProcessDiedError(Exception):
@@ -84,11 +84,11 @@ class SolverProcess:
         process, self._process = self._process, None
         process.kill()
         process.join()
-        # Another thread that starts a process looks after all children, and may have seen the end of this one first:
+        # A thread that starts a process reaps all children, and may have reaped this one first:
         # then it is over before it is known here to be.
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             if not process.is_alive():
                 process.close()
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         self._pipe.close()

@@ -156,12 +156,12 @@ class JobStore:
                 changed = connection.execute(again.values({**nothing, **fresh})).rowcount > 0
             job = _one(connection, _jobs().where(mine))
             assert job is not None, "it was inserted just now"
-            if changed:  # and not by an equal request at the same moment, which has announced it
+            if changed:  # not by a concurrent equal request, which has announced it
                 self._announce(connection, job.number, job.id, job.status)
             return job
 
     def get(self, job_id: str, *, owner: str | None = None) -> JobRecord | None:
-        """Return the job of this id, or None; one of another ``owner`` (None: whoever) counts as none."""
+        """Return the job of this id; None where there is none, or it is another owner's. ``owner`` None: any owner."""
         mine = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
         with self._database.read() as connection:
             return _one(connection, _jobs().where(mine))
@@ -192,7 +192,7 @@ class JobStore:
                 with self._database.write() as connection:
                     return self._claim(connection, worker, lease_s)
             except IntegrityError:
-                continue  # another worker claimed an equal request at the same moment
+                continue  # another worker claimed an equal request concurrently
         return None
 
     def renew(self, job: JobRecord, lease_s: float, events: Iterable[dict[str, Any]] = ()) -> bool:

@@ -1,4 +1,4 @@
-"""One claimed job, from its claim to its end: asks a solver process, watches its limits, and writes down what comes."""
+"""Supervision of a claimed job: runs it in a solver process, enforces the limits, records events and outcome."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from api.jobs.solver_process import ProcessDiedError, SolverProcess
 from api.jobs.store import JobRecord, JobStore
 from planner.progress import SEARCH_STAGES
 
-_LOOK_S = 0.1
-_ASK_S = 0.5
-"""How often the database is asked whether the job was cancelled, and told of progress."""
+_POLL_S = 0.1
+_DATABASE_EVERY_S = 0.5
+"""Seconds between queries whether the job was cancelled, and between writes of its progress."""
 
 _LONGEST_PAUSE_S = 5.0
 _TIMEOUT = {
@@ -33,13 +33,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveLimits:
-    """What one solve may take.
+    """Limits of one solve.
 
     Attributes:
-        time_s: for its search, which then gives the best plan so far; and for all that comes before it.
-        grace_s: after that, until its process is ended.
-        memory_bytes: resident, at which its process is ended.
-        lease_s: for which its claim holds without a sign of life.
+        time_s: seconds for the search, which then returns the incumbent; and for all steps before the search.
+        grace_s: seconds after that, until the process is killed.
+        memory_bytes: resident bytes above which the process is killed.
+        lease_s: seconds that a claim is valid without renewal.
     """
 
     time_s: float
@@ -49,7 +49,7 @@ class SolveLimits:
 
 
 class Supervisor:
-    """Runs claimed jobs in one solver process. Not for several threads: each has its own."""
+    """Runs claimed jobs in one solver process. It belongs to one thread."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Supervisor:
         self._metrics = metrics
 
     def run(self, job: JobRecord) -> None:
-        """Bring a claimed job to its end; where the service stops meanwhile, queue it again."""
+        """Run a claimed job to its end; where the service stops meanwhile, queue it again."""
         log = structlog.get_logger().bind(job=job.id, attempt=job.attempt)
         log.info("job started")
         started = time.monotonic()
@@ -96,16 +96,16 @@ class Supervisor:
             self._process.end()  # the next job gets a fresh one, with all of the memory
 
     def _watch(self, job: JobRecord) -> Outcome | None:
-        """Return the outcome, the process's or that of a limit; None where the job is not ours any more.
+        """Return the outcome of the process or of a limit; None where the job was cancelled or taken over.
 
         Raises:
-            ProcessDiedError: it ended without one.
+            ProcessDiedError: the process ended without an outcome.
         """
         events: list[dict[str, Any]] = []
         searching = False
         since = asked = renewed = time.monotonic()
         while True:
-            message = self._process.next_message(_LOOK_S)
+            message = self._process.next_message(_POLL_S)
             if message is not None and "outcome" in message:
                 if events:
                     self._try_to_renew(job, events)
@@ -124,7 +124,7 @@ class Supervisor:
                 self._persist(lambda: self._store.release(job))
                 return None
             now = time.monotonic()
-            if now - asked < _ASK_S:
+            if now - asked < _DATABASE_EVERY_S:
                 continue
             asked = now
             if events or now - renewed > self._limits.lease_s / 3:
@@ -158,7 +158,7 @@ class Supervisor:
         return "failed" if written else "too late"
 
     def _try_to_renew(self, job: JobRecord, events: list[dict[str, Any]]) -> bool:
-        # Progress may get lost where the database is away; the job may not, and is not taken for lost by that alone.
+        # An unreachable database may lose progress, but not the job: it is ours until the database says otherwise.
         return self._try(lambda: self._store.renew(job, self._limits.lease_s, events)) is not False
 
     def _try(self, action: Callable[[], _T]) -> _T | None:
@@ -169,9 +169,9 @@ class Supervisor:
             return None
 
     def _persist(self, action: Callable[[], _T]) -> _T | None:
-        """Do what must be written until it is: a full disk is cleared some day, a database comes back.
+        """Repeat a write until it succeeds: a full disk or an unreachable database may recover.
 
-        When the service stops it is given up; the job is then found unfinished, and run again.
+        It gives up where the service stops; the unfinished job is then run again.
         """
         pause_s = 0.2
         while True:

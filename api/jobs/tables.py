@@ -10,11 +10,11 @@ _Seconds = Float(53)
 
 
 class Base(DeclarativeBase):
-    """What alembic compares a database with."""
+    """The tables that alembic compares a database with."""
 
 
 class JobRow(Base):
-    """A request of one owner, and what became of it; its plan is in `PlanRow`, where equal requests share it."""
+    """A request of one owner and its status; its plan is in `PlanRow`, which equal requests share."""
 
     __tablename__ = "jobs"
 
@@ -81,7 +81,7 @@ class KeyRow(Base):
 
 
 class TokenRow(Base):
-    """An API token: ``digest`` is the SHA-256 of its secret, which is not kept."""
+    """An API token: ``digest`` is the SHA-256 of its secret, which is not stored."""
 
     __tablename__ = "tokens"
 

@@ -20,7 +20,7 @@ from api.jobs.tables import TokenRow
 from planner.errors import JobError
 
 Scope = Literal["read", "plan", "admin"]
-"""Each may what those before it may: look at its own jobs; ask for plans; see and cancel everybody's jobs."""
+"""Each includes those before it: read the token's own jobs; submit jobs; read and cancel the jobs of all tokens."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -45,7 +45,7 @@ class TokenStore:
         self._database = database
 
     def create(self, name: str, scope: str) -> str:
-        """Return a new token's text, which is told this once.
+        """Return the text of a new token. It cannot be read again.
 
         Raises:
             JobError: there is no such scope, or the name is empty or too long.
@@ -61,7 +61,7 @@ class TokenStore:
         return f"sp_{token_id}_{secret}"
 
     def revoke(self, token_id: str) -> Token:
-        """Return the token of this id, revoked; nothing is answered to it from now on.
+        """Revoke a token and return it; requests with it are refused from now on.
 
         Raises:
             JobError: there is none of that id.
@@ -75,14 +75,14 @@ class TokenStore:
         raise JobError(f"there is no token {token_id!r}.", what_to_do="`shardplan token list` lists them.")
 
     def all(self) -> Sequence[Token]:
-        """Return every token that ever was, the oldest first."""
+        """Return all tokens, revoked ones included, the oldest first."""
         columns = (TokenRow.id, TokenRow.name, TokenRow.scope, TokenRow.created_at, TokenRow.revoked_at)
         with self._database.read() as connection:
             rows = connection.execute(select(*columns).order_by(TokenRow.created_at)).all()
         return [Token(**row._mapping) for row in rows]
 
     def any(self) -> bool:
-        """Return whether there ever was a token: from then on every request needs one."""
+        """Return whether any token exists, revoked ones included: every request then needs one."""
         with self._database.read() as connection:
             return bool(connection.scalar(select(exists(select(TokenRow.id)))))
 

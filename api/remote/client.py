@@ -1,4 +1,4 @@
-"""A planner that asks a shardplan server."""
+"""`RemoteShardingPlanner`: a planner that sends the model's graph to a shardplan server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 from torch import nn
 
-from api.remote.retrying_http import Connection, RemotePlanningError, refusal
+from api.remote.retrying_http import Connection, RemotePlanningError, error_from_problem
 from planner.graph.example_inputs import GivenInputs
 from planner.plan.former_names import with_current_names
 from planner.plan.planner_interface import ShardingPlanner
@@ -19,15 +19,15 @@ from planner.progress import ASKING_SERVER, TRACING, Progress, ProgressEvent, ev
 
 __all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
 
-_FIRST_LOOK_S = 0.05
-_LONGEST_LOOK_S = 2.0
+_FIRST_POLL_S = 0.05
+_LONGEST_POLL_S = 2.0
 
 
 class RemoteShardingPlanner(ShardingPlanner):
-    """Traces the module here, sends its graph to the server at ``url``, and waits for the plan.
+    """Traces the module locally, sends its graph to the server at ``url``, and waits for the plan.
 
-    Of the module the server gets names, shapes and ops: neither code nor weights. What is lost on the way is asked for
-    again, and is one job however often it arrives.
+    The server receives names, shapes and ops of the module, no code and no weights. Lost requests are repeated; an
+    idempotency key makes them one job.
 
     Args:
         url: of the server, such as ``http://127.0.0.1:8000``.
@@ -95,7 +95,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             job = server.ask("POST", "/v1/plans", headers=key, json={"model": model, **self._request})
             job = self._until_ended(server, job)
         if job["status"] != "succeeded":
-            raise refusal(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
+            raise error_from_problem(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
         return ShardingPlan.from_dict(job["plan"])
 
     def _graph(self, module: nn.Module) -> dict[str, str]:
@@ -125,10 +125,10 @@ class RemoteShardingPlanner(ShardingPlanner):
             for event in server.events(f"{path}/events"):
                 self._report(event_from_dict(event))
             job = server.ask("GET", path)
-        look_s = _FIRST_LOOK_S
+        poll_s = _FIRST_POLL_S
         while job["status"] in {"queued", "running"}:
-            server.pause(look_s, f"it is {job['status']}")
-            look_s = min(_LONGEST_LOOK_S, look_s * 1.5)
+            server.pause(poll_s, f"it is {job['status']}")
+            poll_s = min(_LONGEST_POLL_S, poll_s * 1.5)
             job = server.ask("GET", path)
         return job
 

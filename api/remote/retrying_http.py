@@ -1,4 +1,4 @@
-"""Requests to a shardplan server that are tried again where that is safe: when it is not reached, or is busy."""
+"""Requests to a shardplan server, repeated where it is unreachable or busy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RemotePlanningError(PlannerError):
 
 
 class Connection:
-    """A server, asked for one job; each request is one that may arrive twice.
+    """A connection to a server for one job. Its requests are idempotent, so they may be repeated.
 
     Args:
         url: of the server.
@@ -51,7 +51,8 @@ class Connection:
         timeout_s: for all requests together; None: as long as it takes.
         retries: how often in a row a request is tried again.
         transport: what carries the requests; None: the network.
-        clock, wait: what the time is, and how it passes.
+        clock: returns seconds.
+        wait: sleeps for some seconds.
     """
 
     def __init__(
@@ -118,13 +119,13 @@ class Connection:
                         yield event
                     self._left_s(REQUEST_TIMEOUT_S)
         except httpx2.TransportError:
-            return  # whoever listens looks at the job itself next, and hears there what is wrong
+            return  # the caller reads the job next, and that request reports what is wrong
 
     def pause(self, seconds: float, why: str) -> None:
-        """Let time pass.
+        """Wait for some seconds.
 
         Raises:
-            RemotePlanningError: no time is left; says ``why`` there is no plan yet, and names the job.
+            RemotePlanningError: the time limit would be exceeded; the message has ``why`` and the job.
         """
         if self._deadline_s is not None and self._clock() + seconds > self._deadline_s:
             raise self._too_late(why)
@@ -161,7 +162,7 @@ class Connection:
             detail = f"{self.url} answered {response.status_code} with something else than JSON."
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id) from error
         if response.is_error:
-            raise refusal(answer if isinstance(answer, dict) else {}, self.job_id)
+            raise error_from_problem(answer if isinstance(answer, dict) else {}, self.job_id)
         if not isinstance(answer, dict) or not {"id", "status", "plan", "error"} <= set(answer):
             detail = f"{self.url} answered with something else than a job."
             raise RemotePlanningError(detail, what_to_do=advice, job_id=self.job_id)
@@ -169,8 +170,8 @@ class Connection:
         return answer
 
 
-def refusal(problem: dict[str, Any], job_id: str | None) -> PlannerError:
-    """Return the error that a server's problem details tell of."""
+def error_from_problem(problem: dict[str, Any], job_id: str | None) -> PlannerError:
+    """Return the exception for a server's problem details."""
     if problem.get("type") == "urn:shardplan:infeasible-error":
         largest = tuple((str(name), int(nbytes)) for name, nbytes in problem.get("largest_tensors", ()))
         return InfeasibleError(
@@ -181,13 +182,13 @@ def refusal(problem: dict[str, Any], job_id: str | None) -> PlannerError:
             enough=problem.get("enough"),
             what_to_do=problem.get("what_to_do"),
         )
-    said = problem.get("detail") or problem.get("title") or "the server gave no reason."
+    detail = problem.get("detail") or problem.get("title") or "the server gave no reason."
     advice = str(problem.get("what_to_do", ""))
-    return RemotePlanningError(str(said), what_to_do=advice, problem=problem, job_id=job_id)
+    return RemotePlanningError(str(detail), what_to_do=advice, problem=problem, job_id=job_id)
 
 
 def _own_wait_s(attempt: int) -> float:
-    # Not all clients of a server that comes back are to ask it at the same moment.
+    # Jitter: clients of a server that restarts should not all retry at the same time.
     longest_s = min(_LONGEST_OWN_WAIT_S, _FIRST_WAIT_S * 2**attempt)
     return random.uniform(longest_s / 2, longest_s)
 

@@ -1,1 +1,1 @@
-"""Plans and tables as a person reads them in a terminal."""
+"""Plans and comparisons as text and tables for the terminal."""

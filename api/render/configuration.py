@@ -1,4 +1,4 @@
-"""What a person sees of a priced configuration: seconds by part, bytes by role."""
+"""A priced configuration as tables for the terminal: time by part, memory by role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differences of two plans, for a person."""
+"""The differences of two plans as tables for the terminal."""
 
 from __future__ import annotations
 

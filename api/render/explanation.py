@@ -1,4 +1,4 @@
-"""What every layout of a parameter would cost, for a person and as JSON."""
+"""Explanations of a parameter's layout, as tables and as JSON."""
 
 from __future__ import annotations
 

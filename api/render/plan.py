@@ -156,8 +156,8 @@ def _memory_table(estimate: Estimate, job: Job) -> Table:
     table = new_table("Memory per device", "Bytes>", "")
     for role, nbytes in sorted(estimate.memory.items(), key=lambda item: -item[1]):
         if nbytes:
-            told = _ROLES if job.training else _ROLES | _ROLES_OF_A_FORWARD
-            table.add_row(_NAMES.get(role, role.replace("_", " ")), size(nbytes), told.get(role, ""))
+            roles = _ROLES if job.training else _ROLES | _ROLES_OF_A_FORWARD
+            table.add_row(_NAMES.get(role, role.replace("_", " ")), size(nbytes), roles.get(role, ""))
     cap = "" if job.memory_bytes is None else f"of {size(job.memory_bytes)} allowed"
     table.add_row("peak", size(estimate.peak_memory_bytes), cap, style="bold")
     return table
@@ -199,10 +199,10 @@ def _solver(solver: SolverReport) -> str:
 def _other_meshes(meshes: Sequence[MeshReport]) -> str:
     """Return why each of the other meshes was not chosen, those with the fastest plans first."""
     rest = sorted((m for m in meshes if m.outcome != "chosen"), key=lambda m: (m.outcome != "slower", _shown_s(m)))
-    told = [f"{m.mesh} {_OUTCOMES[m.outcome]}{_time_on(m)}" for m in rest[:_MESHES_SHOWN]]
+    texts = [f"{m.mesh} {_OUTCOMES[m.outcome]}{_time_on(m)}" for m in rest[:_MESHES_SHOWN]]
     if len(rest) > _MESHES_SHOWN:
-        told.append(f"{len(rest) - _MESHES_SHOWN} more (--json lists them)")
-    return "Other meshes: " + ", ".join(told)
+        texts.append(f"{len(rest) - _MESHES_SHOWN} more (--json lists them)")
+    return "Other meshes: " + ", ".join(texts)
 
 
 def _shown_s(mesh: MeshReport) -> float:

@@ -82,8 +82,8 @@ def _layouts(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Chan
     for field in _LAYOUTS:
         yield from _by_key(field, left.get(field) or {}, right.get(field) or {})
     for field in ("keep_gathered", "keep_gathered_for_step"):
-        kept = [dict.fromkeys(plan.get(field) or (), True) for plan in (left, right)]
-        yield from _by_key(field, *kept)
+        marked = [dict.fromkeys(plan.get(field) or (), True) for plan in (left, right)]
+        yield from _by_key(field, *marked)
 
 
 def _by_key(field: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[Change]:

@@ -1,4 +1,4 @@
-"""What a plan costs beside others, on one line."""
+"""Rows that compare plans: of alternatives, a Pareto front, a sweep over device counts, and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans beside each other, in the terminal."""
+"""Tables that compare plans, for the terminal."""
 
 from __future__ import annotations
 

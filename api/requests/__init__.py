@@ -1,1 +1,1 @@
-"""What is asked for: requests checked, models and clusters read, plans made of them."""
+"""Requests: checked, with their models and clusters read, and planned."""

@@ -1,7 +1,7 @@
-"""Errors to exit codes, HTTP problem details (RFC 9457) and lines for a person: decided here, once.
+"""Exit codes and HTTP problem details (RFC 9457) of errors.
 
-What a user can act on is a ``PlannerError`` (which carries its exit code and HTTP status), or the ``ValueError``s that
-``cost_model``, which knows no planner, raises for a cluster or a layout that cannot be.
+Errors that a user can act on are ``PlannerError`` (with its exit code and HTTP status), and the ``ValueError``s that
+``cost_model`` raises for an impossible cluster or layout: it does not import the planner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cost_model.layouts.layout import LayoutError
 from planner.errors import PlannerError
 
 UserError = (PlannerError, ClusterError, LayoutError)
-"""The errors that have a message for the user; anything else is our bug."""
+"""Errors with a message for the user; any other is a bug of shardplan."""
 
 MEDIA_TYPE = "application/problem+json"
 

@@ -19,7 +19,7 @@ from planner.errors import JobError, ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What a factory returned: a module on the meta device, and its inputs where the factory gave some."""
+    """A factory's module on the meta device, its example inputs (if any), and which arguments it took."""
 
     module: nn.Module
     example_inputs: tuple[Any, ...] | dict[str, Any] | None

@@ -66,7 +66,7 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
         named = find_config(name, allow_local=allow_local)
         return named and dataclasses.replace(named, fused_projections=True)
     if allow_local and spec.lower() not in preset_names():
-        # Whatever looks like a path is one; the rest is a misspelt preset, which read_preset says best.
+        # What exists or ends in .json is a path; the rest is a misspelt preset, which read_preset reports best.
         if Path(spec).exists() or spec.endswith(".json"):
             return read_config(Path(spec))
         if _FACTORY.match(spec):
@@ -158,9 +158,9 @@ def _entries(values: Mapping[str, Any], *, depth: int, name: str) -> Iterator[tu
 
 def _data_only(values: Mapping[str, Any]) -> dict[str, Any]:
     # Private keys can name attention kernels to be fetched and loaded; auto_map and quantization_config name code.
-    kept = {}
+    data = {}
     for key, value in values.items():
         if key.startswith("_") or key in {"auto_map", "attn_implementation", "quantization_config", *_DTYPES}:
             continue
-        kept[key] = _data_only(value) if isinstance(value, Mapping) else value
-    return kept
+        data[key] = _data_only(value) if isinstance(value, Mapping) else value
+    return data

@@ -1,4 +1,4 @@
-"""The model registry: from what a person or a request names to a module on the meta device. Knows transformers."""
+"""The model registry: from the name or config of a model to a module on the meta device, built by transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ModelSource:
         seq: tokens in a sequence, None where that was not given or has no meaning.
         takes_seq: whether it has a meaning.
         tp_plan: FQN pattern -> Hugging Face style ("colwise", ...), None where the model carries none.
-        notes: what a person should know, one sentence each.
+        notes: for the user, one sentence each.
     """
 
     name: str
@@ -94,7 +94,7 @@ def _with_fused_projections(source: ModelSource) -> ModelSource:
 
 
 def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
-    """Return the model that ``plan`` is said to be for, as `load_model` does.
+    """Return the model ``model`` at the plan's batch and sequence length, as `load_model` does.
 
     Raises:
         PlanMismatchError: the model does not take the plan's batch or sequences.
@@ -281,7 +281,7 @@ def quiet_libraries() -> Iterator[None]:
     logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            # Only layouts are looked up, on a mesh that is none: no random number is ever drawn.
+            # DTensor is only asked for layouts, on a mesh without processes: no random number is drawn.
             warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""The one way from a request to a plan: the command line and the server's workers both go through here."""
+"""From a request to a plan, for the command line and the server's workers alike."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def plan_request(
     Args:
         allow_local: True lets the request name files and Python functions of this machine; a client's may not.
         progress: called with each event of planning.
-        time_limit_s: for the search, which then gives the best plan so far.
-        jobs: candidates that are looked at at once; see `planner.build_plan`.
+        time_limit_s: for the search, which then returns the incumbent.
+        jobs: tasks of the search that run at once; see `planner.build_plan`.
 
     Raises:
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
@@ -75,8 +75,8 @@ class OpenedRequest:
         spec: what was asked for, with the cluster read.
         example_inputs: of one call with the global batch, where the model's source brings them.
         tp_plan: the expert plan that the model's source brings.
-        progress: told of each stage.
-        notes: what was made of the request that a person might not expect.
+        progress: called with each event.
+        notes: for the user, on how the request was read.
     """
 
     model: nn.Module | TracedModule

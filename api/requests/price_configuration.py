@@ -1,4 +1,4 @@
-"""Prices one parallel configuration of a model from its config alone: no plan, no trace, no torch.
+"""The price of one parallel configuration of a model, from the model's config only: no plan, no trace, no torch.
 
 ``shardplan estimate MODEL --cluster C --mesh dp=2,fsdp=8,tp=4,pp=2,cp=1,ep=1 --micro-batch 1 --ac full --sp``
 """

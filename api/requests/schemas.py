@@ -1,4 +1,4 @@
-"""What may be asked, and what is answered: the request of the command line and of HTTP alike, and HTTP's answers."""
+"""Schemas of requests, for the command line and HTTP alike, and of HTTP responses."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Problem(BaseModel):
 
 
 class PlanJob(BaseModel):
-    """A request and what became of it. ``plan`` follows the published ``planner/plan/plan.schema.json``."""
+    """A request with its status and result. ``plan`` follows the published ``planner/plan/plan.schema.json``."""
 
     id: str
     status: JobStatus
@@ -263,14 +263,14 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    """That the server answers, and its version."""
+    """The server's liveness and version."""
 
     status: Literal["ok"] = "ok"
     version: str
 
 
 class Readiness(BaseModel):
-    """That jobs can be taken, and where they are kept."""
+    """Whether jobs are accepted, and which database stores them."""
 
     status: Literal["ready"] = "ready"
     database: Literal["sqlite", "postgresql"]

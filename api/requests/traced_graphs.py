@@ -15,10 +15,10 @@ _ONE_AT_A_TIME: Final = threading.Lock()
 
 
 def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
-    """Check all of a graph that can be without running its ops, and that it was traced for the request's job.
+    """Check a graph without running its ops, and that it was traced for the request's job.
 
     Raises:
-        GraphFormatError: it is none.
+        GraphFormatError: the document is no graph.
         JobError: it was traced for another dtype, phase or batch, or with other ops.
     """
     from planner.graph.trace_module import check_traced_for, micro_batch_counts
@@ -35,10 +35,10 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
 
 
 def load_graph(graph: dict[str, Any]) -> TracedModule:
-    """Return the model in ``graph``, whose ops are run on meta tensors to see that it is one.
+    """Return the model in ``graph``, checked by running its ops on meta tensors.
 
     Raises:
-        GraphFormatError: it is none; names the place that is wrong.
+        GraphFormatError: the document is no graph; the message names the place.
     """
     from planner.wire.codec import read_graph
 

@@ -59,7 +59,7 @@ class Job:
             in the cache already; None where it has no meaning.
         phase: what a step is; all but training are run at once (one micro-batch, nothing checkpointed), with
             parameters in ``dtype`` and no master copy.
-        training: False prices the forward pass alone, without gradients and optimizer state; so it is in every phase
+        training: False prices the forward pass only, without gradients and optimizer state. It is False in all phases
             but training.
         optimizer: a name in ``cost_model.kernels.optimizer_memory.OPTIMIZERS``.
         dtype: of parameters and activations.
@@ -74,18 +74,18 @@ class Job:
         memory_bytes: cap on the peak per device; None takes the device's own memory.
         micro_batches: per step; None lets the search choose.
         ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
-            list alone; None lets the search choose.
+            list; None lets the search choose.
         pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
-        data_axes: mesh axes that split the batch alone.
-        async_tp: whether communication of activations is taken to run in pieces beside the matrix products next
-            to it (`planner.pricing.async_tp`); such a plan cannot be run here.
-        reallgather: whether linear layers may have what was gathered for them gathered again for their backward, where
-            keeping it takes more memory than there is (`planner.pricing.reallgather_variants`).
+        data_axes: mesh axes that split the batch only.
+        async_tp: whether communication of activations is assumed to run in pieces, overlapped with the GEMM next to it
+            (`planner.pricing.async_tp`). `executor.shard_module` cannot run such a plan.
+        reallgather: whether linear layers may all-gather their inputs again in the backward, in place of saving them
+            (`planner.pricing.reallgather_variants`).
         fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read
-            the same tensor add up its gradient in their products.
-        zigzag: whether the model has its sequences in the order in which ranks that hold a part of them do the same
-            work under a causal mask (`planner.plan.token_order`), where attention's are split and the model allows it.
+            the same tensor accumulate its gradient in their GEMMs.
+        zigzag: whether the model reads its tokens in zigzag order (`planner.plan.token_order`), where attention's
+            sequences are sharded and the model allows it: all ranks then do equal work under a causal mask.
     """
 
     batch: int | None = None
@@ -148,7 +148,7 @@ class Job:
 
     def _check_inference(self) -> None:
         self._check_choice("phase", PHASES)
-        advice = "Leave it out: nothing is kept for a backward pass."
+        advice = "Leave it out: inference saves nothing for a backward pass."
         if self.micro_batches not in (None, 1):
             detail = f"{self.phase} in {self.micro_batches} micro-batches: a batch is run at once."
             raise JobError(detail, what_to_do=advice, field="micro_batches")

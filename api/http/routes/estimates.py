@@ -1,4 +1,4 @@
-"""``/v1/estimates`` and ``/v1/plans/diff``: what needs no solver is answered at once."""
+"""``/v1/estimates`` and ``/v1/plans/diff``, which need no solver and answer at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Reader = Annotated[Caller, Depends(needs("read"))]
     openapi_extra=describes(EstimateRequest),
 )
 async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
-    """Price a parallel configuration by its degrees, from the model's dimensions alone."""
+    """Price a parallel configuration by its degrees, from the model's dimensions only."""
     asked = await body_of(EstimateRequest, request)
     return await run_in_threadpool(_price, asked)
 

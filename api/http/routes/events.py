@@ -21,7 +21,7 @@ from api.jobs.events import OpenStreams, read_events
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 
-_LOOK_S = 0.3
+_POLL_S = 0.3
 _ALIVE_S = 10.0
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -33,7 +33,7 @@ _DESCRIPTION: dict[int | str, dict[str, Any]] = {
         "`cancelled`. Stages of planning: `building the model`, `reading the graph`, `tracing`; `bounding` (`mesh`, "
         "`mesh_number` of `meshes`), `relaxing` and `solving` (`mesh`, `micro_batches`, `ac`), `bounding stage` and "
         "`relaxing stage` of pipelines, `best` where a faster plan was found; `planned`. Events of the search have, "
-        "where known, `step_time_s` of the best plan so far, `bound_s` that no plan beats, their `gap`, `tasks_done`, "
+        "where known, `step_time_s` of the incumbent, `bound_s` that no plan beats, their `gap`, `tasks_done`, "
         "`nodes_open`.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
@@ -61,7 +61,7 @@ async def follow(
 
 
 class _EventStream(StreamingResponse):
-    """An open stream. It is given back here: a client that left before the first event never starts the generator."""
+    """An open stream. It is released here: the generator of a client that left before the first event never starts."""
 
     def __init__(self, events: AsyncIterator[str], streams: OpenStreams) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -75,17 +75,17 @@ class _EventStream(StreamingResponse):
 
 
 async def _events(request: Request, service: Service, job_number: int, after: int) -> AsyncIterator[str]:
-    said = time.monotonic()
+    last_sent = time.monotonic()
     while not service.stopping.is_set():
         found, ended = await run_in_threadpool(read_events, service.database, job_number, after)
         for event in found:
-            after, said = event.number, time.monotonic()
+            after, last_sent = event.number, time.monotonic()
             yield f"id: {event.number}\ndata: {event.data_json}\n\n"
         if ended:
             return
-        if time.monotonic() - said > _ALIVE_S:
+        if time.monotonic() - last_sent > _ALIVE_S:
             yield ": still there\n\n"
-            said = time.monotonic()
+            last_sent = time.monotonic()
         if await request.is_disconnected():
             return
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz``, ``/metrics``: for load balancers and whoever is on call."""
+"""``/healthz``, ``/readyz`` and ``/metrics``, for load balancers and operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/healthz", response_model=Health)
 async def healthz(request: Request) -> Health:
-    """Tell that this process answers; it looks at nothing else, and needs no token."""
+    """Tell that this process answers. Nothing else is checked, and no token is needed."""
     return Health(version=request.app.version)
 
 
@@ -42,6 +42,6 @@ def readyz(request: Request) -> Readiness:
     responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **problem_responses()},
 )
 async def metrics(request: Request, caller: Annotated[Caller, Depends(needs("read"))]) -> Response:
-    """Give what Prometheus reads."""
+    """Return the metrics in the format of Prometheus."""
     text = await run_in_threadpool(service_of(request).metrics.text)
     return Response(text, media_type=CONTENT_TYPE)

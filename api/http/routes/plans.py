@@ -1,4 +1,4 @@
-"""``/v1/plans``: jobs that are asked for, looked at, followed, cancelled."""
+"""``/v1/plans``: jobs are submitted, listed, read and cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def submit(
     caller: Planner,
     idempotency_key: Annotated[str | None, Header(description="A request sent again with it is the same job.")] = None,
 ) -> Response:
-    """Ask for a plan: 202 and a job to look at again, or 200 and the ended job where the same was asked before."""
+    """Submit a job: 202 and a job to poll, or 200 and the ended job where the same request was planned before."""
     service = service_of(request)
     body = await read_body(request)
     known = None if idempotency_key is not None else service.answers.get(caller.owner, body)
@@ -70,7 +70,7 @@ def _submit(service: Service, caller: Caller, body: bytes, key: str | None) -> J
 
 
 def _made(service: Service, caller: Caller, body: bytes) -> JobRecord:
-    """Return the job that a request asks for: one that is there already, or a new one."""
+    """Return the job of a request: an existing one of the same fingerprint, or a new one."""
     asked = parse(PlanRequest, body)
     check_request(asked, allow_local=False)
     name = fingerprint(asked, allow_local=False)
@@ -100,14 +100,14 @@ def list_jobs(
 
 @router.get("/{job_id}", response_model=PlanJob, responses=problem_responses(404, 422))
 def read(job_id: str, request: Request, caller: Reader) -> Response:
-    """Look at a job."""
+    """Read a job."""
     job = found_job(service_of(request), caller, job_id)
     return Response(job_body(job), media_type="application/json")
 
 
 @router.delete("/{job_id}", response_model=PlanJob, responses=problem_responses(404, 409, 422))
 def cancel(job_id: str, request: Request, caller: Planner) -> Response:
-    """Cancel a job that waits or runs; a process that is at it ends within two seconds."""
+    """Cancel a job that waits or runs; its solver process ends within two seconds."""
     service = service_of(request)
     found_job(service, caller, job_id)
     if not service.store.cancel(job_id):
@@ -140,7 +140,7 @@ def _job_response(job_id: str, body: bytes, status: int) -> Response:
 
 
 def _label(asked: PlanRequest) -> str:
-    """Return what a list says of a request: its model and its cluster."""
+    """Return the label of a request in lists: its model and its cluster."""
     model, cluster = asked.model, asked.cluster_text
     if not isinstance(model, str):
         given = model.model_dump()
