@@ -27,7 +27,6 @@ from api.cli.requests import (
 from api.cli.service import add_service_commands
 from api.cli.terminal import check_writable, print_plan, reported, save_plan, terminal, watched
 from api.cli.tradeoffs import add_tradeoff_commands
-from planner.progress import BUILDING_MODEL, RUNNING_ON_FAKE_PROCESSES
 
 CONFIGURATION = "A configuration by its degrees"
 _PRICED = (
@@ -138,6 +137,7 @@ def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
     with reported(as_json):
         from api.requests.model_registry import load_for_plan
         from planner.plan.sharding_plan import ShardingPlan
+        from planner.progress import BUILDING_MODEL, RUNNING_ON_FAKE_PROCESSES
 
         loaded = ShardingPlan.load(plan)
         with watched() as progress:

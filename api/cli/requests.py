@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from api.cli.terminal import terminal, watched
-from planner.progress import BUILDING_MODEL, PRICING
 
 if TYPE_CHECKING:
     from api.requests.schemas import PlanRequest
@@ -133,6 +132,7 @@ def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
     from cost_model.hardware.cluster import ClusterSpec
     from planner import estimate_plan
     from planner.plan.sharding_plan import ShardingPlan
+    from planner.progress import BUILDING_MODEL, PRICING
 
     plan = ShardingPlan.load(file)
     where = None if cluster is None else ClusterSpec.parse(cluster)
