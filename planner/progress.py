@@ -94,7 +94,7 @@ class SearchEvent(ProgressEvent):
     """An event of a branch-and-bound search.
 
     Attributes:
-        state: of the search; its fields stand beside the event's own in JSON.
+        state: of the search; its fields are added to the event's own in JSON.
     """
 
     state: SearchState = SearchState()

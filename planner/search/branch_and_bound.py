@@ -8,7 +8,7 @@ From its result follow child nodes, or the same node with a higher bound, or a p
   job's relative gap. Searches that run together share one incumbent.
 - *Pruning*: a node whose lower bound reaches the cutoff is never expanded.
 - *Best first*: of all searches that run together, the node with the lowest bound is expanded next.
-- *In parallel*: a pool expands several nodes at once. Each task knows the cutoff of the moment it was picked. A lower
+- *In parallel*: a pool expands several nodes at once. Each task knows the cutoff of the time it was picked. A lower
   one would only have pruned more, so what the task proves still holds.
 - *End*: no open node is below the cutoff, or the deadline has passed.
 - *Final bound*: the lowest of the bounds of nodes that are still open, of bounds that the solver proved for the nodes

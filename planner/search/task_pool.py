@@ -1,9 +1,9 @@
 """Tasks of a search, run one after the other in this process, or several at once.
 
 Several at once run on this machine, here and in other processes (`planner.search.local_workers`), or where
-`joblib.parallel_config` says (dask, ray). A worker receives the context once, as bytes, and each task with its few
-numbers; it sends the result back. This process alone decides which task comes next, one at a time, from the results
-that have arrived by then.
+`joblib.parallel_config` says (dask, ray). A worker unpacks the context once, from bytes, and runs tasks of a few
+numbers on it; it sends the result back. This process alone decides which task comes next, one at a time, from the
+results that have arrived by then.
 """
 
 from __future__ import annotations
@@ -124,9 +124,10 @@ def _run_in_worker(packed: _PackedContext, constraints: Any, task: Task[Result])
 
 
 def _run_numbered(
-    packed: _PackedContext, constraints: Any, number: int, task: Task[Result]
+    digest: str, data: npt.NDArray[np.uint8], constraints: Any, number: int, task: Task[Result]
 ) -> tuple[int, Timed[Result]]:
-    return number, _run_in_worker(packed, constraints, task)
+    """Return the number and the result of a task. ``data`` is an argument of its own: dask sends such an array once."""
+    return number, _run_in_worker(_PackedContext(digest, data), constraints, task)
 
 
 def _timed(context: TaskContext, constraints: Any, task: Task[Result]) -> Timed[Result]:
@@ -142,7 +143,7 @@ def _import_tasks() -> int:
 
 
 def start_workers(jobs: int) -> LocalWorkers | None:
-    """Return the processes that work beside this one, ready or still starting; None where there are none."""
+    """Return the worker processes of this one, ready or still starting; None where there are none."""
     others = joblib.effective_n_jobs(jobs) - 1
     return workers(others, _import_tasks) if others > 0 and _is_local() else None
 
@@ -283,7 +284,7 @@ class Pool:
                         return
                     started, number = started + 1, started
                     waiting[number] = picked
-                yield joblib.delayed(_run_numbered)(packed, constraints, number, picked[1])
+                yield joblib.delayed(_run_numbered)(packed.digest, packed.data, constraints, number, picked[1])
 
         results = parallel(tasks())
         try:

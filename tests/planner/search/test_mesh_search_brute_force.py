@@ -45,9 +45,9 @@ def binding_gb(family: str, cluster: str, share: float) -> float:
     """Return a cap between the least peak that there is (share 0) and that of the fastest plan (share 1)."""
     free = session_of(family, cluster, None).plan()
     assert free.estimate is not None
-    with pytest.raises(InfeasibleError) as refusal:
+    with pytest.raises(InfeasibleError) as report:
         session_of(family, cluster, 1e-9).plan()
-    least_bytes = refusal.value.least_bytes
+    least_bytes = report.value.least_bytes
     assert least_bytes is not None
     assert least_bytes < free.estimate.peak_memory_bytes
     return (least_bytes + share * (free.estimate.peak_memory_bytes - least_bytes)) / 1e9

@@ -59,7 +59,7 @@ def test_stages_are_the_whole_model(traced: ModelAnalysis, counts: tuple[int, ..
 
 @pytest.mark.parametrize("counts", [(1,) * 6, (0, *(1,) * 6, 0)])
 def test_a_rank_has_the_stages_that_it_is_given(counts: tuple[int, ...]) -> None:
-    """Chunks of an interleaved pipeline, in one graph: all that each makes, is handed and hands on."""
+    """Chunks of an interleaved pipeline, in one graph: all that each computes, receives and sends."""
     traced = llama(layers=6)
     whole, chunks = traced.graph, tuple(tuple(range(rank, len(counts), 2)) for rank in (0, 1))
     for which in chunks:

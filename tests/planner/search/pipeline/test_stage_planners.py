@@ -148,7 +148,7 @@ def test_a_rank_with_several_chunks_waits_for_messages_while_it_is_idle(
     assert waited_s == pytest.approx(0.0 if cluster.device.overlaps else total_s)
 
 
-def test_chunks_wait_for_their_parameters_and_hold_one_gradient_handed_over(six_blocks: PlanningSession) -> None:
+def test_chunks_wait_for_their_parameters_and_hold_one_boundary_gradient(six_blocks: PlanningSession) -> None:
     stages = StagePlanners(six_blocks._planner, {2: ClusterSpec.parse("1x2xtoy")})
     counts, chunks = spread(6, 2) or ((), 1)
     pipeline = PipelineRun(
@@ -236,8 +236,8 @@ def test_every_micro_batch_in_flight_keeps_what_a_forward_leaves(session: Planni
     made = saved - {given.value for given in graph.inputs}
     held = sum(min(graph.values[name].nbytes, profile.storage_nbytes[name]) for name in made)
     held += sum(op.saved_extra_nbytes for op in profile.ops.values())
-    handed = [given.value for given in graph.inputs] + [out.value for out in graph.outputs if out.is_sent]
-    held += sum(graph.values[name].nbytes for name in handed)
+    boundary = [given.value for given in graph.inputs] + [out.value for out in graph.outputs if out.is_sent]
+    held += sum(graph.values[name].nbytes for name in boundary)
     assert peaks[0] - peaks[1] == pytest.approx(2 * held)
 
 
