@@ -26,7 +26,7 @@ def with_latency(kind: str, axis: int, nbytes: int) -> float:
     return 1e6 + price(kind, axis, nbytes)
 
 
-def walk(source: Layout, target: Layout, **options: object) -> Redistribution:
+def path_between(source: Layout, target: Layout, **options: object) -> Redistribution:
     planner = RedistributionPlanner((2, 2), options.get("price", price))  # type: ignore[arg-type]
     return planner.path(options.get("shape", SHAPE), ITEMSIZE, source, target)  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ def steps(path: Redistribution) -> list[tuple[str, int, int]]:
 
 
 def test_two_partials_are_reduce_scattered_and_all_gathered_where_bytes_dominate() -> None:
-    path = walk((P, P), (R, R))
+    path = path_between((P, P), (R, R))
     assert [kind for kind, _, _ in steps(path)] == ["reduce_scatter", "reduce_scatter", "all_gather", "all_gather"] or [
         kind for kind, _, _ in steps(path)
     ] == ["reduce_scatter", "all_reduce", "all_gather"]
@@ -44,13 +44,13 @@ def test_two_partials_are_reduce_scattered_and_all_gathered_where_bytes_dominate
 
 
 def test_two_partials_are_all_reduced_where_latency_rules() -> None:
-    path = walk((P, P), (R, R), price=with_latency)
+    path = path_between((P, P), (R, R), price=with_latency)
     assert sorted(steps(path)) == [("all_reduce", 0, WHOLE), ("all_reduce", 1, WHOLE)]
 
 
 def test_the_inner_split_is_closed_first() -> None:
     """(S0,S0) -> (R,S0) is not one all-gather on the outer axis: its pieces are not neighbours."""
-    path = walk((S0, S0), (R, S0))
+    path = path_between((S0, S0), (R, S0))
     assert [step.kind for step in path.collectives] != ["all_gather"]
     assert path.steps[0].axis == 1
     assert len(path.steps) >= 2
@@ -58,19 +58,19 @@ def test_the_inner_split_is_closed_first() -> None:
 
 def test_the_inner_split_is_opened_last() -> None:
     """(R,S0) -> (S0,S0) is no free slice."""
-    assert walk((R, S0), (S0, S0)).time_s > 0
-    assert walk((S0, R), (S0, S0)).time_s == 0
-    assert steps(walk((S0, R), (S0, S0))) == [("slice", 1, 0)]
+    assert path_between((R, S0), (S0, S0)).time_s > 0
+    assert path_between((S0, R), (S0, S0)).time_s == 0
+    assert steps(path_between((S0, R), (S0, S0))) == [("slice", 1, 0)]
 
 
 def test_bytes_of_single_steps() -> None:
-    assert steps(walk((S0, R), (R, R))) == [("all_gather", 0, WHOLE)]
-    assert steps(walk((S0, S1), (R, S1))) == [("all_gather", 0, WHOLE // 2)]
-    assert steps(walk((P, S1), (R, S1))) == [("all_reduce", 0, WHOLE // 2)]
-    assert steps(walk((P, S1), (S0, S1))) == [("reduce_scatter", 0, WHOLE // 2)]
-    assert steps(walk((S0, R), (S1, R))) == [("all_to_all", 0, WHOLE // 2)]
-    assert steps(walk((R, R), (S0, R))) == [("slice", 0, 0)]
-    assert walk((R, R), (R, R)).steps == ()
+    assert steps(path_between((S0, R), (R, R))) == [("all_gather", 0, WHOLE)]
+    assert steps(path_between((S0, S1), (R, S1))) == [("all_gather", 0, WHOLE // 2)]
+    assert steps(path_between((P, S1), (R, S1))) == [("all_reduce", 0, WHOLE // 2)]
+    assert steps(path_between((P, S1), (S0, S1))) == [("reduce_scatter", 0, WHOLE // 2)]
+    assert steps(path_between((S0, R), (S1, R))) == [("all_to_all", 0, WHOLE // 2)]
+    assert steps(path_between((R, R), (S0, R))) == [("slice", 0, 0)]
+    assert path_between((R, R), (R, R)).steps == ()
 
 
 def test_axes_of_one_rank_take_no_steps() -> None:
@@ -80,9 +80,9 @@ def test_axes_of_one_rank_take_no_steps() -> None:
 
 def test_unreachable_targets_are_rejected() -> None:
     with pytest.raises(NoPathError, match=r"no redistribution from \('R', 'R'\) to \('P\(sum\)', 'R'\)"):
-        walk((R, R), (P, R))
+        path_between((R, R), (P, R))
     with pytest.raises(NoPathError):
-        walk((R, R), (S0, S0), shape=(6, 8))
+        path_between((R, R), (S0, S0), shape=(6, 8))
 
 
 LAYOUTS = [(a, b) for a, b in itertools.product((R, P, S0, S1), repeat=2)]

@@ -174,19 +174,19 @@ def test_a_loss_in_chunks_adds_up_the_heads_gradient_of_a_sharded_model():
 
 
 def test_selective_checkpointing_saves_attention_unless_it_is_told_not_to():
-    kept, dropped = (
+    saved, recomputed = (
         layer_bytes(
             SMALL,
             dataclasses.replace(
                 ONE,
                 checkpointing="selective",
-                implementation=Implementation(saving=SavingOptions(selective_attention=keeps)),
+                implementation=Implementation(saving=SavingOptions(selective_attention=saves)),
             ),
             sparse=False,
         ).saved
-        for keeps in (True, False)
+        for saves in (True, False)
     )
-    assert kept - dropped == 2048 * (2 * SMALL.attention_out_dim + 4 * SMALL.heads)
+    assert saved - recomputed == 2048 * (2 * SMALL.attention_out_dim + 4 * SMALL.heads)
 
 
 def selective(dtype="bf16", **implementation):
@@ -277,9 +277,9 @@ def test_a_pipelines_last_rank_retains_the_logits_of_all_micro_batches_where_the
         )
         return [phase.logits for phase in step_memory(SMALL, parallel, H100, rank=rank).phases]
 
-    plain, kept = logits(3), logits(3, pipeline=PipelineOptions(retains_outputs=True))
+    plain, retained = logits(3), logits(3, pipeline=PipelineOptions(retains_outputs=True))
     more = 2.0 * 2048 * SMALL.vocab * (8 - 1)
-    assert [b - a for a, b in zip(plain, kept, strict=True)] == [more, more, more, 0.0]
+    assert [b - a for a, b in zip(plain, retained, strict=True)] == [more, more, more, 0.0]
     assert logits(0, pipeline=PipelineOptions(retains_outputs=True)) == logits(0)
     retaining = Implementation(pipeline=PipelineOptions(retains_outputs=True))
     assert peak(micro_batches=8, implementation=retaining) == peak(micro_batches=8)
@@ -341,9 +341,11 @@ def test_a_backward_that_frees_nothing_ends_with_all_that_forward_saved():
 
 
 def test_saved_casts_of_shards_live_from_forward_to_backward():
-    plain, kept = sharded().phases, sharded(data_parallel=DataParallelOptions(saves_cast_shards=True)).phases
+    plain, retained = sharded().phases, sharded(data_parallel=DataParallelOptions(saves_cast_shards=True)).phases
     casts = plain[0].parameters / 2
-    assert [b.gathered - a.gathered for a, b in zip(plain, kept, strict=True)] == pytest.approx([casts, casts, 0, 0])
+    assert [b.gathered - a.gathered for a, b in zip(plain, retained, strict=True)] == pytest.approx(
+        [casts, casts, 0, 0]
+    )
     held = sharded(
         data_parallel=DataParallelOptions(saves_cast_shards=True), saving=SavingOptions(frees_in_backward=False)
     ).phases

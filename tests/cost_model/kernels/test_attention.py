@@ -97,9 +97,9 @@ def test_without_a_fused_kernel_it_is_many_times_slower() -> None:
 
 
 def test_few_heads_leave_processors_idle() -> None:
-    # one head of 256 queries is two rows of tiles: the second head of the same size runs beside it
-    alone, beside = (time_s(batch=1, heads=heads, kv_heads=heads, seq_q=256, seq_k=65536) for heads in (1, 2))
-    assert alone == beside
+    # one head of 256 queries is two rows of tiles: the second head of the same size runs at the same time
+    one_head, two_heads = (time_s(batch=1, heads=heads, kv_heads=heads, seq_q=256, seq_k=65536) for heads in (1, 2))
+    assert one_head == two_heads
 
 
 def test_one_query_is_bound_by_memory() -> None:

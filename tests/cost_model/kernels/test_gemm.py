@@ -54,7 +54,7 @@ def test_a_tile_too_many_costs_a_wave() -> None:
 
 
 def test_depth_is_split_where_tiles_leave_processors_idle() -> None:
-    # 128 x 256 is 8 tiles of 64 x 64 (at half the rate here): in 8 parts of the depth they keep 64 of 132 processors
+    # 128 x 256 is 8 tiles of 64 x 64 (at half the rate here): in 8 parts of the depth they occupy 64 of 132 processors
     # busy; 8 partial sums of 8 bytes an element are written and read.
     time_s = gemm_time_s(m=128, n=256, k=65536, device=H100, dtype="bf16", efficiency=PLAIN)
     tile_s = 2 * 64 * 64 * 65536 / (989e12 * 0.803 / 132 * 0.5)
@@ -109,7 +109,7 @@ def test_experts_gemms_run_one_by_one_where_the_grouped_kernel_is_slow() -> None
         gradients = grouped_gradient_time_s(tokens=tokens, kernel="one by one", **shape)
         assert gradients < 0.7 * grouped_gradient_time_s(tokens=tokens, **shape)
         assert _runs_one_by_one(blackwell, tokens, n, groups)
-    assert not _runs_one_by_one(H100, groups * 8192, n, groups)  # the kernel is as fast as one product there
+    assert not _runs_one_by_one(H100, groups * 8192, n, groups)  # the kernel is as fast as one GEMM there
     assert not _runs_one_by_one(blackwell, groups * 128, n, groups)  # most processors would idle
     assert not _runs_one_by_one(blackwell, groups * 2048, 128, groups)
     with pytest.raises(ValueError, match="one by one or grouped"):
