@@ -1,1 +1,1 @@
-"""What is computed? A module becomes an `OpGraph`: traced, with equal blocks folded."""
+"""What is computed? A module is traced to an `OpGraph`; of equal blocks only three are traced."""

@@ -1,8 +1,8 @@
-"""From a module and its inputs to an fx graph with markers: the one file that captures graphs.
+"""Graph capture: a module and its inputs to a `torch.fx` graph in which module boundaries are marked.
 
-`torch.export` runs the module's forward on meta tensors; what it refuses, `torch.fx` traces first. Hooks on every
-module pass each tensor that crosses a module boundary through a marker op, so that the captured graph itself says where
-layouts may change, and under which argument.
+`torch.export` runs the forward on meta tensors. Where it fails, `torch.fx` traces the module and `torch.export` runs
+the resulting graph. Hooks on every module pass each tensor that crosses a module boundary through a marker op, so the
+captured graph shows where layouts may change, and for which argument. No other file captures graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.export._trace  # torch would import this half at the first export
+import torch.export._trace  # otherwise imported, slowly, at the first export
 import torch.fx
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -43,14 +43,14 @@ def _(tensor: torch.Tensor, marker: str) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleInputs:
-    """Arguments of one call of the root module, on the meta device."""
+    """The arguments of one call of the root module, on the meta device."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """Return a pytree path as ``position_embeddings.0``: keys, indices and attribute names joined by dots."""
+    """Return a pytree path as text: keys, indices and attribute names joined by dots (``position_embeddings.0``)."""
     parts = []
     for key in path:
         parts.append(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))))
@@ -58,39 +58,42 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def module_names(module: nn.Module) -> dict[nn.Module, str]:
-    """Map every module to its first FQN (a module registered twice goes by the first)."""
+    """Return module -> FQN for every submodule; of a module that is registered twice, the first FQN."""
     return {submodule: name for name, submodule in module.named_modules()}
 
 
 def to_meta(module: nn.Module, dtype: torch.dtype | None, *, trained: bool = True) -> nn.Module:
-    """Return a copy of ``module`` on the meta device, floating-point parameters in ``dtype``; ties stay tied.
+    """Return a copy of ``module`` on the meta device, in which tied parameters stay tied.
 
-    Where it is not to be ``trained`` nothing needs a gradient, and modules are in evaluation mode.
+    Args:
+        module: any module.
+        dtype: of the copy's floating-point parameters; None keeps their dtypes.
+        trained: False returns a copy in evaluation mode without gradients.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
-        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        data = torch.empty_like(parameter, device="meta", dtype=wanted)
+        new_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        data = torch.empty_like(parameter, device="meta", dtype=new_dtype)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=trained and parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    plain = [submodule for submodule in module.modules() if _is_plain(type(submodule))]
-    for submodule in plain:
+    submodules = [submodule for submodule in module.modules() if _has_default_deepcopy(type(submodule))]
+    for submodule in submodules:
         memo[id(submodule)] = object.__new__(type(submodule))
-    for submodule in plain:
-        vars(memo[id(submodule)]).update({name: _copied(value, memo) for name, value in vars(submodule).items()})
-    found: nn.Module = copy.deepcopy(module, memo)
-    return found if trained else found.eval()
+    for submodule in submodules:
+        vars(memo[id(submodule)]).update({name: _deepcopy(value, memo) for name, value in vars(submodule).items()})
+    copied: nn.Module = copy.deepcopy(module, memo)
+    return copied if trained else copied.eval()
 
 
-def _is_plain(kind: type[nn.Module]) -> bool:
-    """Tell whether ``copy.deepcopy`` copies what modules of a class hold, name by name, and nothing else."""
-    ways = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
-    return all(getattr(kind, way, None) is getattr(nn.Module, way, None) for way in ways)
+def _has_default_deepcopy(kind: type[nn.Module]) -> bool:
+    """Tell whether ``copy.deepcopy`` of a module of this class copies its ``__dict__`` entry by entry, and no more."""
+    methods = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
+    return all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in methods)
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return what ``copy.deepcopy`` does; of what most modules hold (numbers, no hooks) without asking how."""
+def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return ``copy.deepcopy(value, memo)``, faster for what most attributes are: scalars and empty containers."""
     kind = type(value)
     if kind in (bool, int, float, str, type(None)):
         return value
@@ -99,8 +102,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(value, memo)
 
 
-class _Boundaries:
-    """Hooks that mark each tensor as it crosses a module boundary, and number the calls."""
+class _BoundaryMarkers:
+    """Hooks that mark each tensor that crosses a module boundary, and number the module calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self._names = module_names(module)
@@ -144,7 +147,15 @@ class _Boundaries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedGraph:
-    """What a tracer yields: an fx graph with markers, the module that owns its state, and names of its placeholders."""
+    """A captured graph.
+
+    Attributes:
+        graph: the fx graph, with boundary markers.
+        owner: the module whose attributes the graph's ``get_attr`` nodes read.
+        parameters: placeholder -> FQN of the parameter.
+        buffers: placeholders that are buffers or constants.
+        calls: the module calls that the markers refer to.
+    """
 
     graph: torch.fx.Graph
     owner: nn.Module
@@ -154,38 +165,38 @@ class CapturedGraph:
 
 
 def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph that torch.export captures; whatever it or the module's forward raises passes through."""
-    boundaries = _Boundaries(module)
+    """Return the graph that torch.export captures; exceptions of torch.export and of the forward pass through."""
+    markers = _BoundaryMarkers(module)
     with (
-        boundaries.attached(),
+        markers.attached(),
         unpacked_sequences(),
         experts_as_one_op(module),
         mla_keys_concatenated(module),
-        _nothing_but_the_graph(),
+        _without_code_generation(),
     ):
         program = torch.export.export(module, inputs.args, dict(inputs.kwargs), strict=False)
-    return _captured(program, boundaries)
+    return _captured_graph(program, markers)
 
 
 @contextmanager
-def _nothing_but_the_graph() -> Iterator[None]:
-    """Have torch.export write no Python code of its graphs and note no stack traces: a third of its time."""
+def _without_code_generation() -> Iterator[None]:
+    """Within this context, torch.export generates no Python code and records no stack traces: a third of its time."""
     with _use_lazy_graph_module(True), mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
         yield
 
 
-def _captured(program: torch.export.ExportedProgram, boundaries: _Boundaries) -> CapturedGraph:
+def _captured_graph(program: torch.export.ExportedProgram, markers: _BoundaryMarkers) -> CapturedGraph:
     signature = program.graph_signature
     return CapturedGraph(
         graph=program.graph,
         owner=program.graph_module,
         parameters=dict(signature.inputs_to_parameters),
         buffers=frozenset(signature.inputs_to_buffers) | frozenset(signature.inputs_to_lifted_tensor_constants),
-        calls=tuple(boundaries.calls),
+        calls=tuple(markers.calls),
     )
 
 
-class _WholeTracer(torch.fx.Tracer):
+class _TracerWithoutLeaves(torch.fx.Tracer):
     """Traces into every module, so that the hooks of leaf modules run too."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -193,11 +204,11 @@ class _WholeTracer(torch.fx.Tracer):
 
 
 def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph of what torch.fx writes down of the module; whatever either raises passes through."""
-    boundaries = _Boundaries(module)
-    boundaries.enter_root()
-    with boundaries.attached():
-        graph = _WholeTracer().trace(module)
+    """Return the graph of a module that torch.fx traces first; exceptions of both tracers pass through."""
+    markers = _BoundaryMarkers(module)
+    markers.enter_root()
+    with markers.attached():
+        graph = _TracerWithoutLeaves().trace(module)
     names = [node.target for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(names, inputs.args, strict=False)) | dict(inputs.kwargs)
     missing = [
@@ -206,13 +217,13 @@ def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
     if missing:
         raise ValueError(f"no example input for {', '.join(map(str, missing))}")
     _mark_root(graph, inputs)
-    # What fx wrote down is plain calls of functions, which export reads as it does any module.
+    # The traced graph module has no control flow, so torch.export accepts it and adds shapes.
     program = torch.export.export(torch.fx.GraphModule(module, graph), inputs.args, dict(inputs.kwargs), strict=False)
-    return _captured(program, boundaries)
+    return _captured_graph(program, markers)
 
 
 def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
-    """Pass the inputs and outputs of the root module through markers, as the hooks of other modules do."""
+    """Mark the inputs and outputs of the root module, whose hooks torch.fx does not run."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     with graph.inserting_before(placeholders[-1].next):
         for position, node in enumerate(placeholders):
@@ -221,7 +232,7 @@ def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
             if isinstance(value, torch.Tensor):
                 path = str(position) if by_position else str(node.target)
                 marker = graph.call_function(torch.ops.shardplan.boundary.default, (node, f"input|0|{path}"))
-                node.replace_all_uses_with(marker, delete_user_cb=lambda user, own=marker: user is not own)
+                node.replace_all_uses_with(marker, delete_user_cb=lambda user, marker=marker: user is not marker)
     output = graph.output_node()
 
     def mark(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -233,8 +244,8 @@ def _mark_root(graph: torch.fx.Graph, inputs: ExampleInputs) -> None:
         output.args = pytree.tree_map_with_path(mark, output.args[:1], is_leaf=lambda x: isinstance(x, torch.fx.Node))
 
 
-def as_target(target: Any) -> Any:
-    """Return the target of an op: of a captured submodule its `NestedGraph`, unless it holds another submodule."""
+def op_target(target: Any) -> Any:
+    """Return the target of an op: a captured submodule becomes a `NestedGraph`, unless it calls another submodule."""
     if not isinstance(target, torch.fx.GraphModule) or any(node.op == "get_attr" for node in target.graph.nodes):
         return target
 
@@ -245,7 +256,7 @@ def as_target(target: Any) -> Any:
             is_leaf=lambda leaf: isinstance(leaf, torch.fx.Node),
         )
 
-    steps = [
+    ops = [
         NestedOp(
             name=node.name,
             target=None if node.target is operator.getitem else node.target,
@@ -253,15 +264,15 @@ def as_target(target: Any) -> Any:
             kwargs=refer({key: value for key, value in node.kwargs.items() if key != "pin_memory"}),
         )
         for node in target.graph.nodes
-        if node.op == "call_function" and "_assert" not in str(node.target)  # checks of what is known here
+        if node.op == "call_function" and "_assert" not in str(node.target)  # runtime checks of static shapes
     ]
     inputs = tuple(node.name for node in target.graph.nodes if node.op == "placeholder")
-    return NestedGraph(inputs=inputs, steps=tuple(steps), outputs=refer(target.graph.output_node().args[0]))
+    return NestedGraph(inputs=inputs, ops=tuple(ops), outputs=refer(target.graph.output_node().args[0]))
 
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Silence what tracing logs about models that it goes on to capture."""
+    """Within this context, torch.export logs errors only: its warnings concern models that are captured anyway."""
     with ExitStack() as stack:
         logger = logging.getLogger("torch._export")
         level = logger.level

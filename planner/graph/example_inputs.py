@@ -1,4 +1,4 @@
-"""Example inputs for a model that brings none: made from its `config`, as Hugging Face models carry one."""
+"""Example inputs of a model: those of the caller on the meta device, or those that a Hugging Face config describes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from planner.model_rewrites.mla import mla_modules
 from planner.plan.job_spec import JobPhase
 
 GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
-"""Arguments of one call with the global batch: positional, by keyword, or None to have them made from the config."""
+"""Arguments of one call with the global batch: positional, by keyword, or None to make them from the config."""
 
 
 def meta_inputs(given: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
-    """Return the given arguments on the meta device, each tensor an object of its own."""
+    """Return the given arguments on the meta device; a tensor that occurs twice becomes two tensors."""
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 
 
 def batch_size_of(inputs: ExampleInputs) -> int:
-    """Return the first dim of the first tensor: the global batch.
+    """Return the global batch: the first dim of the first tensor that has one.
 
     Raises:
-        ModelError: no tensor with a dim is among the inputs.
+        ModelError: no tensor of the inputs has a dim.
     """
     for leaf in pytree.tree_leaves((inputs.args, dict(inputs.kwargs))):
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return int(leaf.shape[0])
     raise ModelError(
-        "the example inputs hold no tensor with a batch dim", what_to_do="Give the inputs of one forward call."
+        "the example inputs have no tensor with a batch dim.", what_to_do="Give the arguments of one forward call."
     )
 
 
 def with_batch(inputs: ExampleInputs, given: int, batch: int) -> ExampleInputs:
-    """Return ``inputs`` with every first dim of ``given`` made ``batch``."""
+    """Return ``inputs`` at another batch: every first dim of size ``given`` becomes ``batch``."""
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim and tensor.shape[0] == given:
@@ -66,20 +66,26 @@ def with_dtype(inputs: ExampleInputs, dtype: torch.dtype | None) -> ExampleInput
 def inputs_from_config(
     module: nn.Module, *, batch: int | None, seq: int | None, phase: JobPhase = "training"
 ) -> ExampleInputs:
-    """Return inputs for a Hugging Face model on the meta device: with labels for training, else without.
+    """Return the arguments of a Hugging Face model, on the meta device.
 
-    In prefill the logits of the last token alone are asked for, where the model can be asked. Decoding takes one token
-    of each sequence; the cache is no input of what is traced.
+    Training has labels. Prefill asks for the logits of the last token only, where the model allows it. Decoding feeds
+    one token per sequence; the KV cache is not among the arguments.
+
+    Args:
+        module: the model.
+        batch: samples in the global batch.
+        seq: tokens in a sequence; images have none.
+        phase: what a step is.
 
     Raises:
-        ModelError: the module has no config to make inputs from.
+        ModelError: the module has no config.
         JobError: the batch or the sequence length is missing, or the module cannot decode.
     """
     config = getattr(module, "config", None)
     name = getattr(module, "main_input_name", None)
     if config is None or name is None:
         raise ModelError(
-            f"{type(module).__name__} brings no config to make inputs from",
+            f"{type(module).__name__} has no config that describes its inputs.",
             what_to_do="Give example_inputs: the arguments of one forward call, as a tuple or a dict.",
         )
     if phase == "decode":
@@ -107,7 +113,7 @@ def inputs_from_config(
 
 
 def has_kv_cache(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a Hugging Face decoder whose cache holds the keys and values of attention."""
+    """Tell whether ``module`` is a Hugging Face decoder whose cache holds keys and values (not MLA's latents)."""
     config = getattr(module, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False) or mla_modules(module):
         return False
@@ -115,22 +121,22 @@ def has_kv_cache(module: nn.Module) -> bool:
 
 
 def check_can_decode(module: nn.Module) -> None:
-    """Refuse to decode with a model that has no key-value cache of its own tokens.
+    """Check that decoding with ``module`` can be planned.
 
     Raises:
-        JobError: it is no decoder, or caches latents.
+        JobError: the module is no decoder with a KV cache, or it caches MLA latents.
     """
     if mla_modules(module):
         raise JobError(
-            f"{type(module).__name__} caches latents, of which every step makes keys and values again: that is not "
-            "planned yet.",
-            what_to_do="Plan its prefill.",
+            f"decoding with multi-head latent attention (MLA) cannot be planned yet: {type(module).__name__} caches "
+            "latents and recomputes keys and values in every step.",
+            what_to_do='Plan its prefill (phase="prefill").',
             field="phase",
         )
     if not has_kv_cache(module):
         raise JobError(
-            f"{type(module).__name__} cannot decode: it is no Hugging Face decoder with a key-value cache.",
-            what_to_do="Plan its prefill, one forward pass, or name a causal language model.",
+            f"{type(module).__name__} cannot decode: it is no Hugging Face decoder with a KV cache.",
+            what_to_do='Plan its forward pass (phase="prefill"), or name a causal language model.',
             field="phase",
         )
 

@@ -1,4 +1,4 @@
-"""From a module and its inputs to an `OpGraph`."""
+"""`trace`: a module and its inputs to an `OpGraph`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from planner.errors import ModelError
 from planner.graph.capture import (
     CapturedGraph,
     ExampleInputs,
-    as_target,
     export,
     module_names,
+    op_target,
     path_text,
     symbolic_trace,
 )
-from planner.graph.fold import repeats_of, without_repeats
-from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Ref, Value, ValueKind, build_digraph
+from planner.graph.fold import find_repeated_blocks, without_repeated_blocks
+from planner.graph.op_graph import (
+    Crossing,
+    ModelInput,
+    ModelOutput,
+    Op,
+    OpGraph,
+    Ref,
+    Value,
+    ValueKind,
+    build_digraph,
+    output_value,
+)
 from planner.graph.unroll import unroll
 
 
@@ -29,43 +40,48 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
     """Return the op graph of one call of ``module``.
 
     Args:
-        module: any module; see `to_meta`.
+        module: on the meta device, as `to_meta` returns it.
         inputs: the arguments of the call, on the meta device.
 
     Raises:
-        ModelError: neither torch.export nor torch.fx can capture it; the message names the module and the reason.
+        ModelError: neither torch.export nor torch.fx can capture it; names the submodule and both reasons.
     """
-    folded = _folded(module, inputs)
+    folded = _trace_folded(module, inputs)
     if folded is not None:
         return folded
     try:
         captured = export(module, inputs)
-    except Exception as refusal:  # noqa: BLE001  whatever forward or export raises is the reason to report
+    except Exception as export_error:  # noqa: BLE001  the reason to report, whatever forward or export raises
         try:
             captured = symbolic_trace(module, inputs)
-        except Exception as second:  # noqa: BLE001
+        except Exception as fx_error:  # noqa: BLE001
             raise ModelError(
-                f"cannot trace {type(module).__name__}{_culprit(module, refusal)}: "
-                f"torch.export says {_reason(refusal)}; torch.fx says {_reason(second)}.",
+                f"cannot trace {type(module).__name__}{_failing_module(module, export_error)}: "
+                f"torch.export says {_reason(export_error)}; torch.fx says {_reason(fx_error)}.",
                 what_to_do="Check that it runs on these inputs, and keep data-dependent control flow out of forward.",
-            ) from refusal
-    return _Reader(module, captured).read()
+            ) from export_error
+    return _GraphBuilder(module, captured).build()
 
 
-def _folded(module: nn.Module, inputs: ExampleInputs) -> OpGraph | None:
-    """Return the op graph of a module with repeats, of which only a few blocks are traced; None where it has none."""
-    repeats = repeats_of(module, inputs)
+def _trace_folded(module: nn.Module, inputs: ExampleInputs) -> OpGraph | None:
+    """Return the op graph of a module with repeated blocks, tracing only a few of them; None where that fails."""
+    repeats = find_repeated_blocks(module, inputs)
     if not repeats:
         return None
-    names: dict[int, list[str]] = {}
-    for fqn, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(fqn)
     try:
-        with without_repeats(module, repeats):
-            short = _Reader(module, export(module, inputs)).read()
-        return unroll(short, repeats, [tuple(fqns) for fqns in names.values()])
-    except Exception:  # noqa: BLE001  tracing in full reports what there is to report
+        with without_repeated_blocks(module, repeats):
+            short = _GraphBuilder(module, export(module, inputs)).build()
+        return unroll(short, repeats, list(_parameter_fqns(module).values()))
+    except Exception:  # noqa: BLE001  the full trace, which follows, reports the error
         return None
+
+
+def _parameter_fqns(module: nn.Module) -> dict[int, tuple[str, ...]]:
+    """Return id of a parameter -> all of its FQNs, in the module's order."""
+    fqns: dict[int, list[str]] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        fqns.setdefault(id(parameter), []).append(fqn)
+    return {key: tuple(names) for key, names in fqns.items()}
 
 
 def _reason(error: BaseException) -> str:
@@ -73,46 +89,44 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip() if lines else 'no message'}"
 
 
-def _culprit(module: nn.Module, error: BaseException) -> str:
-    """Name the innermost submodule whose forward raised ``error``."""
+def _failing_module(module: nn.Module, error: BaseException) -> str:
+    """Return text that names the innermost submodule whose forward raised ``error``; "" where none did."""
     names = module_names(module)
-    found, frame = "", error.__traceback__
+    text, frame = "", error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner in names and frame.tb_frame.f_code.co_name == "forward":
-            found = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
+            text = f", in its module {names[owner] or '(root)'!r} ({type(owner).__name__})"
         frame = frame.tb_next
-    return found
+    return text
 
 
 @dataclass(slots=True)
-class _Arrival:
-    """A value as seen at one point of the fx graph: what it is, and the boundaries crossed since it was made."""
+class _ValueInModule:
+    """A value at one node of the fx graph, with the module boundaries between its producer and that node."""
 
-    value: str
+    name: str
     crossings: tuple[Crossing, ...]
 
 
-class _Reader:
-    """Reads the captured fx graph into an `OpGraph`: markers become crossings, the rest become ops and values."""
+class _GraphBuilder:
+    """Converts a captured fx graph to an `OpGraph`: markers become crossings, other nodes become ops and values."""
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
         self._module = module
         self._captured = captured
         self._values: dict[str, Value] = {}
-        self._arrivals: dict[torch.fx.Node, Any] = {}
+        self._node_values: dict[torch.fx.Node, Any] = {}
         self._ops: list[Op] = []
         self._parameters: dict[str, str] = {}
         self._inputs: list[ModelInput] = []
         self._outputs: list[ModelOutput] = []
-        self._stack: list[int] = [0]
+        self._open_calls: list[int] = [0]
 
-    def read(self) -> OpGraph:
+    def build(self) -> OpGraph:
         for node in self._captured.graph.nodes:
             getattr(self, f"_read_{node.op}")(node)
-        fqns: dict[int, list[str]] = {}
-        for fqn, parameter in self._module.named_parameters(remove_duplicate=False):
-            fqns.setdefault(id(parameter), []).append(fqn)
+        fqns = _parameter_fqns(self._module)
         state = dict(self._module.named_parameters(remove_duplicate=False))
         return OpGraph(
             digraph=build_digraph(self._ops),
@@ -120,7 +134,7 @@ class _Reader:
             calls=self._captured.calls,
             inputs=tuple(self._inputs),
             outputs=tuple(self._outputs),
-            parameters={value: tuple(fqns[id(state[fqn])]) for value, fqn in self._parameters.items()},
+            parameters={value: fqns[id(state[fqn])] for value, fqn in self._parameters.items()},
         )
 
     def _add_value(self, name: str, tensor: torch.Tensor, kind: ValueKind, requires_grad: bool) -> None:
@@ -130,35 +144,35 @@ class _Reader:
     def _read_placeholder(self, node: torch.fx.Node) -> None:
         tensor = node.meta.get("val")
         if not isinstance(tensor, torch.Tensor):
-            self._arrivals[node] = tensor
+            self._node_values[node] = tensor
             return
         if node.name in self._captured.parameters:
             self._read_parameter(node, tensor)
             return
         kind: ValueKind = "plain" if node.name in self._captured.buffers else "input"
         self._add_value(node.name, tensor, kind, False)
-        self._arrivals[node] = _Arrival(node.name, ())
+        self._node_values[node] = _ValueInModule(node.name, ())
 
     def _read_parameter(self, node: torch.fx.Node, tensor: torch.Tensor) -> None:
         fqn = self._captured.parameters[node.name]
         state = dict(self._module.named_parameters(remove_duplicate=False))
         parameter = state[fqn]
-        known = next((value for value, name in self._parameters.items() if state[name] is parameter), None)
-        if known is None:
+        tied_value = next((value for value, name in self._parameters.items() if state[name] is parameter), None)
+        if tied_value is None:
             self._add_value(node.name, tensor, "parameter", parameter.requires_grad)
             self._parameters[node.name] = fqn
-        self._arrivals[node] = _Arrival(known or node.name, ())
+        self._node_values[node] = _ValueInModule(tied_value or node.name, ())
 
     def _read_get_attr(self, node: torch.fx.Node) -> None:
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor):
             self._add_value(node.name, tensor, "plain", False)
-            self._arrivals[node] = _Arrival(node.name, ())
+            self._node_values[node] = _ValueInModule(node.name, ())
         else:
             owner: Any = self._captured.owner
             for part in str(node.target).split("."):
                 owner = getattr(owner, part)
-            self._arrivals[node] = owner
+            self._node_values[node] = owner
 
     def _read_call_function(self, node: torch.fx.Node) -> None:
         if node.target is torch.ops.shardplan.boundary.default or node.target is torch.ops.shardplan.boundary:
@@ -170,43 +184,43 @@ class _Reader:
             and not isinstance(node.meta.get("val"), torch.fx.Proxy)
             and self._is_list(node)
         ):
-            source = self._arrivals[node.args[0]]  # type: ignore[index]
-            self._arrivals[node] = source[node.args[1]]
+            source = self._node_values[node.args[0]]  # type: ignore[index]
+            self._node_values[node] = source[node.args[1]]
         else:
             self._read_op(node, node.target)
 
     def _is_list(self, node: torch.fx.Node) -> bool:
         source = node.args[0]
-        return isinstance(source, torch.fx.Node) and isinstance(self._arrivals.get(source), (list, tuple))
+        return isinstance(source, torch.fx.Node) and isinstance(self._node_values.get(source), (list, tuple))
 
     def _read_marker(self, node: torch.fx.Node) -> None:
         direction, call_text, path = str(node.args[1]).split("|", 2)
         call = int(call_text)
-        arrival = self._arrivals[node.args[0]]  # type: ignore[index]
+        value = self._node_values[node.args[0]]  # type: ignore[index]
         if direction == "input":
             self._enter(call)
-            if call == 0 and arrival.crossings == ():
-                self._inputs.append(ModelInput(value=arrival.value, path=path))
+            if call == 0 and value.crossings == ():
+                self._inputs.append(ModelInput(value=value.name, path=path))
         else:
             self._leave(call)
         side: Literal["input", "output"] = "input" if direction == "input" else "output"
-        self._arrivals[node] = _Arrival(
-            arrival.value, (*arrival.crossings, Crossing(call=call, direction=side, path=path))
+        self._node_values[node] = _ValueInModule(
+            value.name, (*value.crossings, Crossing(call=call, direction=side, path=path))
         )
 
     def _enter(self, call: int) -> None:
-        if call not in self._stack:
-            # Calls without tensor arguments leave no marker of their own: enter them on the way down.
-            chain = []
+        if call not in self._open_calls:
+            # A call without tensor arguments has no input marker: it is entered together with a call inside it.
+            ancestors = []
             index: int | None = call
             while index is not None:
-                chain.append(index)
+                ancestors.append(index)
                 index = self._captured.calls[index].parent
-            self._stack = chain[::-1]
+            self._open_calls = ancestors[::-1]
 
     def _leave(self, call: int) -> None:
-        if call in self._stack:
-            self._stack = self._stack[: self._stack.index(call)] or [0]
+        if call in self._open_calls:
+            self._open_calls = self._open_calls[: self._open_calls.index(call)] or [0]
 
     def _read_op(self, node: torch.fx.Node, target: Any) -> None:
         result = node.meta.get("val")
@@ -214,92 +228,79 @@ class _Reader:
         args: tuple[Any, ...] = node.args
         if "wrap_with_set_grad_enabled" in str(target):
             grad_enabled, submodule_node, *rest = args
-            target, args = self._arrivals[submodule_node], tuple(rest)
+            target, args = self._node_values[submodule_node], tuple(rest)
             result = submodule_node.meta.get("val", result) if result is None else result
             if result is None:
                 result = _outputs_of(target)
-        tensors = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        if not tensors:
-            self._arrivals[node] = result
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            self._node_values[node] = result
             return
-        inputs, crossings = [], []
+        inputs: list[_ValueInModule] = []
+
+        def to_ref(value: Any) -> Any:
+            if not isinstance(value, _ValueInModule):
+                return value
+            inputs.append(value)
+            return Ref(value.name)
 
         def substitute(leaf: Any) -> Any:
             if not isinstance(leaf, torch.fx.Node):
                 return leaf
-            arrival = self._arrivals[leaf]
-            if not isinstance(arrival, _Arrival):
-                return pytree.tree_map(replace_arrival, arrival, is_leaf=lambda x: isinstance(x, _Arrival))
-            return replace_arrival(arrival)
+            return pytree.tree_map(to_ref, self._node_values[leaf], is_leaf=_is_value)
 
-        def replace_arrival(arrival: Any) -> Any:
-            if not isinstance(arrival, _Arrival):
-                return arrival
-            inputs.append(arrival.value)
-            crossings.append(arrival.crossings)
-            return Ref(arrival.value)
+        template = pytree.tree_map(substitute, tuple(args), is_leaf=_is_node)
+        kwargs = pytree.tree_map(substitute, dict(node.kwargs), is_leaf=_is_node)
+        self._ops.append(
+            Op(
+                name=node.name,
+                target=op_target(target),
+                args=template,
+                kwargs={key: value for key, value in kwargs.items() if key != "pin_memory"},
+                call=self._open_calls[-1],
+                inputs=tuple(value.name for value in inputs),
+                crossings=tuple(value.crossings for value in inputs),
+                outputs=self._add_results(node, target, result, inputs, grad_enabled),
+                grad_enabled=grad_enabled,
+            )
+        )
 
-        template = pytree.tree_map(substitute, tuple(args), is_leaf=lambda x: isinstance(x, torch.fx.Node))
-        kwargs = pytree.tree_map(substitute, dict(node.kwargs), is_leaf=lambda x: isinstance(x, torch.fx.Node))
-        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-        self._finish_op(node, target, template, kwargs, inputs, crossings, result, grad_enabled)
-
-    def _finish_op(
-        self,
-        node: torch.fx.Node,
-        target: Any,
-        template: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[str],
-        crossings: list[tuple[Crossing, ...]],
-        result: Any,
-        grad_enabled: bool,
-    ) -> None:
-        sources = [self._values[name] for name in inputs]
-        kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
-        differentiable = grad_enabled and any(source.requires_grad for source in sources)
-        outputs: list[str] = []
+    def _add_results(
+        self, node: torch.fx.Node, target: Any, result: Any, inputs: list[_ValueInModule], grad_enabled: bool
+    ) -> tuple[str, ...]:
+        """Add the tensors that an op returns to the values, and return their names."""
+        sources = [self._values[value.name] for value in inputs]
+        names: list[str] = []
 
         def add(path: tuple[Any, ...], tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor):
                 return tensor
             suffix = path_text(path)
             name = f"{node.name}.{suffix}" if suffix else node.name
-            needs_grad = differentiable and tensor.is_floating_point() and "detach" not in str(target)
-            self._add_value(name, tensor, kind, needs_grad)
-            outputs.append(name)
-            return _Arrival(name, ())
+            shape = tuple(map(int, tensor.shape))
+            self._values[name] = output_value(name, shape, tensor.dtype, target, grad_enabled, sources)
+            names.append(name)
+            return _ValueInModule(name, ())
 
-        self._arrivals[node] = pytree.tree_map_with_path(add, result)
-        self._ops.append(
-            Op(
-                name=node.name,
-                target=as_target(target),
-                args=template,
-                kwargs=kwargs,
-                call=self._stack[-1],
-                inputs=tuple(inputs),
-                crossings=tuple(crossings),
-                outputs=tuple(outputs),
-                grad_enabled=grad_enabled,
-            )
-        )
+        self._node_values[node] = pytree.tree_map_with_path(add, result)
+        return tuple(names)
 
     def _read_output(self, node: torch.fx.Node) -> None:
-        leaves = pytree.tree_leaves(node.args, is_leaf=lambda x: isinstance(x, torch.fx.Node))
-        arrivals = [self._arrivals[leaf] for leaf in leaves if isinstance(leaf, torch.fx.Node)]
-        flat = [
-            a
-            for a in pytree.tree_leaves(arrivals, is_leaf=lambda x: isinstance(x, _Arrival))
-            if isinstance(a, _Arrival)
-        ]
-        scalars = [a for a in flat if self._values[a.value].shape == () and self._values[a.value].requires_grad]
-        for arrival in flat:
-            path = arrival.crossings[-1].path if arrival.crossings else ""
-            is_loss = bool(scalars) and arrival is scalars[0]
-            self._outputs.append(
-                ModelOutput(value=arrival.value, path=path, crossings=arrival.crossings, is_loss=is_loss)
-            )
+        nodes = [leaf for leaf in pytree.tree_leaves(node.args, is_leaf=_is_node) if _is_node(leaf)]
+        leaves = pytree.tree_leaves([self._node_values[output] for output in nodes], is_leaf=_is_value)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, _ValueInModule)]
+        scalars = [v for v in outputs if self._values[v.name].shape == () and self._values[v.name].requires_grad]
+        for value in outputs:
+            path = value.crossings[-1].path if value.crossings else ""
+            is_loss = bool(scalars) and value is scalars[0]
+            self._outputs.append(ModelOutput(value=value.name, path=path, crossings=value.crossings, is_loss=is_loss))
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, torch.fx.Node)
+
+
+def _is_value(leaf: Any) -> bool:
+    return isinstance(leaf, _ValueInModule)
 
 
 def _outputs_of(graph_module: torch.fx.GraphModule) -> Any:

@@ -1,4 +1,8 @@
-"""Ops that a graph runs as one: what a ``torch.no_grad()`` block in a forward is captured as."""
+"""Nested graphs: several ops that a graph runs as one op, without gradients.
+
+torch.export captures the body of ``with torch.no_grad():`` as a submodule. `NestedGraph` is that submodule as plain
+data, which can be written to a document.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from planner.graph.op_graph import Ref
+from planner.graph.op_graph import Ref, leaves_of, with_refs
 
 META = torch.device("meta")
-"""Where all that a graph makes lies, whatever device its forward named."""
+"""The device of every tensor of a graph, whatever device the forward names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedOp:
-    """One op of a body: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for what is known there.
+    """One op of a nested graph: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` names a value.
 
     Attributes:
-        name: of the result, for later steps and the body's outputs.
-        target: the op; None takes the item ``args[1]`` of ``args[0]``, which an earlier step returned several of.
+        name: of the result.
+        target: the op; None stands for ``args[0][args[1]]``, one of the results of an earlier op.
+        args: positional arguments.
+        kwargs: keyword arguments.
     """
 
     name: str
@@ -29,9 +34,9 @@ class NestedOp:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def run(self, known: Mapping[str, Any]) -> Any:
-        """Return what the op returns, given the values that it refers to."""
-        args, kwargs = filled((self.args, dict(self.kwargs)), known)
+    def run(self, values: Mapping[str, Any]) -> Any:
+        """Return the result, given the nested graph's values by name."""
+        args, kwargs = with_refs((self.args, dict(self.kwargs)), lambda ref: values[ref.value])
         if self.target is None:
             return args[0][args[1]]
         on_meta = {key: META if isinstance(value, torch.device) else value for key, value in kwargs.items()}
@@ -40,27 +45,33 @@ class NestedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NestedGraph:
-    """A callable made of ops: an op's target like any other, but plain data, which can be written down and sent."""
+    """A callable made of ops, and the target of an op. Equal for equal ``code``.
+
+    Attributes:
+        inputs: names of the arguments.
+        ops: in the order of execution.
+        outputs: tree of ``Ref``s to values.
+        code: the nested graph as text.
+    """
 
     inputs: tuple[str, ...]
-    steps: tuple[NestedOp, ...]
+    ops: tuple[NestedOp, ...]
     outputs: Any
     code: str = field(init=False)
-    """What the body does, as text: equal for bodies that do the same under the same names."""
 
     def __post_init__(self) -> None:
         lines = [f"body({', '.join(self.inputs)}):"]
-        lines += [f"  {s.name} = {s.target or 'item'}{s.args!r} {dict(s.kwargs)!r}" for s in self.steps]
+        lines += [f"  {op.name} = {op.target or 'item'}{op.args!r} {dict(op.kwargs)!r}" for op in self.ops]
         object.__setattr__(self, "code", "\n".join([*lines, f"  return {self.outputs!r}"]))
 
     def __call__(self, *tensors: Any) -> Any:
-        """Return what the steps make of ``tensors``."""
+        """Return the outputs for the arguments ``tensors``."""
         if len(tensors) != len(self.inputs):
-            raise TypeError(f"a body of {len(self.inputs)} inputs was given {len(tensors)}")
-        known: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
-        for step in self.steps:
-            known[step.name] = step.run(known)
-        return filled(self.outputs, known)
+            raise TypeError(f"a nested graph of {len(self.inputs)} inputs is called with {len(tensors)}")
+        values: dict[str, Any] = dict(zip(self.inputs, tensors, strict=True))
+        for op in self.ops:
+            values[op.name] = op.run(values)
+        return with_refs(self.outputs, lambda ref: values[ref.value])
 
     def __str__(self) -> str:
         return self.code
@@ -72,16 +83,6 @@ class NestedGraph:
         return hash(self.code)
 
 
-def filled(template: Any, known: Mapping[str, Any]) -> Any:
-    """Return ``template`` with what each ``Ref`` in it stands for."""
-
-    def substitute(leaf: Any) -> Any:
-        return known[leaf.value] if isinstance(leaf, Ref) else leaf
-
-    return pytree.tree_map(substitute, template, is_leaf=lambda leaf: isinstance(leaf, Ref))
-
-
-def names_in(template: Any) -> Sequence[str]:
-    """Return what the ``Ref``s in ``template`` stand for, in order of appearance."""
-    leaves = pytree.tree_leaves(template, is_leaf=lambda leaf: isinstance(leaf, Ref))
-    return [leaf.value for leaf in leaves if isinstance(leaf, Ref)]
+def referenced_values(template: Any) -> Sequence[str]:
+    """Return the names of the values that the ``Ref``s in ``template`` refer to, in order of appearance."""
+    return [leaf.value for leaf in leaves_of(template) if isinstance(leaf, Ref)]

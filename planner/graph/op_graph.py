@@ -1,10 +1,10 @@
-"""The traced model as a graph of ops: values (tensors), ops, and the calls of modules that they live in."""
+"""`OpGraph`: the traced model as ops, the values (tensors) between them, and the module calls that contain them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,12 +12,12 @@ import networkx as nx
 import torch
 
 ValueKind = Literal["input", "parameter", "plain", "activation"]
-"""``plain`` values depend on no input and no parameter (masks, positions, buffers): every rank computes them whole."""
+"""``plain`` values depend on no input and no parameter (masks, positions, buffers); they are never sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a value inside an op's argument template."""
+    """Refers to a value inside an argument template: the arguments of an op, with a `Ref` for each tensor."""
 
     value: str
 
@@ -34,13 +34,19 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the unsharded tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a module: a frame of the forward pass."""
+    """One call of a module.
+
+    Attributes:
+        index: position among the calls of the forward, in the order in which they begin.
+        fqn: of the module.
+        parent: index of the call that contains this one; None for the root module's.
+    """
 
     index: int
     fqn: str
@@ -49,7 +55,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value passing into (``input``) or out of (``output``) a module call, at argument ``path``."""
+    """A module boundary that a value crosses.
+
+    Attributes:
+        call: index of the module call.
+        direction: "input" where the value enters the call, "output" where it leaves.
+        path: of the argument or result, as in `planner.graph.capture.path_text`.
+    """
 
     call: int
     direction: Literal["input", "output"]
@@ -58,16 +70,25 @@ class Crossing:
 
 @functools.cache
 def overload_name(target: torch._ops.OpOverload) -> str:
-    """Return the name of an op of torch's: it puts it together anew each time."""
+    """Return ``str(target)``, cached: torch assembles the string on every call."""
     return str(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` stands for a value.
+    """One op: ``target`` applied to ``args`` and ``kwargs``, in which a `Ref` stands for a value.
 
-    ``crossings[i]`` are the module boundaries that input ``i`` passes between its producer and this op, in order.
-    ``is_zigzag`` says of attention that pieces of sequences come to it in an even order (`planner.plan.token_order`).
+    Attributes:
+        name: unique in the graph.
+        target: an op of torch or of ours, or a `planner.graph.nested_graph.NestedGraph`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        call: index of the innermost module call that contains the op.
+        inputs: the values that ``args`` and ``kwargs`` refer to, in order.
+        crossings: for each input, the module boundaries between its producer and this op, in order.
+        outputs: names of the results.
+        grad_enabled: False inside ``torch.no_grad()``.
+        is_zigzag: whether an attention op gets its sequences in zigzag order (`planner.plan.token_order`).
     """
 
     name: str
@@ -89,9 +110,19 @@ class Op:
         return str(getattr(self.target, "__name__", self.target))
 
 
+def output_value(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Any, grad_enabled: bool, sources: Sequence[Value]
+) -> Value:
+    """Return a tensor that an op returns; ``kind`` and ``requires_grad`` follow from the op's inputs, ``sources``."""
+    kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
+    differentiable = grad_enabled and any(source.requires_grad for source in sources)
+    requires_grad = differentiable and dtype.is_floating_point and "detach" not in str(target)
+    return Value(name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=requires_grad)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInput:
-    """An input of the root module: its value and the argument that it comes as."""
+    """An input of the root module: its value, and the path of the argument."""
 
     value: str
     path: str
@@ -99,10 +130,15 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOutput:
-    """An output of the root module; ``is_loss`` marks the scalar that training differentiates.
+    """An output of the root module.
 
-    ``is_sent`` marks what a pipeline stage hands to the next, which sends its gradient back; ``is_result`` what a
-    forward that is not differentiated is run for, which leaves the model as whole values or pieces of them, not sums.
+    Attributes:
+        value: the name of the value.
+        path: of the result.
+        crossings: the module boundaries between the producer and the caller of the root module.
+        is_loss: whether training differentiates this scalar.
+        is_sent: whether a pipeline stage sends the value to the next stage, and receives its gradient.
+        is_result: whether an inference forward is run for this value, which must not be ``Partial`` then.
     """
 
     value: str
@@ -115,7 +151,16 @@ class ModelOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpGraph:
-    """A traced model. ``digraph``, made by `build_digraph`, has ops as nodes and one edge per tensor (``value``)."""
+    """A traced model.
+
+    Attributes:
+        digraph: made by `build_digraph`: a node for every op, an edge for every tensor between two ops.
+        values: every tensor by name.
+        calls: every module call, by index.
+        inputs: of the root module.
+        outputs: of the root module.
+        parameters: parameter value -> its FQNs, several where it is tied.
+    """
 
     digraph: nx.MultiDiGraph[str]
     values: Mapping[str, Value]
@@ -123,57 +168,59 @@ class OpGraph:
     inputs: tuple[ModelInput, ...]
     outputs: tuple[ModelOutput, ...]
     parameters: Mapping[str, tuple[str, ...]]
-    """Parameter value -> every FQN that it goes by (more than one where it is tied)."""
 
     @property
     def ops(self) -> list[Op]:
-        """Every op, in the order of execution."""
+        """All ops, in the order of execution."""
         ops: list[Op] = self.digraph.graph["ops"]
         return ops
 
 
 def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
-    """Return the graph of ``ops``: nodes in order of execution, an edge for every tensor that one hands to another."""
+    """Return the graph of ``ops``: nodes in the order of execution, an edge for every tensor from producer to user."""
     graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(ops=ops)
-    produced: dict[str, str] = {}
+    producers: dict[str, str] = {}
     for op in ops:
         graph.add_node(op.name, op=op)
         for value in op.inputs:
-            if value in produced:
-                graph.add_edge(produced[value], op.name, value=value)
-        produced.update(dict.fromkeys(op.outputs, op.name))
+            if value in producers:
+                graph.add_edge(producers[value], op.name, value=value)
+        producers.update(dict.fromkeys(op.outputs, op.name))
     return graph
 
 
 def later_uses(graph: OpGraph) -> dict[str, tuple[int, ...]]:
-    """Return op -> those of its inputs that need gradients and have been used before."""
+    """Return op -> positions of its inputs that need a gradient and that an earlier op, or argument, uses too.
+
+    Each such use adds one gradient to another in the backward.
+    """
     used: set[str] = set()
-    found = {}
+    positions: dict[str, tuple[int, ...]] = {}
     for op in graph.ops:
-        backward = any(graph.values[name].requires_grad for name in op.outputs)
-        again = []
+        has_backward = any(graph.values[name].requires_grad for name in op.outputs)
+        reused = []
         for position, name in enumerate(op.inputs):
-            if backward and graph.values[name].requires_grad:
+            if has_backward and graph.values[name].requires_grad:
                 if name in used:
-                    again.append(position)
+                    reused.append(position)
                 used.add(name)
-        found[op.name] = tuple(again)
-    return found
+        positions[op.name] = tuple(reused)
+    return positions
 
 
 def leaves_of(template: Any) -> list[Any]:
-    """Return what is no tuple, list or mapping in an argument template, in order."""
-    found: list[Any] = []
-    _collect(template, found)
-    return found
+    """Return the leaves of an argument template, in order: all that is no tuple, list or mapping."""
+    leaves: list[Any] = []
+    _collect(template, leaves)
+    return leaves
 
 
-_LEAVES = frozenset({Ref, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
-"""Types that hold nothing else, told by a look: that something is no mapping takes long to see."""
+_LEAF_TYPES = frozenset({Ref, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""The common types of leaves, checked first: ``isinstance(x, Mapping)`` is slow for what is no mapping."""
 
 
 def _collect(template: Any, into: list[Any]) -> None:
-    if type(template) in _LEAVES:
+    if type(template) in _LEAF_TYPES:
         into.append(template)
     elif isinstance(template, (tuple, list)):
         for part in template:
@@ -186,8 +233,8 @@ def _collect(template: Any, into: list[Any]) -> None:
 
 
 def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
-    """Return an argument template with what ``substitute`` returns in place of each `Ref`, in order."""
-    if type(template) in _LEAVES:
+    """Return an argument template with each `Ref` replaced by what ``substitute`` returns for it, in order."""
+    if type(template) in _LEAF_TYPES:
         return substitute(template) if isinstance(template, Ref) else template
     if isinstance(template, (tuple, list)):
         return type(template)([with_refs(part, substitute) for part in template])
@@ -197,7 +244,7 @@ def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
 
 
 def _scaled(item: Any, traced_batch: int, batch: int) -> Any:
-    """Return a shape, size or argument seen at ``traced_batch`` as it is at ``batch``."""
+    """Return a shape, size or argument of a trace at batch ``traced_batch`` as it would be at ``batch``."""
     if isinstance(item, (tuple, list)):
         return type(item)(_scaled(part, traced_batch, batch) for part in item)
     if isinstance(item, Mapping):
@@ -208,12 +255,13 @@ def _scaled(item: Any, traced_batch: int, batch: int) -> Any:
 
 
 def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
-    """Return ``graph``, traced at a batch of ``traced_batch``, as it would be traced at ``batch``.
+    """Return ``graph`` as it would be traced at ``batch``.
 
     Args:
-        traced_batch: a prime that no other size of the model is a multiple of, so that whatever is a multiple of it is
-        a
-            multiple of the batch. No other number of micro-batches then needs a trace of its own.
+        graph: traced at a batch of ``traced_batch``.
+        traced_batch: a prime of which no other size in the model is a multiple. So every multiple of it is a multiple
+            of the batch, and one trace serves all numbers of micro-batches.
+        batch: samples.
     """
     ops = [
         replace(op, args=_scaled(op.args, traced_batch, batch), kwargs=_scaled(dict(op.kwargs), traced_batch, batch))

@@ -1,4 +1,7 @@
-"""A module as planning knows it, however it came: traced here, or read from a document that was traced elsewhere."""
+"""`TracedModule`: a module's graph and the facts about the module that planning needs, without the module itself.
+
+`trace_module` makes it from a module; `planner.wire` reads it from a document that was traced elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,19 @@ from planner.plan.job_spec import JobPhase
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TRACE_BATCH = 99_991
-"""The batch at which a model is traced when the micro-batch is still open: a prime that divides no other size."""
+"""Batch of a trace that serves any batch: a prime of which no other size in a model is a multiple (see `at_batch`)."""
 
 BASE_BATCH = 12
-"""The batch at which strategies are looked up then: even under axes of 2, 3 and 4 ranks."""
+"""Batch at which strategies of such a trace are enumerated: divisible by 2, 3 and 4 ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """The FQNs of a module, in its own order; of what is shared, every one.
+    """The FQNs in a module, in the module's order; shared parameters and submodules have several.
 
     Attributes:
-        parameters: of all parameters, used or not.
-        modules: of all submodules, the root's "" first.
+        parameters: FQNs of all parameters, used or not.
+        modules: FQNs of all submodules, beginning with "" for the root.
     """
 
     parameters: tuple[str, ...]
@@ -52,7 +55,7 @@ class ModuleNames:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> ModuleNames:
-        """Return the names in ``module``."""
+        """Return the FQNs in ``module``."""
         return cls(
             parameters=tuple(name for name, _ in module.named_parameters(remove_duplicate=False)),
             modules=tuple(name for name, _ in module.named_modules(remove_duplicate=False)),
@@ -61,20 +64,21 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModule:
-    """A module's graph, and what planning needs to know of the module besides.
+    """A module's graph, and the facts about the module that planning needs.
 
     Attributes:
-        name: of its class.
-        fingerprint: its structural hash.
-        tp_plan: FQN pattern of modules -> style, where the module carries an expert's plan.
+        name: of the module's class.
+        names: FQNs of its parameters and submodules.
+        fingerprint: structural hash of the module.
+        tp_plan: FQN pattern of modules -> tensor-parallel style, where the module carries such a plan (Hugging Face).
         graph: of one call.
         dtype: of parameters and activations: "bf16", "fp16" or "fp32".
-        samples: first dim of the example inputs.
-        traced_batch: first dim that the graph has.
-        any_batch: whether the graph stands for any batch (`at_batch`), or for ``traced_batch`` alone.
-        phase: what it was traced for: outside training nothing needs a gradient.
-        has_kv_cache: whether it has a key-value cache of its own tokens.
-        fused_ops: whether fused ops are in the place of the module's own code, where they do the same.
+        samples: the global batch of the example inputs, their first dim.
+        traced_batch: the batch of the graph.
+        any_batch: whether the graph serves any batch (`at_batch`); otherwise it serves ``traced_batch`` only.
+        phase: what the graph is for; outside training no value needs a gradient.
+        has_kv_cache: whether the module is a decoder with a KV cache.
+        fused_ops: whether fused ops replace the module's code where they compute the same.
     """
 
     name: str
@@ -103,50 +107,50 @@ def trace_module(
     phase: JobPhase = "training",
     fused_ops: bool = False,
 ) -> TracedModule:
-    """Return ``module`` as planning knows it; it stays as it is, and may be on the meta device.
+    """Return the graph of ``module``, which is not changed and may be on the meta device.
 
     Args:
         module: any module.
-        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
-            config.
-        batch: samples per step in all; None takes the example inputs'.
+        example_inputs: arguments of one call with the global batch (tuple or dict); None makes them from the Hugging
+            Face config.
+        batch: samples in the global batch; None takes that of the example inputs.
         seq: tokens per sample, for models that read tokens.
-        micro_batches: per step; None keeps it open, and the graph good for any batch where the batch is even.
+        micro_batches: per step. None makes a graph that serves any number of them, unless the batch is odd.
         dtype: of parameters and activations.
-        phase: of the jobs that it is traced for. Only training is cut into micro-batches; the graphs of the others are
-            good for any batch.
-        fused_ops: of the jobs that it is traced for, as in `planner.plan.job.Job`.
+        phase: of the jobs that the graph is for. Only training has micro-batches; other graphs serve any batch.
+        fused_ops: of the jobs that the graph is for, as in `planner.plan.job.Job`.
 
     Raises:
-        PlannerError: it cannot be traced, or no inputs can be made for it.
+        PlannerError: the module cannot be traced, or its inputs cannot be made.
     """
     inputs = resolve_inputs(module, example_inputs, batch=batch, seq=seq, phase=phase)
     samples = batch_size_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
-    alone = phase == "training" and len(counts) == 1
+    is_fixed = phase == "training" and len(counts) == 1
     return trace_at_batch(
-        module, inputs, (batch or samples) // counts[0] if alone else None, dtype, phase, fused_ops=fused_ops
+        module, inputs, (batch or samples) // counts[0] if is_fixed else None, dtype, phase, fused_ops=fused_ops
     )
 
 
 def resolve_inputs(
     module: nn.Module | TracedModule, given: GivenInputs, *, batch: int | None, seq: int | None, phase: JobPhase
 ) -> ExampleInputs:
-    """Return the given arguments of one call, or those that the module's config tells; none where it is traced already.
+    """Return the arguments of one call: the given ones, or those of the module's config; none for a `TracedModule`.
 
     Raises:
-        PlannerError: none can be made, none may be given, or the module cannot decode.
+        PlannerError: the config describes no inputs, inputs are given where none are accepted, or the module cannot
+            decode.
     """
     if isinstance(module, TracedModule):
         if given is not None:
-            advice = "Give them to trace_module, or the module itself here."
+            advice = "Give them to trace_module, or give the module in place of the TracedModule."
             raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
         return ExampleInputs(args=(), kwargs={})
     if given is None:
         return inputs_from_config(module, batch=batch, seq=seq, phase=phase)
     if phase == "decode":
-        advice = "Leave example_inputs out: those of a decoding step are made from a Hugging Face config."
-        raise JobError("decoding is not planned from example inputs.", what_to_do=advice, field="phase")
+        advice = "Leave example_inputs out: those of a decoding step are made from the Hugging Face config."
+        raise JobError("decoding cannot be planned from example inputs.", what_to_do=advice, field="phase")
     return meta_inputs(given)
 
 
@@ -159,10 +163,10 @@ def trace_at_batch(
     *,
     fused_ops: bool = False,
 ) -> TracedModule:
-    """Return ``module`` traced at ``micro_batch`` alone, or at any batch where that is None.
+    """Return the graph of ``module`` for ``micro_batch`` samples; None makes a graph that serves any batch.
 
     Raises:
-        ModelError: it cannot be traced.
+        ModelError: the module cannot be traced.
     """
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused_ops:
@@ -190,7 +194,7 @@ def trace_at_batch(
 
 
 def _with_results(graph: OpGraph) -> OpGraph:
-    """Return ``graph`` with what it computes marked as what the forward is run for."""
+    """Return ``graph`` with its activations among the outputs marked as results (``ModelOutput.is_result``)."""
     outputs = tuple(
         dataclasses.replace(output, is_result=graph.values[output.value].kind == "activation")
         for output in graph.outputs
@@ -199,18 +203,20 @@ def _with_results(graph: OpGraph) -> OpGraph:
 
 
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:
-    """Return the numbers of micro-batches to try, the fewest first: the given one, or all powers of two that divide
-    ``batch``, and all that leave a power of two of samples in each.
+    """Return the numbers of micro-batches to try, in ascending order.
+
+    These are ``micro_batches`` alone where it is given. Otherwise they are the powers of two that divide ``batch``, and
+    the numbers for which micro-batch sizes are powers of two.
 
     Raises:
-        JobError: ``batch`` does not divide into ``micro_batches``.
+        JobError: ``batch`` is not divisible by ``micro_batches``.
     """
     if micro_batches is None:
         powers = [1 << exponent for exponent in range(batch.bit_length()) if batch % (1 << exponent) == 0]
         return sorted({*powers, *(batch // power for power in powers)})
     if micro_batches < 1 or batch % micro_batches:
         raise JobError(
-            f"a batch of {batch} does not divide into {micro_batches} micro-batches.",
+            f"a batch of {batch} is not divisible into {micro_batches} micro-batches.",
             what_to_do=f"Choose a number of micro-batches that divides {batch}.",
             field="micro_batches",
         )
@@ -218,23 +224,24 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
 
 
 def divisor_chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return numbers of micro-batches, as `micro_batch_counts` has them, in rows in which each divides the next."""
-    rows: dict[int, list[int]] = {}
+    """Return numbers of micro-batches, as `micro_batch_counts` gives them, in chains: each number divides the next."""
+    by_odd_part: dict[int, list[int]] = {}
     for count in counts:
-        rows.setdefault(count // (count & -count), []).append(count)
-    return [tuple(row) for row in rows.values()]
+        by_odd_part.setdefault(count // (count & -count), []).append(count)
+    return [tuple(chain) for chain in by_odd_part.values()]
 
 
 def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: Job) -> None:
-    """Refuse a job that ``module`` was not traced for.
+    """Check that ``module`` was traced for ``job``.
 
     Args:
-        batch: samples per step in all.
+        module: the graph.
+        batch: samples in the global batch.
         counts: numbers of micro-batches that are tried.
-        job: says the rest.
+        job: the job.
 
     Raises:
-        JobError: it was traced in another dtype, for another phase, with other ops, or at the batch of another job.
+        JobError: the graph has another dtype, phase, micro-batch, or other fused ops.
     """
     advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=..., "
     advice += "fused_ops=...)."
@@ -245,11 +252,11 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
         detail = f"the graph of {module.name} was traced in {module.dtype}, and the job is in {job.dtype}."
         raise JobError(detail, what_to_do=advice, field="dtype")
     if module.fused_ops != job.fused_ops:
-        has, wants = ("with" if fused else "without" for fused in (module.fused_ops, job.fused_ops))
-        detail = f"the graph of {module.name} was traced {has} fused ops, and the job is {wants} them."
+        module_has, job_has = ("with" if fused else "without" for fused in (module.fused_ops, job.fused_ops))
+        detail = f"the graph of {module.name} was traced {module_has} fused ops, and the job is {job_has} them."
         raise JobError(detail, what_to_do=advice, field="fused_ops")
-    wanted = batch // counts[0]
-    if not module.any_batch and (len(counts) > 1 or wanted != module.traced_batch):
-        sizes = f"{wanted} samples" if len(counts) == 1 else "micro-batches of any size"
+    micro_batch = batch // counts[0]
+    if not module.any_batch and (len(counts) > 1 or micro_batch != module.traced_batch):
+        sizes = f"{micro_batch} samples" if len(counts) == 1 else "micro-batches of any size"
         detail = f"the graph of {module.name} was traced with {module.traced_batch} samples, and the job needs {sizes}."
         raise JobError(detail, what_to_do=advice, field="batch")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.graph.op_graph import Op
-from planner.graph.run_op import fill, run_op
+from planner.graph.run_op import run_op, with_tensors
 from planner.model_rewrites.fused_kernels import run_backward, run_forward
 
 
@@ -134,7 +134,7 @@ def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
 def run_fused(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
     """Return what the formulas of a fused op (`fused_kernels`) allocate and dispatch, run step by step on meta."""
     tensors = [tensor.detach() for tensor in inputs]
-    args, _ = fill((op.args, dict(op.kwargs)), list(tensors))
+    args, _ = with_tensors((op.args, dict(op.kwargs)), tensors)
     with torch.no_grad(), LiveBytesMode() as live:
         for tensor in tensors:
             live.ignore(tensor)

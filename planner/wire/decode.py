@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from planner.errors import GraphFormatError
-from planner.graph.nested_graph import NestedGraph, NestedOp, names_in
+from planner.graph.nested_graph import NestedGraph, NestedOp, referenced_values
 from planner.graph.op_graph import Crossing, ModelInput, ModelOutput, Op, OpGraph, Value, ValueKind, build_digraph
 from planner.graph.trace_module import TRACE_BATCH, ModuleNames, TracedModule
 from planner.plan.fingerprint import torch_fingerprint
@@ -180,7 +180,7 @@ class _Reader:
             raise GraphFormatError.at(f"{where}.call", "there is no such call")
         args = tuple(self._arguments.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
         kwargs = {name: self._arguments.read(item, f"{where}.kwargs.{name}") for name, item in document.kwargs.items()}
-        inputs = names_in((args, kwargs))
+        inputs = referenced_values((args, kwargs))
         op = Op(
             name=document.name,
             target=_target(document, bodies, where),
@@ -198,7 +198,7 @@ class _Reader:
 
     def _check(self, op: Op, where: str) -> None:
         if isinstance(op.target, NestedGraph):
-            self._steps_left -= len(op.target.steps)
+            self._steps_left -= len(op.target.ops)
             if self._steps_left < 0:
                 raise GraphFormatError.at(where, f"its bodies run more than {MAX_STEPS} ops")
             if len(op.args) != len(op.target.inputs) or op.kwargs:
@@ -272,14 +272,14 @@ def _read_body(document: NestedGraphDocument, where: str) -> NestedGraph:
         steps.append(_read_step(step, reader, f"{where}.steps[{index}]"))
         known.add(step.name)
     outputs = reader.read(document.outputs, f"{where}.outputs")
-    return NestedGraph(inputs=tuple(document.inputs), steps=tuple(steps), outputs=outputs)
+    return NestedGraph(inputs=tuple(document.inputs), ops=tuple(steps), outputs=outputs)
 
 
 def _read_step(document: NestedOpDocument, reader: ArgumentReader, where: str) -> NestedOp:
     args = tuple(reader.read(item, f"{where}.args[{i}]") for i, item in enumerate(document.args))
     kwargs = {name: reader.read(item, f"{where}.kwargs.{name}") for name, item in document.kwargs.items()}
     if document.op is None:
-        if len(args) != 2 or type(args[1]) is not int or not names_in(args[:1]) or kwargs:
+        if len(args) != 2 or type(args[1]) is not int or not referenced_values(args[:1]) or kwargs:
             raise GraphFormatError.at(where, "an item is taken of a value, by a whole number")
         return NestedOp(name=document.name, target=None, args=args, kwargs={})
     op = _find(document.op, where)

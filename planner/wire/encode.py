@@ -152,7 +152,7 @@ class _Writer:
         if body.code not in self._bodies:
             document = NestedGraphDocument(
                 inputs=list(body.inputs),
-                steps=[_step(step) for step in body.steps],
+                steps=[_step(step) for step in body.ops],
                 outputs=written(body.outputs),
             )
             self._bodies[body.code] = len(self._body_documents)

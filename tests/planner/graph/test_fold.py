@@ -12,7 +12,7 @@ from torch import nn
 from planner.graph import from_fx as tracing
 from planner.graph.capture import ExampleInputs, to_meta
 from planner.graph.example_inputs import meta_inputs
-from planner.graph.fold import RepeatedBlocks, repeats_of, without_repeats
+from planner.graph.fold import RepeatedBlocks, find_repeated_blocks, without_repeated_blocks
 
 WIDTH = 8
 
@@ -181,7 +181,7 @@ def test_folded_is_what_the_whole_is(name: str, monkeypatch: pytest.MonkeyPatch)
     make, expected = MODELS[name]
     module = to_meta(make(), None)
     given = inputs()
-    found = repeats_of(module, given)
+    found = find_repeated_blocks(module, given)
     assert [f"{r.container} {r.first} {r.length}" for r in found] == expected
     folded = tracing._folded(module, given)
     assert (folded is None) == (not expected)
@@ -206,6 +206,6 @@ def test_whatever_is_folded_the_graph_is_that_of_the_whole(make: Any, monkeypatc
 def test_the_module_is_whole_again_afterwards() -> None:
     module = Deep(blocks(7))
     names = [name for name, _ in module.named_modules()]
-    with without_repeats(module, [RepeatedBlocks(container="blocks", first=1, length=6)]):
+    with without_repeated_blocks(module, [RepeatedBlocks(container="blocks", first=1, length=6)]):
         assert len(module.blocks) == 4
     assert [name for name, _ in module.named_modules()] == names

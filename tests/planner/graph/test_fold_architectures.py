@@ -16,7 +16,7 @@ from api.requests.model_registry import load_model
 from planner.graph import from_fx as tracing
 from planner.graph.capture import ExampleInputs, quiet_export, to_meta
 from planner.graph.example_inputs import inputs_from_config, with_dtype
-from planner.graph.fold import repeats_of
+from planner.graph.fold import find_repeated_blocks
 from planner.graph.op_graph import OpGraph
 
 IN_CI = (
@@ -47,7 +47,7 @@ def check(module: nn.Module, seq: int, repeats: int) -> None:
     meta = to_meta(module, torch.bfloat16)
     inputs = with_dtype(inputs_from_config(meta, batch=2, seq=seq), torch.bfloat16)
     with quiet_export():
-        assert len(repeats_of(meta, inputs)) >= repeats
+        assert len(find_repeated_blocks(meta, inputs)) >= repeats
         assert repeats == 0 or tracing._folded(meta, inputs) is not None, "traced in full: the test shows nothing"
         fast, full = canonical(tracing.trace(meta, inputs)), canonical(fully_traced(meta, inputs))
     for part, wanted in full.items():

@@ -230,7 +230,7 @@ def test_a_folded_trace_is_the_full_one(monkeypatch: pytest.MonkeyPatch) -> None
         module = transformers.LlamaForCausalLM(config)
     inputs = make("llama", 8)[1]
     folded = trace_module(copy.deepcopy(module), example_inputs=inputs, fused_ops=True).graph
-    monkeypatch.setattr("planner.graph.from_fx.repeats_of", lambda module, inputs: ())
+    monkeypatch.setattr("planner.graph.from_fx.find_repeated_blocks", lambda module, inputs: ())
     full = trace_module(module, example_inputs=inputs, fused_ops=True).graph
     assert canonical(folded) == canonical(full)
     assert sum(op.target_name == fused_kernels.GATED for op in full.ops) == 7
