@@ -183,10 +183,10 @@ def test_folded_is_what_the_whole_is(name: str, monkeypatch: pytest.MonkeyPatch)
     given = inputs()
     found = find_repeated_blocks(module, given)
     assert [f"{r.container} {r.first} {r.length}" for r in found] == expected
-    folded = tracing._folded(module, given)
+    folded = tracing._trace_folded(module, given)
     assert (folded is None) == (not expected)
     if folded is not None:
-        monkeypatch.setattr(tracing, "_folded", lambda module, inputs: None)
+        monkeypatch.setattr(tracing, "_trace_folded", lambda module, inputs: None)
         assert canonical(folded) == canonical(tracing.trace(module, given))
 
 
@@ -199,7 +199,7 @@ def test_whatever_is_folded_the_graph_is_that_of_the_whole(make: Any, monkeypatc
     """Where two blocks are alike but for who they share with or what they are fed, no block may stand for another."""
     module = to_meta(make(), None)
     found = tracing.trace(module, inputs())
-    monkeypatch.setattr(tracing, "_folded", lambda module, inputs: None)
+    monkeypatch.setattr(tracing, "_trace_folded", lambda module, inputs: None)
     assert canonical(found) == canonical(tracing.trace(module, inputs()))
 
 

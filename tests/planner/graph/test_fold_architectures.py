@@ -38,7 +38,7 @@ def slow_unless(fast: bool, *values: Any) -> Any:
 
 def fully_traced(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
     """Return the graph of a trace of every block."""
-    with mock.patch.object(tracing, "_folded", return_value=None):
+    with mock.patch.object(tracing, "_trace_folded", return_value=None):
         return tracing.trace(module, inputs)
 
 
@@ -48,7 +48,7 @@ def check(module: nn.Module, seq: int, repeats: int) -> None:
     inputs = with_dtype(inputs_from_config(meta, batch=2, seq=seq), torch.bfloat16)
     with quiet_export():
         assert len(find_repeated_blocks(meta, inputs)) >= repeats
-        assert repeats == 0 or tracing._folded(meta, inputs) is not None, "traced in full: the test shows nothing"
+        assert repeats == 0 or tracing._trace_folded(meta, inputs) is not None, "traced in full: the test shows nothing"
         fast, full = canonical(tracing.trace(meta, inputs)), canonical(fully_traced(meta, inputs))
     for part, wanted in full.items():
         assert fast[part] == wanted, part
