@@ -19,6 +19,7 @@ import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from baselines import DEFAULT_SEQ, SEQ
 from rich.console import Console
 from rich.table import Table
 from tied import TiedProblem
@@ -45,8 +46,6 @@ from planner.writing.fqn_entries import decision_entries
 from planner.writing.reprice import estimate_plan
 
 CLUSTER, MESH, BATCH = "1x8xh100-sxm-80gb", "dp=2,tp=4", 8
-SEQ = {"gpt2": 1024, "bert-large": 512, "t5-large": 512, "vit-large": None}
-DEFAULT_SEQ = 4096
 MODELS = ("llama-3.1-8b", "qwen3-8b", "gpt2", "bert-large", "vit-large", "t5-large")
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
 COLUMNS = ("model", "cap", "folded", "tied", "free", "heterogeneous", "folded: loss", "heterogeneous: loss", "verdict")
@@ -270,7 +269,7 @@ def case_of(preset: str, layers: int) -> tuple[BothForms, PlanningSession]:
     config = find_config(preset, allow_local=False)
     assert config is not None
     values = {name: layers if name in DEPTHS else value for name, value in config.values.items()}
-    seq = SEQ.get(preset, DEFAULT_SEQ)
+    seq = None if preset == "vit-large" else SEQ.get(preset, DEFAULT_SEQ)
     with quiet_libraries():
         source = load_model({"hf_config": values}, seq=seq)
     session = PlanningSession(

@@ -8,9 +8,10 @@ from pathlib import Path
 from cost_model.configuration.memory import step_memory
 from cost_model.kernels.step_constants import StepConstants
 from published.frameworks.assumptions import assumptions_of
-from published.frameworks.configuration import UnknownConfigurationError, configuration_of, precision_class
+from published.frameworks.configuration import UnknownConfigurationError, configuration_of
+from published.pricing.tags import run_tags
 from published.rows.machines import UnknownMachineError, cluster_of
-from published.rows.models import UnknownModelError, family_of, model_of, size_class
+from published.rows.models import UnknownModelError, model_of, size_class
 from published.rows.priced_row import PricedRow, number, read
 
 FILE = "memory.csv"
@@ -32,11 +33,7 @@ def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRo
 def price_row(row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
     """Return one row, priced or left out with a reason."""
     tags = {
-        "gpu": row["gpu"].split(" (")[0] or "not stated",
-        "family": family_of(row["model"]),
-        "framework": row.get("framework", "").split(" ")[0],
-        "precision": precision_class(row.get("precision", "")),
-        "trust": row.get("trust", ""),
+        **run_tags(row),
         "checkpointing": row.get("act_ckpt", "") or "not stated",
     }
     measured = _measured_gib(row)

@@ -14,8 +14,9 @@ from published.frameworks.configuration import (
     measured_step_s,
     precision_class,
 )
+from published.pricing.tags import run_tags
 from published.rows.machines import UnknownMachineError, cluster_of
-from published.rows.models import UnknownModelError, family_of, model_of, size_class
+from published.rows.models import UnknownModelError, model_of, size_class
 from published.rows.priced_row import PricedRow, number, read
 
 FILES = ("training_runs.csv", "training_runs_vtrain.csv", "training_runs_mcore_ci.csv")
@@ -31,11 +32,7 @@ def price(folder: Path, constants: StepConstants | None = None, files: tuple[str
 def price_row(file: str, row: Mapping[str, str], constants: StepConstants | None = None) -> PricedRow:
     """Return one row, priced or left out with a reason."""
     tags = {
-        "gpu": row["gpu"].split(" (")[0] or "not stated",
-        "family": family_of(row["model"]),
-        "framework": row.get("framework", "").split(" ")[0],
-        "precision": precision_class(row.get("precision", "")),
-        "trust": row.get("trust", ""),
+        **run_tags(row),
         "arch": row.get("arch", ""),
         "parallelism": _parallelism(row),
     }
