@@ -1,7 +1,7 @@
-"""Solvers of a `LinearProgram`: CBC through pulp, or HiGHS where highspy is installed.
+"""Solvers of a `LinearProgram`: HiGHS, or CBC through pulp where highspy cannot be imported.
 
-HiGHS is given the arrays at once. Through pulp, which keeps every coefficient in a dictionary and hands over row by
-row, it took longer to hand over a program of this package than to solve it.
+HiGHS takes the arrays of a program as they are. pulp keeps every coefficient in a dictionary and passes rows one by
+one, which takes longer than solving a program of this package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from planner.ilp.linear_program import Answer, LinearProgram, Status
 
 
 def solver_name() -> str:
-    """Return which solver is used here."""
+    """Return the solver to use by default: "highs", or "cbc" where highspy cannot be imported."""
     return "highs" if find_spec("highspy") is not None else "cbc"
 
 
@@ -44,7 +44,7 @@ def solve_relaxation(
         program: what to solve.
         cutoff: an objective as large is as good as no solution.
         time_limit_s: after this there is no answer.
-        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+        solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
         SolverError: the solver broke off without an answer.
@@ -279,7 +279,7 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
 
 def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, mip: bool) -> Answer:
     model, variables = _pulp_model(program)
-    # The CBC that pulp 3 brings along, by its path: pulp's own class for it warns of its end in pulp 4.
+    # The CBC inside of pulp 3, by its path: pulp's own class for it warns of its end in pulp 4.
     path = pulp.apis.coin_api.pulp_cbc_path
     solver = pulp.COIN_CMD(path=path, mip=mip, msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
     try:

@@ -69,7 +69,7 @@ def solve(
         time_limit_s: for all of it.
         node_limit: number of branch-and-bound nodes after which the incumbent is the answer, on any machine the same;
             None: no limit.
-        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+        solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
         SolverError: the solver broke off without an answer.

@@ -48,7 +48,7 @@ class Relaxer:
             memory_bytes: the cap on the peak that will be asked about.
             static_bytes: cap on what is there in every micro-batch alike (`RESTING`), which holds from
                 the start; None for none.
-            solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+            solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
         """
         self._solver = solver
         self._memory_bytes = memory_bytes

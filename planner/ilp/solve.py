@@ -35,7 +35,7 @@ def solve(
         time_limit_s: after this the best found so far is returned.
         cutoff_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
         node_limit: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
-        solver: "highs" or "cbc"; None takes HiGHS where it is installed.
+        solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
         SolverError: the solver broke off, or ran out of time, without an answer.
