@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cost_model import reserve_bytes
 from cost_model.layouts.layout import Layout
+from planner.formulation.choice_filters import Accepts, AcceptsStored, ChoiceFilter
 from planner.formulation.fsdp_variables import FsdpVariables
 from planner.graph.op_graph import Value
 from planner.ilp.problem import Edge, Node, Problem, same_consumer_port, same_producer_port
@@ -27,30 +27,15 @@ from planner.pricing.port_layouts import PortLayouts, consumer_port, producer_po
 from planner.pricing.price import Price
 from planner.pricing.reallgather_variants import with_reallgather_variants
 from planner.pricing.storage_options import StorageOption, fsdp_use_layouts, storage_options, stored_layouts
-from planner.regions.regions import Region, RegionGraph
+from planner.regions.regions import RegionGraph
 from planner.strategies.context_parallel_order import allows_zigzag, zigzag_edges, zigzag_length
 from planner.strategies.enumerate import Strategy, StrategyTable
 from planner.strategies.sliced_parameters import slices_parameters
 
-Accepts = Callable[[Region, Strategy], bool]
-"""Whether a strategy may be chosen (baselines and random plans restrict the space)."""
-AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
-"""(parameter, its FQNs, stored layout) -> whether it may be chosen."""
-
 
 def saves_producer_layout(source: PortLayouts, target: PortLayouts) -> bool:
-    """Tell whether a tensor is kept as it is before a boundary, for one who reads it behind that."""
+    """Tell whether the tensor before a redistribution is what autograd saves."""
     return source.layout == target.layout or target.reallgather
-
-
-class ChoiceFilter(Protocol):
-    """Which choices could be part of a plan that is wanted."""
-
-    def strategy(self, index: int, choice: Strategy) -> bool:
-        """Tell whether a strategy of the region class of that index could be."""
-
-    def stored(self, index: int, choice: StorageOption) -> bool:
-        """Tell whether a choice of the parameter class of that index could be."""
 
 
 @dataclass(slots=True)

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from cost_model.layouts.layout import Layout
+from planner.formulation.choice_filters import Accepts, AcceptsStored
 from planner.formulation.decision import Decision
 from planner.formulation.estimate import itemise
-from planner.formulation.formulate import Accepts, AcceptsStored, Formulator
+from planner.formulation.formulate import Formulator
 from planner.ilp.quantities import Charge
 from planner.ilp.step_cost import step_time_s
 from planner.liveness.parameter_classes import ParameterClass

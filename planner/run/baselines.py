@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cost_model.layouts.layout import Layout, MeshSpec, divides
 from planner.errors import BaselineError
-from planner.formulation.formulate import Accepts, AcceptsStored
+from planner.formulation.choice_filters import Accepts, AcceptsStored
 from planner.graph.op_graph import OpGraph, Value
 from planner.plan.patterns import match_keys
 from planner.regions.regions import Region
