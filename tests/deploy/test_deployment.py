@@ -120,7 +120,7 @@ def test_settings_file_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documentation_lists_every_setting_with_its_default() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operating.md").read_text()
     table = text.partition("| setting | default |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", table, flags=re.MULTILINE)[1:]
     listed = {name: value for names, values in rows for name, value in pairs(names, values)}

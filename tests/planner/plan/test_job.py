@@ -57,7 +57,7 @@ def inputs_of(batch: int, seq: int) -> dict[str, Any]:
         ("llama", "h100-sxm-80gb", "fp32", "fp32"),
         ("gpt2 as it ships", "h100-sxm-80gb", "bf16", "dropout"),
         ("t5", "h100-sxm-80gb", "bf16", "mask"),
-        ("deepseek", "h100-sxm-80gb", "bf16", "widths"),
+        ("deepseek", "h100-sxm-80gb", "bf16", "head dims"),
     ],
 )
 def test_a_kernel_that_does_not_run_is_refused(family: str, device: str, dtype: str, why: str) -> None:

@@ -170,8 +170,8 @@ def test_it_is_asked_for_by_name(asked: bool, monkeypatch: pytest.MonkeyPatch) -
         *(["--heterogeneous-blocks"] if asked else []),
     ]
     assert CliRunner().invoke(app, command).exit_code == 2
-    assert [request.heterogeneous_blocks for request in seen] == [asked]
-    assert opened_request(seen[0], allow_local=False).job["heterogeneous_blocks"] is asked
+    assert [request.spec.heterogeneous_blocks for request in seen] == [asked]
+    assert opened_request(seen[0], allow_local=False).spec.heterogeneous_blocks is asked
 
 
 def test_the_first_block_is_laid_out_apart_where_its_gather_waits() -> None:
