@@ -43,7 +43,7 @@ def test_at_another_batch(family: str) -> None:
         for batch in (8, 2, 1):
             there = traced.structure(batch, grouping)
             taken += there.timeline is first.timeline
-            regions, blocks = traced._at(batch)
+            regions, blocks = traced.regions_at(batch)
             afresh = build_structure(regions, traced.profile(batch), blocks, dict(grouping.modes))
             assert contents(there) == contents(afresh)
             assert there.regions is regions
