@@ -185,7 +185,7 @@ class _Reader:
                 self._refuse(index)
 
     def _check_gathered_again(self) -> None:
-        """Refuse what should be gathered again, and comes by another redistribution than all-gathers."""
+        """Raise an error where ``reallgather`` is set on a redistribution other than an all-gather."""
         for key in self._structure.edges:
             producer, consumer = self._candidates[key.producer][0], self._candidates[key.consumer][0]
             port, region = consumer_port(consumer, key.consumer_slot), self._structure.representative(key.consumer)

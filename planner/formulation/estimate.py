@@ -1,6 +1,6 @@
 """The estimator: what a step costs under a decision, item by item, from the prices alone.
 
-It walks the decision directly (every region, parameter, redistribution and saved copy) and knows nothing of the integer
+It goes through the decision (every region, parameter, redistribution and saved copy) and knows nothing of the integer
 program, whose objective must come to the same figure.
 """
 
@@ -60,15 +60,15 @@ class _Itemiser:
 
     def _redistributions(self) -> Iterator[Price]:
         for multiplicity in self._structure.redistributions:
-            value, beside = self._value(multiplicity), self._formulator.adjacent_gemms(multiplicity)
+            value, adjacent = self._value(multiplicity), self._formulator.adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source != target:
-                    yield _some(self._pricer.redistribution(value, source, target, multiplicity.count, beside))
+                    yield _some(self._pricer.redistribution(value, source, target, multiplicity.count, adjacent))
         for multiplicity in self._structure.recomputed_redistributions:
-            value, beside = self._value(multiplicity), self._formulator.recomputed_adjacent_gemms(multiplicity)
+            value, adjacent = self._value(multiplicity), self._formulator.recomputed_adjacent_gemms(multiplicity)
             for source, target in self._wanted(multiplicity):
                 if source.layout != target.layout:
-                    yield self._pricer.recomputed_redistribution(value, source, target, multiplicity.count, beside)
+                    yield self._pricer.recomputed_redistribution(value, source, target, multiplicity.count, adjacent)
 
     def _copies(self) -> Iterator[Price]:
         throughout = self._structure.timeline.throughout

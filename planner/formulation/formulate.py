@@ -230,7 +230,7 @@ class Formulator:
     # --- edges ---------------------------------------------------------------------------------------------------
 
     def adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
-        """Return the products that hide a multiplicity's redistributions; None where nothing does."""
+        """Return the GEMMs that overlap a multiplicity's redistributions; None where none does."""
         return None if self._products is None else self._products.redistribution(multiplicity)
 
     def recomputed_adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
@@ -270,11 +270,11 @@ class Formulator:
                 if price is not None:
                     charges.add(members, price.charge, multiplicity.count)
         for multiplicity in self._structure.recomputed_redistributions:
-            value, beside = self._value(multiplicity), self.recomputed_adjacent_gemms(multiplicity)
+            value, adjacent = self._value(multiplicity), self.recomputed_adjacent_gemms(multiplicity)
             for p, q, members in pairs_on(edges, multiplicity.edges):
                 if ports.port(p).layout != ports.port(q).layout:
                     price = pricer.recomputed_redistribution(
-                        value, ports.port(p), ports.port(q), multiplicity.count, beside
+                        value, ports.port(p), ports.port(q), multiplicity.count, adjacent
                     )
                     charges.add(members, price.charge)
         if pricer.run.job.has_peak_candidates:

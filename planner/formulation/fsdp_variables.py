@@ -2,7 +2,7 @@
 
 A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
 and a node for each kind of block holds its parameters to one `ReshardAfter`, since one flat collective serves all:
-dropped after the forward and gathered again, kept until the backward, or for the step. What gathering and reducing
+resharded after the forward and all-gathered again, after the backward, or after the step. What gathering and reducing
 costs is on the edges from parameters to the latter.
 """
 

@@ -172,7 +172,7 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     solver.setOptionValue("presolve", "off")
     # The same steps, 3 to 5 % faster than where it weighs at each of them which way to take.
     solver.setOptionValue("simplex_price_strategy", 1)
-    # A few bytes beside a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
+    # A few bytes of a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
     solver.setOptionValue("small_matrix_value", 1e-12)
     if solver.passModel(*_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")

@@ -191,7 +191,7 @@ class Answer:
     """What a solver found.
 
     Attributes:
-        status: "limit": the best so far, or nothing yet; "cutoff": no solution is as good as was asked for, which
+        status: "limit": the incumbent, or none yet; "cutoff": no solution is as good as was asked for, which
             was seen before the best was found.
         values: of the variables; None where there is no solution.
         objective: of that solution, offset included.

@@ -34,7 +34,7 @@ def solve(
         mip_gap: relative gap at which the solver may stop.
         time_limit_s: after this the best found so far is returned.
         cutoff_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
-        node_limit: relaxations to branch through, after which the best so far is returned, or None; None: all it takes.
+        node_limit: relaxations to branch through, after which the incumbent is returned, or None; None: no limit.
         solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:

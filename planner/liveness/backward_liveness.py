@@ -25,7 +25,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Moments of a step, and what each class of regions and each parameter has alive at them.
+    """Peak candidates of a step, and what each class of regions and each parameter has alive at them.
 
     Attributes:
         blocks: block that a candidate's op is in, checkpointed or not -> the candidates.
@@ -55,7 +55,7 @@ class Timeline:
 
 
 class _Columns(NamedTuple):
-    """Moments as arrays; `PeakCandidate.recomputing` is -1 where it is None, and a block its number."""
+    """Peak candidates as arrays; `PeakCandidate.recomputing` is -1 where it is None, and a block its number."""
 
     position: Positions
     recomputed_until: Positions

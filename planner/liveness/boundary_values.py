@@ -1,4 +1,4 @@
-"""Tensors that enter a region: who reads them first, who keeps them, and which are handed on to other regions."""
+"""Boundary values of regions: their first reader, who saves them, and which are sent to other regions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def savers(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[
         entry = handed.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
-    steps.reverse()  # what is handed on through many regions settles from the end
+    steps.reverse()  # a value that many regions pass on settles from the end
     changed = True
     while changed:
         changed = False

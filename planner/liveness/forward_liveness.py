@@ -1,4 +1,4 @@
-"""What is alive at each candidate of a forward that nothing is kept for: inference.
+"""Live tensors at each peak candidate of a forward without a backward: inference.
 
 A tensor is there from the op that makes it to the last op that reads it, or a view of it; what the forward is run for
 is there to the end. A copy in another layout is there from its first reader to its last. A *peak candidate* is the
@@ -139,7 +139,7 @@ def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -
 
 
 def _spans(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return entry (region, slot) -> where it is first and last read, there or where it is handed on to."""
+    """Return entry (region, slot) -> its first and last reader, there or in a region that it is passed on to."""
     lifetimes = LiveRanges(order)
     found = {
         (region.index, slot): lifetimes.reads(region, slot)
@@ -148,7 +148,7 @@ def _spans(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[
         if seen.origin == "entry"
     }
     steps = []
-    for link in reversed(order.regions.links):  # what is handed on through many regions settles from the end
+    for link in reversed(order.regions.links):  # a value that many regions pass on settles from the end
         entry = handed.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))

@@ -1,4 +1,4 @@
-"""How often each redistribution occurs, and which tensors are kept for whom, before any layout is chosen."""
+"""Multiplicity of each redistribution and saved tensor of a step, before any layout is chosen."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _further(
     region_index: int,
     entry: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the links (edge, consumer, position) to regions that keep a tensor which other regions only hand on."""
+    """Yield the links (edge, consumer, position) to regions that save a tensor which other regions only pass on."""
     region = regions.regions[region_index]
     for slot in range(len(region.slots)):
         if timeline.passed_through.get((region_index, slot)) != entry:
@@ -218,7 +218,7 @@ def _kept_by_others(
     region_index: int,
     entry: int,
 ) -> int:
-    """Return since when others keep what a checkpointed block hands on as it got it, or redistributed it for itself."""
+    """Return the candidate from which others save what a checkpointed block passes on, as it is or redistributed."""
     home = again_in.get(region_index)
     since = NEVER
     for slot in range(len(regions.regions[region_index].slots)):

@@ -98,7 +98,7 @@ class OpOrder:
         return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
 
     def _find_chunks(self) -> Iterator[int]:
-        """Yield the positions of ops that are the first to read what was handed over after something was handed on."""
+        """Yield the positions of the first readers of boundary values that arrive after another was sent."""
         graph = self.regions.graph
         sent = {output.value for output in graph.outputs if output.is_sent}
         unread = {given.value for given in graph.inputs if graph.values[given.value].requires_grad}

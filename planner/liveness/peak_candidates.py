@@ -1,6 +1,6 @@
 """When memory may be at its peak: candidates of the backward pass.
 
-A backward pass frees what autograd kept as it makes gradients, so that activations and gradients are never all there
+A backward pass frees what autograd saved as it makes gradients, so that activations and gradients are never all there
 at once. A *candidate* is the backward of one op. What is alive at it: what ops up to it keep; gradients of parameters
 that are used only after it; gradients of activations on their way from later ops to earlier ones; and what the op
 itself makes. In a checkpointed block "up to it" means within the block, since earlier blocks have not been made

@@ -67,7 +67,7 @@ class PortDocument(_Document):
     source_grad: LayoutText | None = None
     """Of the gradient before the boundary."""
     reallgather: bool = False
-    """Of a module's input: whether it is redistributed again for the module's backward, and not kept until then."""
+    """Of a module's input: whether it is redistributed again for the module's backward, and not saved until then."""
 
     @model_validator(mode="before")
     @classmethod

@@ -166,7 +166,7 @@ class ShardingPlan:
         Raises:
             PlanTypeError: a value of a type that has no place there.
             PlanLayoutError: a layout with a wrong number of placements, or a stored layout that is partial.
-            PlanKeyError: a key with an empty component, or an even order over no axis.
+            PlanKeyError: a key with an empty component, or a zigzag order over no axis.
         """
         _check_containers(self)
         for key, value in self.plan.items():
@@ -200,13 +200,12 @@ class ShardingPlan:
         """Refuse a plan that nothing here can run.
 
         Raises:
-            PlanError: it has a pipeline, or its job takes communication to be hidden as the executor does not hide it.
+            PlanError: it has a pipeline, or its job assumes async tensor parallelism.
         """
         self.check_priced()
         if self.job.async_tp:
             raise PlanError(
-                "The plan assumes that tensor-parallel communication runs in pieces beside matrix products "
-                "(async_tp), which is not run here.",
+                "The plan assumes async tensor parallelism (async_tp), which the executor does not run.",
                 what_to_do="Plan without --async-tp (async_tp=False); the layouts may differ.",
             )
 

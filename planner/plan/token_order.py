@@ -1,8 +1,7 @@
-"""The order of a sequence in which ranks that hold a part of it each do the same work under a causal mask.
+"""Zigzag token order for causal context parallelism: it gives all ranks of an axis equal work under a causal mask.
 
-Of n ranks on an axis that splits sequences, each in 2n halves, rank r has halves r and 2n - 1 - r: what it sees of all
-keys is then as much as any other rank sees. Where ids come into the model in that order, and positions with them, all
-that works token by token stays as it is, and attention has nothing to exchange.
+A sequence has 2n chunks on an axis of n ranks. Rank r holds chunks r and 2n - 1 - r. If ids and positions enter the
+model in that order, ops on single tokens are unaffected, and attention exchanges no queries.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZigzagOrder:
-    """Sequences in an even order throughout the model, and where they are brought into it.
+    """Zigzag order of the sequences throughout a model, and the values that are reordered at its boundaries.
 
     Attributes:
         axis: of the mesh, the one that attention's sequence is split on.
         length: of a sequence, in tokens.
-        inputs: module FQN pattern + ".input" -> argument -> the dim that is brought in order.
+        inputs: module FQN pattern + ".input" -> argument -> the dim that is put into zigzag order.
         outputs: module FQN pattern -> result -> dim, likewise.
     """
 
@@ -29,27 +28,27 @@ class ZigzagOrder:
 
 
 def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the halves, of ``2 * ranks``, that a rank has in the even order."""
+    """Return the two chunks, of ``2 * ranks``, that a rank holds."""
     return rank, 2 * ranks - 1 - rank
 
 
 def chunk_range(half: int, rows: int) -> range:
-    """Return the rows of a half, where each rank has ``rows``: of an odd number the first half has one fewer."""
+    """Return the tokens of a chunk, where each rank holds ``rows``; of an odd number the first chunk has one fewer."""
     first = half // 2 * rows
     middle = first + rows // 2
     return range(middle, first + rows) if half % 2 else range(first, middle)
 
 
 def zigzag_indices(length: int, ranks: int) -> list[int]:
-    """Return which token is at each place of a sequence of ``length``, a multiple of ``ranks``, in the even order."""
+    """Return the token at each position of the zigzag order of ``length`` tokens, a multiple of ``ranks``."""
     rows = length // ranks
     return [token for rank in range(ranks) for half in zigzag_chunks(rank, ranks) for token in chunk_range(half, rows)]
 
 
 def backward_head_parts(heads: int, kv_heads: int) -> list[tuple[range, range]]:
-    """Return for which heads, and heads of keys, a rank's own keys run in the backward before the others', and after.
+    """Return (heads, key heads) whose own keys run before the other ranks' keys in the backward, and those after.
 
-    About half each; all before where there is one head.
+    About half each; a single head runs before.
     """
     if kv_heads > 1:
         middle, group = -(-kv_heads // 2), heads // kv_heads

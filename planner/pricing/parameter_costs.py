@@ -218,9 +218,9 @@ class ParameterPricer:
             prices.append(self._inference_copy(value, stored, layout, calls, use.working))
         if self._run.job.training and (use.recomputed or use.saved):
             phase: Phase = "recompute" if use.recomputed else "backward"
-            regathered = self._one_way(value, stored, layout, phase, calls, BACKWARD.blocking)
-            assert regathered is not None
-            prices.append(regathered)
+            reallgathered = self._one_way(value, stored, layout, phase, calls, BACKWARD.blocking)
+            assert reallgathered is not None
+            prices.append(reallgathered)
             if layout != stored:
                 copy_nbytes = value.nbytes / split_factor(layout, self._run.mesh.shape)
                 prices.append(Price(charge=use.working.charge(copy_nbytes)))

@@ -110,7 +110,7 @@ class Incumbent:
     searches: list[BranchAndBound[Any]] = field(default_factory=list)
 
     def improve(self, step_time_s: float) -> bool:
-        """Take the step time of a plan; return whether it is the best so far."""
+        """Take the step time of a plan; return whether it is the new incumbent."""
         is_best = step_time_s < self.step_time_s
         self.step_time_s = min(self.step_time_s, step_time_s)
         self.cutoff_s = min(self.cutoff_s, step_time_s * (1.0 - self.mip_gap))

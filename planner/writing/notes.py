@@ -16,8 +16,8 @@ from planner.run.model_analysis import ModelAnalysis
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
 ASYNC_TP_NOTE = (
-    "the plan assumes that tensor-parallel communication inside a node runs in pieces beside matrix products, which "
-    "cannot be run here: without --async-tp (async_tp=False) it is priced as it runs."
+    "the plan assumes async tensor parallelism: communication inside a node is overlapped, in pieces, with GEMMs. "
+    "shard_module cannot run it; plan without --async-tp (async_tp=False) for a plan that it can."
 )
 
 
@@ -26,7 +26,7 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if run.job.training and returns_no_loss(traced):
         yield NO_LOSS_NOTE
     if run.job.phase == "prefill" and not module.has_kv_cache:
-        yield "no key-value cache is counted: the model has none, or one of latents."
+        yield "no key-value cache is counted: the model has none, or a cache of latents (MLA)."
     if run.job.async_tp:
         yield ASYNC_TP_NOTE
     if run.job.fused_ops:
@@ -38,23 +38,23 @@ def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) 
     if run.batch_axes:
         names = ", ".join(run.mesh.names[axis] for axis in run.batch_axes)
         yield (
-            f"of the mesh {run.mesh}, {names} was tried for the batch alone, with parameters computed whole on it: the "
-            "gap is over such plans."
+            f"on the mesh {run.mesh}, {names} splits the batch only, with parameters replicated on it in compute: "
+            "the gap is over such plans."
         )
 
 
 _FUSED = "run as fused ops: "
-_JOINED = "linear layers add up gradients in their products"
-NOTHING_FUSED = "nothing of the model is fused: it has no part whose code does what a fused op does."
+_JOINED = "shared-input linear layers accumulate their input's gradient in the GEMM"
+NOTHING_FUSED = "no module was replaced by a fused op: none computes what a fused op computes."
 
 
 def fused_ops_note(graph: OpGraph) -> str:
-    """Say how many ops of a model are fused, by kind, and in how many linear layers gradients are joined."""
+    """Return the number of fused ops by kind, and of shared-input linear layers, as text."""
     counts = Counter(op.target_name for op in graph.ops if op.target_name in fused_kernels.NAMES)
     parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
     joined = sum(bool(shared.gemm_sums) for shared in gradient_sums(graph, shared_input_linears=True).values())
     said = NOTHING_FUSED if not parts else f"{_FUSED}{parts}."
-    return f"{said} Beside that {joined} {_JOINED}." if joined else said
+    return f"{said} {joined} {_JOINED}." if joined else said
 
 
 def without_fused_ops_note(notes: Iterable[str]) -> Iterator[str]:
@@ -62,21 +62,21 @@ def without_fused_ops_note(notes: Iterable[str]) -> Iterator[str]:
     yield from (note for note in notes if not note.startswith((NOTHING_FUSED, _FUSED)))
 
 
-_REGATHERED = "gathered again for the backward, and not kept until then: "
-_NOTHING_REGATHERED = "nothing is gathered again for the backward."
+_REALLGATHERED = "all-gathered again in the backward, in place of being saved: "
+_NOTHING_REALLGATHERED = "no input is all-gathered again in the backward."
 _NAMED = 4
 """Keys that are named; the others are counted."""
 
 
 def with_reallgather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpec], job: Job) -> tuple[str, ...]:
-    """Return ``notes`` with one on what ``input_plan`` has gathered again, in place of an earlier one.
+    """Return ``notes`` with a current note on the inputs that ``input_plan`` all-gathers again.
 
     Args:
-        job: the plan's; where it asked for this, and nothing came of it, the note says so.
+        job: the plan's; if it asks for re-all-gather and no input has it, the note says so.
     """
     keys = [key for key, spec in input_plan.items() if any(port.reallgather for _, port in ports_of(spec))]
-    others = tuple(note for note in notes if not note.startswith((_REGATHERED, _NOTHING_REGATHERED)))
+    others = tuple(note for note in notes if not note.startswith((_REALLGATHERED, _NOTHING_REALLGATHERED)))
     if not keys:
-        return (*others, _NOTHING_REGATHERED) if job.reallgather else others
+        return (*others, _NOTHING_REALLGATHERED) if job.reallgather else others
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return (*others, f"{_REGATHERED}{', '.join(keys[:_NAMED])}{more}.")
+    return (*others, f"{_REALLGATHERED}{', '.join(keys[:_NAMED])}{more}.")

@@ -1,4 +1,4 @@
-"""An even order of sequences, as a plan says it, and as it is read from one."""
+"""Zigzag token order of a plan: written from a decision, and read from a plan."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ def token_order_notes(reordering: Reordering | str | None, order: ZigzagOrder | 
     if reordering is None or order is None:
         return []
     results = f": {', '.join(reordering.results)} too" if reordering.results else ""
-    return [f"sequences are in an even order over {order.axis}{results}; executor.natural_order undoes it."]
+    return [f"sequences are in zigzag order over {order.axis}{results}; executor.natural_order undoes it."]

@@ -35,7 +35,8 @@ NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 MOST_CELL = 160
 PORT = "8000"
 ABORT_AT_EXIT = "terminate called without an active exception"
-"""What a gloo thread of torch may end a busy machine's rank with after its work is done; such a block runs again."""
+"""torch 2.13 may abort a gloo rank at the interpreter's end, when its work is done and all is printed: a worker thread
+frees a tensor without the interpreter (pytorch/pytorch#179291, closed unmerged). Such a block runs a second time."""
 SHORTER = 32
 """Tokens in place of README's 4,096, on a CPU."""
 

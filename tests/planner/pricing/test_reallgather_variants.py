@@ -93,7 +93,7 @@ def test_reallgather_costs_collectives_in_the_backward_and_saves_memory() -> Non
 
 
 def reallgather_notes(plan: ShardingPlan) -> list[str]:
-    return [note for note in plan.notes if "gathered again" in note]
+    return [note for note in plan.notes if "gathered again in the backward" in note]
 
 
 def test_the_notes_name_the_inputs_with_reallgather() -> None:
@@ -103,7 +103,7 @@ def test_the_notes_name_the_inputs_with_reallgather() -> None:
     assert all(key in note for key, spec in plan.input_plan.items() if has_reallgather(spec))
     assert reallgather_notes(estimate_plan(module, plan, example_inputs=inputs)) == [note]
     (note,) = reallgather_notes(estimate_plan(module, without_reallgather(plan), example_inputs=inputs))
-    assert note == "nothing is gathered again for the backward."
+    assert note == "no input is all-gathered again in the backward."
     assert reallgather_notes(session(False).plan(mesh=MESH)) == []
 
 
@@ -153,4 +153,4 @@ def test_inference_saves_no_activations_and_has_no_reallgather() -> None:
     job: dict[str, Any] = {"phase": "prefill", "seq": 16, "dtype": "fp32", "reallgather": True}
     plan = build_plan(module, cluster="1x4xtoy", example_inputs=inputs, mesh="tp=4", planner="random:1", **job)
     assert not plan.reallgathers
-    assert plan.notes[-1] == "nothing is gathered again for the backward."
+    assert plan.notes[-1] == "no input is all-gathered again in the backward."

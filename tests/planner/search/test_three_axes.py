@@ -54,7 +54,7 @@ def test_the_outermost_axis_is_for_the_batch() -> None:
     assert plan.input_plan["input"]["x"].layout[0] == Shard(0)
     computed = {**plan.plan, **plan.compute_plan}
     assert {layout[0] for layout in computed.values()} == {Replicate()}
-    assert any("dp was tried for the batch alone" in note for note in plan.notes)
+    assert any("dp splits the batch only" in note for note in plan.notes)
 
 
 def test_an_axis_that_does_not_divide_the_batch_or_is_pinned_is_free() -> None:
