@@ -214,6 +214,6 @@ def test_graph_is_traced_here_for_the_request() -> None:
 
 def test_module_that_cannot_be_traced_is_not_sent() -> None:
     server = Server([job()])
-    with pytest.raises(ModelError, match="brings no config to make inputs from"):
+    with pytest.raises(ModelError, match="has no config that describes its inputs"):
         planner(server, model=None).build_plan(nn.Linear(2, 2))
     assert server.asked == []
