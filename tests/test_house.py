@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("api", "benchmarks", "cost_model", "executor", "planner")
+ROOMS = [
+    file.parent
+    for package in PACKAGES
+    if package != "benchmarks"
+    for file in sorted((ROOT / package).rglob("__init__.py"))
+    if file.parent.parent != ROOT and not {"migrations", "routes"} & set(file.parts)
+]
 MOST_MODULES, MOST_LINES = 18, 400
 
 
@@ -54,6 +62,30 @@ def test_no_module_is_too_long() -> None:
 def test_every_room_says_what_it_is_for_and_every_module_what_it_gives() -> None:
     silent = [str(file.relative_to(ROOT)) for file in modules() if not ast.get_docstring(ast.parse(file.read_text()))]
     assert not silent
+
+
+def signs(room: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module or file, name in it) of the table "what, where" in the docstring of ``room``."""
+    for line in (ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or "").splitlines():
+        cells = re.split(r"\s{2,}", line)
+        module = ""
+        for place in cells[1].split(", ") if len(cells) == 2 else []:
+            head, _, name = place.partition(".")
+            module = place if place.endswith(".toml") else head or module
+            yield module, "" if place == module else name
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_points_to_what_others_use(room: Path) -> None:
+    found = list(signs(room))
+    assert found
+    for module, name in found:
+        file = room / module if (room / module).exists() else room / f"{module}.py"
+        assert file.exists(), f"{module} is not in {room}"
+        if name:
+            nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+            defined = {getattr(node, "name", None) or getattr(node, "id", None) for node in nodes}
+            assert set(name.split(".")) <= defined, f"{file} defines no {name}"
 
 
 def test_no_module_imports_itself_through_others() -> None:

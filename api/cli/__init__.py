@@ -1,1 +1,7 @@
-"""The command line."""
+"""The command line.
+
+the commands                 main, tradeoffs, calibration, service
+their options                options.takes_job_options
+plans and prices for them    requests
+output and exit codes        terminal
+"""

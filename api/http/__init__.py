@@ -1,1 +1,8 @@
-"""The HTTP service: routes, authentication, limits, answers."""
+"""The HTTP service: routes, authentication, limits, answers.
+
+the application              app
+the routes                   routes
+what they share              service.Service
+tokens and rate limits       auth
+errors as problem details    problems
+"""

@@ -1,1 +1,9 @@
-"""Planning jobs: their store, their queue, and the workers that solve them."""
+"""Planning jobs: their store, their queue, and the workers that solve them.
+
+the jobs                                    store.JobStore, tables
+the database                                database.Database, migrations
+workers in the server; on other machines    embedded_workers.JobRunner, remote_worker.work
+one job, supervised                         supervisor, solver_process, solve
+progress events                             events.read_events
+settings                                    settings.ServerSettings
+"""

@@ -1,1 +1,5 @@
-"""Layouts of a tensor on a mesh, meshes, and their text form."""
+"""Layouts of a tensor on a mesh, meshes, and their text form.
+
+a layout; a mesh            layout.Layout, .MeshSpec
+a rank's part of a shape    layout.local_shape
+"""

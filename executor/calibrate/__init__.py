@@ -1,1 +1,6 @@
-"""Measurements of a cluster: kernels, collectives and the host."""
+"""Measurements of a cluster: kernels, collectives and the host.
+
+collectives                  collectives
+GEMMs, attention, streams    kernels.measure
+a CPU's step                 host
+"""

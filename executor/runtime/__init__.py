@@ -1,1 +1,8 @@
-"""A sharded module runs: hooks, FSDP, activation checkpointing and gradient reduction."""
+"""A sharded module runs: hooks, FSDP, activation checkpointing and gradient reduction.
+
+redistribution at module boundaries    boundary_hooks
+FSDP groups                            fully_sharded
+activation checkpointing               checkpointing, saved_tensor_recompute
+gradient reduction, once a step        grad_reduction
+parameters at use                      parameter_views
+"""

@@ -1,1 +1,9 @@
-"""What is computed? A module is traced to an `OpGraph`; of equal blocks only three are traced."""
+"""What is computed? A module is traced to an `OpGraph`; of equal blocks only three are traced.
+
+the graph: ops, values, module calls    op_graph.OpGraph
+a traced module, without the module     trace_module.TracedModule, .trace_module
+capture with torch.fx                   capture, from_fx
+repeated blocks, traced once            fold, unroll
+example inputs                          example_inputs.meta_inputs
+an op, run on given tensors             run_op.run_op
+"""

@@ -1,1 +1,10 @@
-"""The integer program and its solution; knows neither graphs nor layouts."""
+"""The integer program and its solution; knows neither graphs nor layouts.
+
+the program: sets, variables, constraints, objective    formulation
+what it is stated for                                   problem.Problem, .Solution
+the sums that choices add to                            quantities
+its solution; the least memory                          solve.solve, .least_memory
+its relaxation: lower bounds                            relaxation.relax, .Relaxer
+time and memory of an assignment                        step_cost.step_time_s, .peak_bytes
+HiGHS and CBC                                           backends
+"""

@@ -1,1 +1,8 @@
-"""Which modules are replaced, both for tracing and for running? Experts, MLA, fused ops, fused projections."""
+"""Which modules are replaced, both for tracing and for running? Experts, MLA, fused ops, fused projections.
+
+experts as one op                experts.experts_as_one_op
+fused QKV, fused gate-up         fuse_projections.fuse_projections
+fused ops and their kernels      fuse_ops.fuse_ops, fused_kernels
+MLA, without copies of keys      mla.concatenate_mla_keys
+transformers' masks and cache    eager_masks, cache_argument
+"""

@@ -1,1 +1,6 @@
-"""What does each op do? FLOPs, bytes read and written, and the tensors that autograd saves."""
+"""What does each op do? FLOPs, bytes read and written, and the tensors that autograd saves.
+
+all ops of a graph                     profile.profile_graph
+one op: FLOPs, bytes, saved tensors    op_profile.OpProfile
+ops profiled by formula                op_formulas
+"""

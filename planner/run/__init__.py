@@ -1,1 +1,9 @@
-"""What is best on one mesh? Baselines and pins restrict it."""
+"""What is best on one mesh? Baselines and pins restrict it.
+
+the meshes of a cluster             mesh_space.meshes_of
+one run: stated, relaxed, solved    run_planner.RunPlanner
+its results                         run_results.SolvedRun, .RelaxedRun
+lower bounds before any program     mesh_bound, compute_bound, memory_bound
+the model at any batch size         model_analysis.ModelAnalysis
+baselines and pins                  baselines, pins.Pins
+"""

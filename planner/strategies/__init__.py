@@ -1,1 +1,8 @@
-"""How may each op be split? Strategies from DTensor's behaviour, and rules for the executor's own ops."""
+"""How may each op be split? Strategies from DTensor's behaviour, and rules for the executor's own ops.
+
+the strategies of all regions on a mesh      enumerate.StrategyTable
+what DTensor can do without communication    dtensor_rules.DTensorRules
+rules of the executor's own ops              own_rules, expert_parallel, context_parallel
+collectives inside an op                     inner_collectives, own_collectives
+zigzag token order                           token_reordering, context_parallel_order
+"""
