@@ -5,7 +5,7 @@ a strategy of a region              region_costs.RegionPricer.price
 an op on one device's shards        op_times.OpTimes.op_time
 a stored parameter, and its use     parameter_costs.ParameterPricer.storage, .use
 an FSDP group's collectives         fsdp_group_costs.FsdpGroupPricer
-overlap with compute, with GEMMs   overlap.Overlap, async_tp
+overlap with compute, with GEMMs    overlap.Overlap, async_tp
 the stored layouts to choose from   storage_options.storage_options
 what all prices are for             run_spec.Run
 """
