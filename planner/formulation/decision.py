@@ -66,7 +66,7 @@ class _Reader:
         gradients = resolve_keys(dict(plan.gradient_plan), names, field="gradient_plan", what="parameter")
         self._gradients: dict[str, Layout] = gradients
         groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
-        self._kept = reshard_modes(plan, modules, groups)
+        self._reshard_after = reshard_modes(plan, modules, groups)
         self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (
@@ -159,8 +159,14 @@ class _Reader:
         self._refuse_empty()
         self._check_gathered_again()
         stored = [self._stored_choice(parameter) for parameter in self._structure.parameters]
-        kept = {block.kind: self._kept[block.kind] for block in self._structure.fsdp_groups if block.kind in self._kept}
-        return Decision(strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), reshard_after=kept)
+        reshard_after = {
+            block.kind: self._reshard_after[block.kind]
+            for block in self._structure.fsdp_groups
+            if block.kind in self._reshard_after
+        }
+        return Decision(
+            strategies=tuple(c[0] for c in self._candidates), stored=tuple(stored), reshard_after=reshard_after
+        )
 
     def _stored_choice(self, parameter: ParameterClass) -> StorageOption:
         name = self._regions.graph.parameters[parameter.values[0]][0]
@@ -247,14 +253,14 @@ class _Reader:
                 both = set(sent) & set(wanted)
                 without = {f for f, g in wanted if g is None} & {f for f, _ in sent}
                 for index, shown in ((producer, sent), (consumer, wanted)):
-                    kept = [
+                    agreeing = [
                         s
                         for s, (forward, gradient) in zip(self._candidates[index], shown, strict=True)
                         if (forward, gradient) in both
                         or (forward in without and (gradient is None or index == producer))
                     ]
-                    if len(kept) < len(shown):
-                        self._candidates[index] = kept
+                    if len(agreeing) < len(shown):
+                        self._candidates[index] = agreeing
                         changed = True
                         break
 

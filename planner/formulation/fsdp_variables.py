@@ -1,4 +1,4 @@
-"""The part of the program that decides how blocks gather: over which axes, and how long they keep what they gather.
+"""FSDP groups in the program: the axes that blocks all-gather over, and `reshard_after_forward`.
 
 A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
 and a node for each kind of block holds its parameters to one `ReshardAfter`, since one flat collective serves all:
@@ -30,17 +30,17 @@ _APART = -1
 """PortLayouts of a parameter that is not gathered with its block, on the edge to the axes."""
 
 Size = tuple[tuple[int, ...], int]
-"""The axes that a block gathers over, and the elements that it gathers of a parameter."""
+"""The axes that a block all-gathers a parameter over, and the elements of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpGroupChoice:
-    """What the blocks of a kind gather under a decision: ``numel`` elements each, over mesh axes taken as one."""
+    """The FSDP group of each block of a kind: ``numel`` elements, all-gathered over ``axes`` taken as one."""
 
     block: FsdpGroup
     axes: tuple[int, ...]
     numel: int
-    keeping: ReshardAfter
+    reshard_after: ReshardAfter
 
 
 class FsdpVariables:
@@ -63,11 +63,11 @@ class FsdpVariables:
         return self._pricer.use(self._value(parameter), port, held, gradients) if held else None
 
     def nodes(self) -> list[Node]:
-        """Return the node of the axes, and one for each kind of block: how long it keeps what it gathers."""
+        """Return the node of the axes, and one for each kind of block: when it reshards."""
         ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.reshard_options)
         return [
             Node(name="gathering axes", charges=tuple({} for _ in self._over)),
-            *(Node(name=f"kept by {block.kind}", charges=ways) for block in self._structure.fsdp_groups),
+            *(Node(name=f"reshard after: {block.kind}", charges=ways) for block in self._structure.fsdp_groups),
         ]
 
     def edges(
@@ -94,7 +94,7 @@ class FsdpVariables:
                     for size in dict.fromkeys(size for size in sizes if size is not None):
                         for way in range(len(self._pricer.reshard_options)):
                             members[size[0], way].append((first + len(edges), _number(sizes, size), way))
-                    edges.append(self._kept_edge(block, sizes, parameters + position, axes_node + 1 + number))
+                    edges.append(self._reshard_edge(block, sizes, parameters + position, axes_node + 1 + number))
             for (axes, way), pairs in members.items():
                 latency = self._pricer.latency(block, axes, self._itemsize(block), self._pricer.reshard_options[way])
                 charges.add(tuple(pairs), latency.charge)
@@ -127,13 +127,13 @@ class FsdpVariables:
             for choice in choices
         ]
 
-    def _kept_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
-        """Return the edge from a parameter class to how long blocks keep what they gather: it has what that costs."""
+    def _reshard_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
+        """Return the edge from a parameter class to when the blocks of a kind reshard, charged with the all-gathers."""
         ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
-            for way, keeping in enumerate(ways):
-                price = Price() if size is None else self._pricer.bandwidth(block, *size, itemsize, keeping)
+            for way, reshard_after in enumerate(ways):
+                price = Price() if size is None else self._pricer.bandwidth(block, *size, itemsize, reshard_after)
                 pairs[_number(sizes, size), way] = price.charge
         return Edge(
             producer=producer,
@@ -146,21 +146,23 @@ class FsdpVariables:
     # --- under a decision ----------------------------------------------------------------------------------------
 
     def reshard_after(self, stored: Sequence[StorageOption], ways: Sequence[int]) -> dict[str, ReshardAfter]:
-        """Return how long the kinds of blocks keep what they gather that do not drop it, given the nodes' choices."""
+        """Return when kinds of blocks reshard that do not right after the forward, given the nodes' choices."""
         found = {
             block.kind: self._pricer.reshard_options[way]
             for block, way in zip(self._structure.fsdp_groups, ways, strict=True)
             if any(stored[position].fsdp_axes is not None for position in block.parameter_counts)
         }
-        return {kind: keeping for kind, keeping in found.items() if keeping is not ReshardAfter.FORWARD}
+        return {
+            kind: reshard_after for kind, reshard_after in found.items() if reshard_after is not ReshardAfter.FORWARD
+        }
 
-    def earlier_reshards(self, keeping: ReshardAfter) -> tuple[ReshardAfter, ...]:
-        """Return the ways to keep what is gathered less long."""
+    def earlier_reshards(self, reshard_after: ReshardAfter) -> tuple[ReshardAfter, ...]:
+        """Return the options that reshard earlier."""
         order = tuple(ReshardAfter)
-        return tuple(other for other in self._pricer.reshard_options if order.index(other) < order.index(keeping))
+        return tuple(other for other in self._pricer.reshard_options if order.index(other) < order.index(reshard_after))
 
-    def chosen(self, stored: Sequence[StorageOption], kept: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
-        """Yield what each kind of block gathers that gathers anything."""
+    def chosen(self, stored: Sequence[StorageOption], by_kind: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
+        """Yield the FSDP group of each kind of block that has one."""
         for block in self._structure.fsdp_groups:
             sizes = [
                 size
@@ -170,16 +172,16 @@ class FsdpVariables:
             ]
             if sizes:
                 numel = sum(numel for _, numel in sizes)
-                keeping = kept.get(block.kind, ReshardAfter.FORWARD)
-                yield FsdpGroupChoice(block=block, axes=sizes[0][0], numel=numel, keeping=keeping)
+                reshard_after = by_kind.get(block.kind, ReshardAfter.FORWARD)
+                yield FsdpGroupChoice(block=block, axes=sizes[0][0], numel=numel, reshard_after=reshard_after)
 
     def price(self, gather: FsdpGroupChoice) -> Price:
         """Return the price of a kind of block's gathers and reductions, with all collectives."""
         block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
         return add_prices([
-            self._pricer.latency(block, axes, itemsize, gather.keeping),
-            self._pricer.bandwidth(block, axes, gather.numel, itemsize, gather.keeping),
-            self._pricer.collectives(block, axes, gather.numel, itemsize, gather.keeping),
+            self._pricer.latency(block, axes, itemsize, gather.reshard_after),
+            self._pricer.bandwidth(block, axes, gather.numel, itemsize, gather.reshard_after),
+            self._pricer.collectives(block, axes, gather.numel, itemsize, gather.reshard_after),
         ])  # fmt: skip
 
     def _value(self, parameter: ParameterClass) -> Value:

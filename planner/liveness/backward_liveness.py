@@ -96,7 +96,7 @@ class _Builder:
         self._candidates = candidates = find_peak_candidates(order)
         at_end = PeakCandidate(key="end", position=len(order.ops), block=None)
         self._columns = _Columns.of((*candidates, at_end))
-        self._again = self._made_again(candidates)
+        self._again = self._alive_in_recompute(candidates)
         self._arrived: dict[str, list[int]] = defaultdict(list)
         self._at: dict[int, list[int]] = defaultdict(list)
         for column, candidate in enumerate(candidates):
@@ -215,8 +215,8 @@ class _Builder:
         caching = np.array([block is not None and self._order.modes[block] == "selective" for block in blocks])
         starts = np.array([0 if block is None else self._order.starts.get(block, 0) for block in blocks])[:, None, None]
         own = candidates.mid_recompute & (product[:, :, None] > candidates.recomputed_until)
-        kept = np.where(here, own, candidates.position >= starts) & (product < NEVER)[:, :, None]
-        cached = kept[caching].sum(0)
+        alive = np.where(here, own, candidates.position >= starts) & (product < NEVER)[:, :, None]
+        cached = alive[caching].sum(0)
         return _Alive(saved.astype(np.float64), recomputed.astype(np.float64), cached.astype(np.float64))
 
     def _add_gradients(self, region: Region, into: Counts) -> None:
@@ -234,15 +234,15 @@ class _Builder:
                     if value.requires_grad and makes and position not in in_place:
                         into[slot, column] += 1
 
-    def _made_again(self, candidates: tuple[PeakCandidate, ...]) -> dict[int, list[tuple[int, int]]]:
-        """Return region -> (slot, column) of what is there of a block that is run again and autograd does not keep."""
+    def _alive_in_recompute(self, candidates: tuple[PeakCandidate, ...]) -> dict[int, list[tuple[int, int]]]:
+        """Return region -> (slot, column) of what is alive in a recomputation without being saved by autograd."""
         found: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for column, candidate in enumerate(candidates):
-            for region, slots in self._unkept(candidate).items():
+            for region, slots in self._unsaved(candidate).items():
                 found[region] += [(slot, column) for slot in slots]
         return found
 
-    def _unkept(self, candidate: PeakCandidate) -> Mapping[int, tuple[int, ...]]:
+    def _unsaved(self, candidate: PeakCandidate) -> Mapping[int, tuple[int, ...]]:
         """Return region -> slots whose tensors an op that runs again makes or reads, or that wait for a later op.
 
         What waits is as its next reader sees it; but what was made last is there as it was made.
@@ -251,7 +251,7 @@ class _Builder:
             return {}
         inside = self._order.ops_in_block[candidate.block]
         done = [p for p in inside if p <= candidate.recomputed_until]
-        kept = {name for p in done for name in self._profile.ops[self._order.ops[p].name].saved}
+        saved = {name for p in done for name in self._profile.ops[self._order.ops[p].name].saved}
         made = {
             self._order.root(name) for p in inside if p < candidate.recomputing for name in self._order.ops[p].outputs
         }
@@ -262,12 +262,12 @@ class _Builder:
             self._note(position, "inputs", found, among=made)
         slots: dict[int, list[int]] = defaultdict(list)
         for name, (region, slot) in found.items():
-            if name not in kept:
+            if name not in saved:
                 slots[region].append(slot)
         return {region: tuple(found) for region, found in slots.items()}
 
     def _note(self, position: int, side: str, found: dict[str, tuple[int, int]], among: set[str] | None = None) -> None:
-        """Note by root where the tensors of an op are seen, first come first kept."""
+        """Note by root where the tensors of an op are seen, the first one counts."""
         region, region_op = self._order.region_op[position]
         for slot in region_op.outputs if side == "outputs" else region_op.inputs:
             name = self._order.root(region.slots[slot].value.name)

@@ -27,7 +27,7 @@ class Multiplicity:
     Attributes:
         count: of redistributions.
         lifetime: of saved tensors: at which candidates there are how many.
-        in_producer_layout: whether a saved tensor is kept as its producer makes it, whatever the consumers want.
+        in_producer_layout: whether a tensor is saved in its producer's layout, whatever layouts its consumers want.
         live_after_forward: how many saved tensors there are at the end of the forward.
         reallgathered_lifetime: of copies: at which candidates there are how many where they are all-gathered again for
             the backward of what saves them, if that is one op each.
@@ -41,11 +41,27 @@ class Multiplicity:
     reallgathered_lifetime: Lifetime = NEVER_ALIVE
 
 
-class _Kept(NamedTuple):
-    """A tensor kept for the consumer at the end of an edge, from the candidate ``since`` back to the start."""
+class _Save(NamedTuple):
+    """A tensor, or a redistributed copy of it, that is alive for the backward of the consumer at the end of an edge.
+
+    Attributes:
+        since: position of the op in whose backward it is read first; it is alive from the forward until then.
+        block: the checkpointed block whose recomputation makes it; None: it is saved by the forward.
+        in_producer_layout: whether it is saved before it is redistributed.
+    """
 
     edge: int
     since: int
+    block: str | None = None
+    in_producer_layout: bool = False
+
+
+class _Alive:
+    """How many saved tensors are alive at each peak candidate, and at the end of the forward."""
+
+    def __init__(self) -> None:
+        self.quantities: Counter[Quantity] = Counter()
+        self.after_forward = 0
 
 
 def count_multiplicities(
@@ -57,134 +73,194 @@ def count_multiplicities(
     timeline: Timeline,
 ) -> dict[str, tuple[Multiplicity, ...]]:
     """Return how often redistributions and saved copies occur, by the names that they have in `Structure`."""
-    saves, present = timeline.savers, _Alive(timeline.candidates)
-    again_in = {region: block for region, block in blocks.of_region.items() if block in modes}
-    forward: Counter[tuple[int, ...]] = Counter()
-    recompute: Counter[tuple[int, ...]] = Counter()
-    kept: dict[tuple[tuple[int, ...], bool], Counter[Quantity]] = defaultdict(Counter)
-    kept_held: Counter[tuple[tuple[int, ...], bool]] = Counter()
-    copied: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
-    copied_held: Counter[tuple[int, ...]] = Counter()
-    copied_again: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
-    passed: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
+    counter = _MultiplicityCounter(regions, profile, blocks, modes, leaving, timeline)
     for (producer, slot), links in leaving.items():
-        region = regions.regions[producer]
-        home = again_in.get(producer)
-        own = _self_saved(regions, profile, region, slot)
-        together: dict[str | None, list[int]] = defaultdict(list)
-        again: dict[str, list[int]] = defaultdict(list)
-        keepers: dict[tuple[str | None, bool], list[_Kept]] = defaultdict(list)
-        copiers: dict[str | None, list[_Kept]] = defaultdict(list)
+        counter.count_redistributions(links)
+        counter.count_shared_gradients(producer, slot, links)
+        counter.count_saved(producer, slot, links)
+    return counter.multiplicities()
+
+
+class _MultiplicityCounter:
+    """Counts what the tensors that leave regions cost, by the set of edges on which one payment serves all."""
+
+    def __init__(
+        self,
+        regions: RegionGraph,
+        profile: GraphProfile,
+        blocks: Blocks,
+        modes: Mapping[str, CheckpointingMode],
+        leaving: OutgoingLinks,
+        timeline: Timeline,
+    ) -> None:
+        self._regions = regions
+        self._profile = profile
+        self._leaving = leaving
+        self._timeline = timeline
+        self._recomputed_in = {region: block for region, block in blocks.of_region.items() if block in modes}
+        self._saved_at = [(candidate.position, candidate.quantity("activations")) for candidate in timeline.candidates]
+        self._recomputed_at: dict[str, list[tuple[int, Quantity]]] = defaultdict(list)
+        for candidate in timeline.candidates:
+            if candidate.block is not None:
+                self._recomputed_at[candidate.block].append(
+                    (candidate.recomputed_until, candidate.quantity("recomputed_block"))
+                )
+        self._redistributions: Counter[tuple[int, ...]] = Counter()
+        self._recomputed: Counter[tuple[int, ...]] = Counter()
+        self._tensors: dict[tuple[tuple[int, ...], bool], _Alive] = defaultdict(_Alive)
+        self._copies: dict[tuple[int, ...], _Alive] = defaultdict(_Alive)
+        self._reallgathered: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
+        self._gradients: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
+
+    def multiplicities(self) -> dict[str, tuple[Multiplicity, ...]]:
+        return {
+            "redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in self._redistributions.items()),
+            "recomputed_redistributions": tuple(
+                Multiplicity(edges=edges, count=n) for edges, n in self._recomputed.items()
+            ),
+            "saved_tensors": tuple(
+                Multiplicity(
+                    edges=edges,
+                    in_producer_layout=in_producer_layout,
+                    lifetime=Lifetime.of(alive.quantities),
+                    live_after_forward=alive.after_forward,
+                )
+                for (edges, in_producer_layout), alive in self._tensors.items()
+            ),
+            "saved_copies": tuple(
+                Multiplicity(
+                    edges=edges,
+                    lifetime=Lifetime.of(alive.quantities),
+                    live_after_forward=alive.after_forward,
+                    reallgathered_lifetime=Lifetime.of(self._reallgathered.get(edges, {})),
+                )
+                for edges, alive in self._copies.items()
+            ),
+            "shared_gradients": tuple(
+                Multiplicity(edges=edges, lifetime=Lifetime.of(alive)) for edges, alive in self._gradients.items()
+            ),
+        }
+
+    def count_redistributions(self, links: Sequence[tuple[int, int, int]]) -> None:
+        """Count one redistribution for all consumers, and one for each checkpointed block that recomputes it.
+
+        A checkpointed block shares none with others, since its recomputation has to stand alone.
+        """
+        shared: dict[str | None, list[int]] = defaultdict(list)
         for edge, consumer, position in links:
-            block = again_in.get(consumer)
-            inside = block is not None and _hook_inside(regions, regions.regions[consumer], position, block)
-            together[block if inside else None].append(edge)
-            if block is not None and inside:
-                again[block].append(edge)
-            since = saves[consumer, position]
-            within = _Kept(edge, since)
-            outside = _kept_by_others(regions, again_in, leaving, timeline, consumer, position) if inside else NEVER
+            shared[self._redistributed_in(consumer, position)].append(edge)
+        for block, edges in shared.items():
+            self._redistributions[_subset(edges)] += 1
+            if block is not None:
+                self._recomputed[_subset(edges)] += 1
+
+    def count_shared_gradients(self, producer: int, slot: int, links: Sequence[tuple[int, int, int]]) -> None:
+        """Count the gradient of a tensor that shares its memory with others while it waits to be redistributed."""
+        region = self._regions.regions[producer]
+        if region.slots[slot].origin != "op":
+            return
+        alive = _passed_at(self._regions, self._profile, self._timeline, region, slot, links)
+        if alive:
+            edges = _subset(edge for edge, _, _ in links)
+            self._gradients[edges].update(candidate.quantity("transient") for candidate in alive)
+
+    def count_saved(self, producer: int, slot: int, links: Sequence[tuple[int, int, int]]) -> None:
+        """Count a tensor that leaves a region, and its redistributed copies, where they are saved for backward."""
+        region = self._regions.regions[producer]
+        home = self._recomputed_in.get(producer)
+        saved_here = _self_saved(self._regions, self._profile, region, slot)
+        owned = region.slots[slot].origin == "op" and (producer, slot) not in self._timeline.passed_through
+        tensors: dict[tuple[str | None, bool], list[_Save]] = defaultdict(list)
+        copies: dict[str | None, list[_Save]] = defaultdict(list)
+        for link in links:
+            for save in self._saved_copies(link, home, saved_here):
+                copies[save.block].append(save)
+            for save in self._saved_tensors(link, home, saved_here):
+                tensors[save.block, save.in_producer_layout].append(save)
+        for (block, in_producer_layout), saves in tensors.items():
+            if owned and not (saved_here and (block is None) == (home is None)):
+                alive = self._tensors[_subset(save.edge for save in saves), in_producer_layout]
+                self._add(alive, saves, block)
+        for block, saves in copies.items():
+            edges = _subset(save.edge for save in saves)
+            self._add(self._copies[edges], saves, block)
+            if block is None:
+                self._reallgathered[edges].update(_while_read(saves, self._timeline.candidates))
+
+    def _saved_tensors(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
+        """Yield where the tensor itself is saved on account of the consumer of ``link``."""
+        edge, consumer, position = link
+        block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
+        if block is not None and block != home:
+            # The block saves its input; what it makes of that inside, it makes again.
+            inside = self._redistributed_in(consumer, position) is not None
+            yield _Save(edge, self._timeline.starts[block], None, inside)
+        elif since < NEVER:
+            further = self._saved_further(link, saved_here)
+            if further:
+                # Others save it, further down: as it is there, if it has not been redistributed on the way.
+                yield from (_Save(e, self._timeline.savers[c, i], block) for e, c, i in further if self._is_saved(c, i))
+            else:
+                yield _Save(edge, since, block)
+
+    def _saved_copies(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
+        """Yield where a redistributed copy is saved on account of the consumer of ``link``."""
+        edge, consumer, position = link
+        block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
+        inside = self._redistributed_in(consumer, position) is not None
+        if inside:
+            outside = _saved_by_others(
+                self._regions, self._recomputed_in, self._leaving, self._timeline, consumer, position
+            )
             if outside < NEVER:
-                copiers[None].append(_Kept(edge, outside))
-            further = [] if own else list(_further(regions, profile, leaving, timeline, consumer, position))
-            if block is not None and block != home:
-                # The block keeps what it is called with; what it makes of that inside, it makes again.
-                whole = _Kept(edge, timeline.starts[block])
-                keepers[None, inside].append(whole)
-                if not inside:
-                    copiers[None].append(whole)
-                elif since < NEVER:
-                    copiers[block].append(within)
+                yield _Save(edge, outside)
+        if block is not None and block != home:
+            if not inside:
+                yield _Save(edge, self._timeline.starts[block])
             elif since < NEVER:
-                apart = further and all(again_in.get(c) == block for _, c, _ in further)
-                if apart and not _self_saved(regions, profile, regions.regions[consumer], position):
-                    # Others keep it, further down: as it is there, if it has not been redistributed on the way.
-                    keepers[block, False] += [_Kept(e, saves[c, i]) for e, c, i in further if saves[c, i] < NEVER]
-                else:
-                    copiers[block].append(within)
-                    keepers[block, False].append(within)
-        # A checkpointed block shares nothing with others: its recomputation has to stand alone.
-        for edges in together.values():
-            forward[_subset(edges)] += 1
-        for edges in again.values():
-            recompute[_subset(edges)] += 1
-        is_made = region.slots[slot].origin == "op"
-        owns = is_made and (producer, slot) not in timeline.passed_through
-        there = [m.quantity("transient") for m in _passed_at(regions, profile, timeline, region, slot, links)]
-        if is_made and there:
-            passed[_subset(edge for edge, _, _ in links)].update(there)
-        for (where, always), found in keepers.items():
-            if owns and not (own and (where is None) == (home is None)):
-                kept[_subset(k.edge for k in found), always].update(present.of(found, where))
-                kept_held[_subset(k.edge for k in found), always] += _is_held(found, where)
-        for where, found in copiers.items():
-            copied[_subset(k.edge for k in found)].update(present.of(found, where))
-            copied_held[_subset(k.edge for k in found)] += _is_held(found, where)
-            if where is None:
-                copied_again[_subset(k.edge for k in found)].update(_while_read(found, timeline.candidates))
-    return {
-        "redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in forward.items()),
-        "recomputed_redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in recompute.items()),
-        "saved_tensors": tuple(
-            Multiplicity(
-                edges=edges,
-                in_producer_layout=always,
-                lifetime=Lifetime.of(alive),
-                live_after_forward=kept_held[edges, always],
-            )
-            for (edges, always), alive in kept.items()
-        ),
-        "saved_copies": tuple(
-            Multiplicity(
-                edges=edges,
-                lifetime=Lifetime.of(alive),
-                live_after_forward=copied_held[edges],
-                reallgathered_lifetime=Lifetime.of(copied_again.get(edges, {})),
-            )
-            for edges, alive in copied.items()
-        ),
-        "shared_gradients": tuple(
-            Multiplicity(edges=edges, lifetime=Lifetime.of(alive)) for edges, alive in passed.items()
-        ),
-    }
+                yield _Save(edge, since, block)
+        elif since < NEVER and not self._saved_further(link, saved_here):
+            yield _Save(edge, since, block)
+
+    def _saved_further(self, link: tuple[int, int, int], saved_here: bool) -> list[tuple[int, int, int]]:
+        """Return the links to savers of a tensor that ``link``'s consumer only passes on; none where it saves it."""
+        _, consumer, position = link
+        if saved_here or _self_saved(self._regions, self._profile, self._regions.regions[consumer], position):
+            return []
+        further = list(_further(self._regions, self._profile, self._leaving, self._timeline, consumer, position))
+        block = self._recomputed_in.get(consumer)
+        return further if all(self._recomputed_in.get(c) == block for _, c, _ in further) else []
+
+    def _is_saved(self, consumer: int, position: int) -> bool:
+        return self._timeline.savers[consumer, position] < NEVER
+
+    def _redistributed_in(self, consumer: int, position: int) -> str | None:
+        """Return the checkpointed block inside which an entry of a region is redistributed, None if in none."""
+        block = self._recomputed_in.get(consumer)
+        if block is None or not _hook_inside(self._regions, self._regions.regions[consumer], position, block):
+            return None
+        return block
+
+    def _add(self, alive: _Alive, saves: Sequence[_Save], block: str | None) -> None:
+        """Count one tensor that serves all ``saves``: alive in the recomputation of ``block``, or from the forward."""
+        since = min(save.since for save in saves)
+        candidates = self._saved_at if block is None else self._recomputed_at.get(block, ())
+        alive.quantities.update(quantity for position, quantity in candidates if position >= since)
+        alive.after_forward += block is None and since < NEVER
 
 
 def _subset(edges: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(edges)))
 
 
-class _Alive:
-    """At which candidates tensors are there: made again in a block, or kept all along."""
-
-    def __init__(self, candidates: Sequence[PeakCandidate]) -> None:
-        self._kept = [(candidate.position, candidate.quantity("activations")) for candidate in candidates]
-        self._again: dict[str, list[tuple[int, Quantity]]] = defaultdict(list)
-        for candidate in candidates:
-            if candidate.block is not None:
-                self._again[candidate.block].append(
-                    (candidate.recomputed_until, candidate.quantity("recomputed_block"))
-                )
-
-    def of(self, kept: Sequence[_Kept], block: str | None) -> list[Quantity]:
-        """Return the quantities of candidates at which a tensor is alive: recomputed in ``block``, or saved (None)."""
-        since = min(k.since for k in kept)
-        candidates = self._kept if block is None else self._again.get(block, ())
-        return [name for position, name in candidates if position >= since]
-
-
-def _while_read(kept: Sequence[_Kept], candidates: Sequence[PeakCandidate]) -> list[Quantity]:
+def _while_read(saves: Sequence[_Save], candidates: Sequence[PeakCandidate]) -> list[Quantity]:
     """Return the quantities of the candidates between the backward of the last op that reads a tensor and the first."""
-    first, last = min(k.since for k in kept), max(k.since for k in kept)
+    first, last = min(save.since for save in saves), max(save.since for save in saves)
     return [candidate.quantity("transient") for candidate in candidates if first <= candidate.position <= last]
 
 
-def _is_held(kept: Sequence[_Kept], block: str | None) -> bool:
-    """Tell whether a tensor is there at the end of the forward: kept from then on, and not made again."""
-    return block is None and min(k.since for k in kept) < NEVER
-
-
 def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, position: int) -> bool:
-    """Tell whether the region that makes a tensor keeps it itself."""
+    """Tell whether the region that makes a tensor saves it itself."""
     value = region.slots[position].value
     root = profile.root[value.name]
     return any(root in profile.ops[region_op.op.name].saved for region_op in region.ops)
@@ -210,22 +286,22 @@ def _further(
                 yield from _further(regions, profile, leaving, timeline, consumer, position)
 
 
-def _kept_by_others(
+def _saved_by_others(
     regions: RegionGraph,
-    again_in: Mapping[int, str],
+    recomputed_in: Mapping[int, str],
     leaving: OutgoingLinks,
     timeline: Timeline,
     region_index: int,
     entry: int,
 ) -> int:
     """Return the candidate from which others save what a checkpointed block passes on, as it is or redistributed."""
-    home = again_in.get(region_index)
+    home = recomputed_in.get(region_index)
     since = NEVER
     for slot in range(len(regions.regions[region_index].slots)):
         if timeline.passed_through.get((region_index, slot)) != entry:
             continue
         for _, consumer, position in leaving.get((region_index, slot), ()):
-            block = again_in.get(consumer)
+            block = recomputed_in.get(consumer)
             if block != home:
                 there = timeline.savers[consumer, position] if block is None else timeline.starts[block]
                 since = min(since, there)

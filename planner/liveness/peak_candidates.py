@@ -73,10 +73,10 @@ def find_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
 def _recomputations(order: OpOrder, found: Mapping[int, PeakCandidate]) -> Iterator[PeakCandidate]:
     """Yield the candidates while a block is run again: the first op of its backward that needs it asks for that."""
     for block in dict.fromkeys(candidate.block for candidate in found.values() if candidate.block is not None):
-        keeping = [p for p in order.ops_in_block[block] if order.saves(order.ops[p])]
-        if not keeping:
+        savers = [p for p in order.ops_in_block[block] if order.saves(order.ops[p])]
+        if not savers:
             continue
-        last = max(keeping)
+        last = max(savers)
         made = {order.root(name) for name in order.ops[last].outputs}
         reading = (p for p in order.ops_in_block[block] if p > last and made & order.reads(p) and not order.is_view(p))
         for again in (last, *itertools.islice(reading, 1)):
@@ -92,14 +92,14 @@ def _recomputations(order: OpOrder, found: Mapping[int, PeakCandidate]) -> Itera
 def _alive_inside(order: OpOrder, region: Region, position: int) -> float:
     """Return the bytes, unsplit, that are alive of a region at a candidate in it: to choose the candidate by."""
     values = order.regions.graph.values
-    kept: set[str] = set()
+    saved: set[str] = set()
     extra = 0.0
     for region_op in region.ops:
         if order.position[region_op.op.name] <= position:
-            kept.update(order.profile.ops[region_op.op.name].saved)
+            saved.update(order.profile.ops[region_op.op.name].saved)
             extra += order.profile.ops[region_op.op.name].saved_extra_nbytes
     op = order.ops[position]
     working = order.profile.ops[op.name].backward_extra_nbytes
-    activations = [name for name in kept if values[name].kind == "activation"]
+    activations = [name for name in saved if values[name].kind == "activation"]
     grown = [*order.gradients[position], *order.new_gradients(op)]
     return extra + working + sum(values[name].nbytes for name in (*activations, *grown))

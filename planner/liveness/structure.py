@@ -144,12 +144,12 @@ def build_structure(
 def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
     """Return ``known`` for the regions of the same model at another batch; None where that has a structure of its own.
 
-    A structure counts tensors and weighs none, but to choose the candidates. At a batch of 1, autograd may keep others.
+    A structure counts tensors and weighs none, but to choose the candidates. At a batch of 1, autograd may save others.
     """
     seen = known.regions
     if (regions.classes, regions.class_of, regions.links) != (seen.classes, seen.class_of, seen.links):
         return None
-    if profile.root != known.profile.root or _kept(profile) != _kept(known.profile):
+    if profile.root != known.profile.root or _structural_facts(profile) != _structural_facts(known.profile):
         return None
     order = OpOrder(regions, profile, known.blocks, known.modes)
     if (
@@ -159,7 +159,7 @@ def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfi
     return dataclasses.replace(known, regions=regions, profile=profile)
 
 
-def _kept(profile: GraphProfile) -> list[tuple[object, ...]]:
+def _structural_facts(profile: GraphProfile) -> list[tuple[object, ...]]:
     """Return all that a structure asks of the profile of each op."""
     return [
         (

@@ -99,8 +99,8 @@ class NamedEntries:
     Attributes:
         stored, compute, gradients: parameter -> layout.
         inputs, outputs: module -> path of an argument -> port.
-        together: block -> names, relative to it, of parameters that are gathered together.
-        kept: blocks that keep these, and how long.
+        fsdp_groups: block -> names, relative to it, of the parameters of its FSDP group.
+        reshard_after: block -> when its FSDP group reshards, if not after the forward.
     """
 
     stored: dict[str, Layout] = field(default_factory=dict)
@@ -108,8 +108,8 @@ class NamedEntries:
     gradients: dict[str, Layout] = field(default_factory=dict)
     inputs: dict[str, dict[str, Port]] = field(default_factory=dict)
     outputs: dict[str, dict[str, Port]] = field(default_factory=dict)
-    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kept: dict[str, ReshardAfter] = field(default_factory=dict)
+    fsdp_groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reshard_after: dict[str, ReshardAfter] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> NamedEntries:
         """Return the entries under other names."""
@@ -123,8 +123,8 @@ class NamedEntries:
             gradients=under(self.gradients),
             inputs=under(self.inputs),
             outputs=under(self.outputs),
-            together=under(self.together),
-            kept=under(self.kept),
+            fsdp_groups=under(self.fsdp_groups),
+            reshard_after=under(self.reshard_after),
         )
 
     def update(self, other: NamedEntries) -> None:
@@ -132,8 +132,8 @@ class NamedEntries:
         self.stored.update(other.stored)
         self.compute.update(other.compute)
         self.gradients.update(other.gradients)
-        self.together.update(other.together)
-        self.kept.update(other.kept)
+        self.fsdp_groups.update(other.fsdp_groups)
+        self.reshard_after.update(other.reshard_after)
         for own, others in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
             for module, ports in others.items():
                 own.setdefault(module, {}).update(ports)
@@ -154,13 +154,17 @@ class NamedEntries:
             gradient_plan={key: layout for key, (_, _, layout) in layouts.items() if layout is not None},
             input_plan={input_key(fqn): _spec(ports) for fqn, ports in fold_names(self.inputs, modules).items()},
             output_plan={output_key(fqn): _spec(ports) for fqn, ports in fold_names(self.outputs, modules).items()},
-            fully_shard=fold_names(self.together, modules),
-            keep_gathered=self._kept(ReshardAfter.BACKWARD, modules),
-            keep_gathered_for_step=self._kept(ReshardAfter.STEP, modules),
+            fully_shard=fold_names(self.fsdp_groups, modules),
+            keep_gathered=self._resharding(ReshardAfter.BACKWARD, modules),
+            keep_gathered_for_step=self._resharding(ReshardAfter.STEP, modules),
         )
 
-    def _kept(self, keeping: ReshardAfter, modules: Iterable[str]) -> tuple[str, ...]:
-        return tuple(fold_names({block: True for block in sorted(self.kept) if self.kept[block] is keeping}, modules))
+    def _resharding(self, after: ReshardAfter, modules: Iterable[str]) -> tuple[str, ...]:
+        return tuple(
+            fold_names(
+                {block: True for block in sorted(self.reshard_after) if self.reshard_after[block] is after}, modules
+            )
+        )
 
 
 def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
@@ -168,7 +172,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
     regions = structure.regions
     found = NamedEntries()
     by_value: dict[str, StorageOption] = {}
-    together: dict[str, list[str]] = defaultdict(list)
+    fsdp_groups: dict[str, list[str]] = defaultdict(list)
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         for value in parameter.values:
             by_value[value] = choice
@@ -176,7 +180,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 (name,) = regions.graph.parameters[value]
                 block = block_of(name)
                 assert block is not None
-                together[block].append(name[len(block) + 1 :])
+                fsdp_groups[block].append(name[len(block) + 1 :])
             for name in regions.graph.parameters[value]:
                 found.stored[name] = choice.stored
                 if choice.accumulated is not None:
@@ -197,10 +201,10 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                     # Calls of one module agree, but where no gradient comes back it is another that says its layout.
                     if port.grad is not None or path not in ports:
                         ports[path] = port
-    found.together.update({block: tuple(sorted(held)) for block, held in together.items()})
+    found.fsdp_groups.update({block: tuple(sorted(held)) for block, held in fsdp_groups.items()})
     for gather in structure.fsdp_groups:
         if gather.kind in decision.reshard_after:
-            found.kept.update(dict.fromkeys(gather.blocks, decision.reshard_after[gather.kind]))
+            found.reshard_after.update(dict.fromkeys(gather.blocks, decision.reshard_after[gather.kind]))
     return found
 
 
