@@ -34,9 +34,10 @@ Counts = Counter[CollectiveKey]
 
 
 def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
-    """Return name of the process group -> axis of the mesh, for this rank's groups; the axes must have names.
+    """Return {process-group name: mesh axis name} for this rank's groups. The axes of the mesh must have names.
 
-    Adjacent axes that torch has flattened into one are joined by commas, as estimates name them.
+    A group of several axes that torch has flattened into one maps to their names joined by commas ("dp,tp"), as in
+    estimates.
     """
     names = device_mesh.mesh_dim_names
     assert names is not None, "a planned mesh has names"

@@ -196,12 +196,13 @@ class Redistributor:
         return waited(local) / size if average else local
 
     def redistribute(self, tensor: torch.Tensor, layout: Layout, source_grad: Layout | None = None) -> DTensor:
-        """Return ``tensor`` in ``layout``; the backward redistributes its gradient, in any layout, to ``source_grad``.
+        """Return ``tensor`` redistributed to ``layout``; the backward redistributes its gradient to ``source_grad``.
 
         Args:
-            tensor: a plain one counts as replicated.
-            layout: of the result. Where it is the tensor's own, only the gradient is redistributed.
-            source_grad: layout of the gradient that goes back to ``tensor``; None is the conjugate of its layout.
+            tensor: a DTensor, or a plain tensor, which counts as replicated.
+            layout: of the result. Where the tensor has it already, only the gradient is redistributed.
+            source_grad: layout of the gradient that ``tensor`` gets, whatever layout the gradient arrives in. None: the
+                tensor's own layout, with `Replicate` in place of `Partial`.
 
         Raises:
             NoPathError: a split would be uneven.

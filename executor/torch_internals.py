@@ -148,7 +148,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def current_backward_pass() -> int:
-    """Return the number of the running backward pass; -1 outside of any."""
+    """Return autograd's id of the backward pass that runs in this thread; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 

@@ -77,7 +77,7 @@ class GraphFormatError(PlannerError):
 
     @classmethod
     def at(cls, where: str, what: str, *, what_to_do: str = "") -> GraphFormatError:
-        """Return the error of a document that is a graph's, but for one place."""
+        """Return the error of a graph document that is invalid at ``where`` ("": as a whole); ``what`` says why."""
         place = f" at {where}" if where else ""
         return cls(f"the graph is not valid{place}: {what.rstrip('.')}.", what_to_do=what_to_do, where=where)
 

@@ -242,7 +242,7 @@ class JobStore:
         return sum(self._lose(job, and_(_still(job), over)) for job in expired)
 
     def release_interrupted(self) -> int:
-        """Queue again what was running when the only server there is ended; return how many jobs that were."""
+        """Queue the jobs again that were running when the server stopped (SQLite has one only); return their number."""
         with self._database.read() as connection:
             running = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running"))
             interrupted = [_record(row) for row in running]

@@ -44,16 +44,17 @@ class AxisGroup:
 
 
 def axis_group(mesh: MeshSpec, axis: str, cluster: ClusterSpec) -> AxisGroup:
-    """Return the group of ``axis`` on the nodes; see `axes_group`."""
+    """Return how the groups along ``axis`` lie on the nodes; see `axes_group`."""
     return axes_group(mesh, (axis,), cluster)
 
 
 @functools.lru_cache(maxsize=4096)
 def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> AxisGroup:
-    """Return the group of one axis, or of several axes taken as one, on the nodes.
+    """Return how the process groups along one axis, or along several axes taken as one, lie on the nodes.
 
-    Ranks are row-major, and rank r is on node r // devices_per_node. Where groups of an axis differ (6 devices per
-    node, an axis of 4), the one that spans most nodes counts, and uneven groups are rounded up.
+    Ranks are row-major, and rank r is on node r // devices_per_node. Where the groups of an axis differ (6 devices per
+    node, an axis of 4), the largest number of nodes that one of them spans and the largest number of groups on one node
+    count, and ``ranks_per_node`` is rounded up.
 
     Raises:
         ClusterError: the mesh has more devices than the cluster, or no such axis.

@@ -33,7 +33,9 @@ _KEYS = (
     "sweeps",
 )
 _FILE_KEYS = ("file", "kind", "nodes", "ranks_per_node")
-_FORMS = "write NODESxDEVICESxDEVICE (4x8xh100-sxm-80gb), DEVICESxDEVICE for one node, or the path of a .yaml file"
+_FORMS = (
+    "write NODESxDEVICESxDEVICE_TYPE (4x8xh100-sxm-80gb), DEVICESxDEVICE_TYPE for one node, or the path of a .yaml file"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

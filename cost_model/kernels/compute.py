@@ -85,16 +85,17 @@ def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, ma
 def elementwise_time_s(
     *, numel: int, reads: int, writes: int, dtype: str, device: DeviceSpec, ops: int = 1, fused: bool = True
 ) -> float:
-    """Return the seconds of a chain of ``ops`` element-wise ops, bound by bytes; 0.0 for no elements.
+    """Return the seconds of a chain of ``ops`` element-wise ops, limited by memory bandwidth; 0.0 for no elements.
 
-    A fused chain (``torch.compile``, a hand-written kernel) reads inputs and writes results once, in one kernel. An
-    unfused one writes and reads every intermediate result, in as many kernels. Known error: kernels that reduce over
-    rows (norms, softmax) or write few bytes per row reach 10 to 20 % less than this bandwidth.
+    A fused chain (``torch.compile``, a hand-written kernel) is one kernel, which reads its inputs and writes its
+    results once. An unfused one is a kernel for each op: each of the ``ops - 1`` intermediate tensors is written and
+    read once. Known error: kernels that reduce over rows (norms, softmax) or write few bytes per row reach 10 to 20 %
+    less than the bandwidth of `stream_bytes_per_s`, so they take longer than this says.
 
     Args:
         numel: elements of one tensor.
-        reads, writes: tensors of that size that enter and leave the chain.
-        dtype: of all of them.
+        reads, writes: number of tensors of that size that the whole chain reads and writes.
+        dtype: of all tensors.
     """
     if min(numel, reads, writes) < 0 or ops < 1:
         raise ValueError(

@@ -109,7 +109,13 @@ def backward(
     chunks: ZigzagChunks,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of this rank's queries, keys and values, given that of the result."""
+    """Return the gradients of this rank's q, k and v, given the ``gradient`` of its result.
+
+    Args:
+        gradient, q, result: [batch, heads, rows, width].
+        k, v: [batch, kv_heads, rows, width].
+        lse: [batch, heads, rows], float32; ``result`` and ``lse`` are what `forward` returned.
+    """
     all_gather, others = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
     head_parts = [
         (slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop))

@@ -11,10 +11,10 @@ from planner.errors import PlanTypeError
 
 
 class Sharder(abc.ABC):
-    """Replaces a module by a sharded one.
+    """User code that replaces a module with a sharded one.
 
-    A plan names a Sharder (``plan={"ebc": "bags"}``), and the caller passes it:
-    ``shard_module(module, mesh, plan, sharders={"bags": BagSharder(mesh)})``. So a plan file stays data.
+    A plan refers to a Sharder by name (``plan={"ebc": "bags"}``), so that plan files contain no code. The caller passes
+    it: ``shard_module(module, mesh, plan, sharders={"bags": BagSharder(mesh)})``.
     """
 
     @abc.abstractmethod

@@ -44,8 +44,8 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     Args:
         tensor: a DTensor in any layout, or plain.
         port: layouts of the tensor and of its gradient.
-        shared: redistributes.
-        is_local: whether a plain tensor is this rank's local tensor under ``port.layout``; else it is replicated.
+        shared: redistributes, and returns the same copy to all modules that want the same layout.
+        is_local: whether a plain tensor is this rank's shard under ``port.layout``. If not, it is the whole tensor.
     """
     if not isinstance(tensor, DTensor) and is_local:
         tensor = DTensor.from_local(tensor, shared.redistributor.device_mesh, port.layout, run_check=False)

@@ -32,7 +32,7 @@ class SharedRedistributions:
         self._recomputed: MutableMapping[torch.Tensor, RecomputedCopy] = WeakTensorKeyDictionary()
 
     def add_alias(self, alias: torch.Tensor, original: torch.Tensor) -> None:
-        """Share the redistributions of ``original`` with ``alias``, which has the same values but its own node."""
+        """Let ``alias`` share the redistributions of ``original``: the same values under another autograd node."""
         self._originals[alias] = self._originals.get(original, original)
 
     @contextmanager

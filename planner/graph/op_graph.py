@@ -233,7 +233,10 @@ def _collect(template: Any, into: list[Any]) -> None:
 
 
 def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
-    """Return an argument template with each `Ref` replaced by what ``substitute`` returns for it, in order."""
+    """Return a copy of nested op arguments in which each `Ref` (to a value of the graph) is ``substitute(ref)``.
+
+    Refs are visited depth first, from left to right.
+    """
     if type(template) in _LEAF_TYPES:
         return substitute(template) if isinstance(template, Ref) else template
     if isinstance(template, (tuple, list)):

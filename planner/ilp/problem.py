@@ -88,7 +88,7 @@ class InfeasibleAssignmentError(ValueError):
 
 
 def edge_pair(edge: Edge, assignment: Assignment) -> tuple[int, int]:
-    """Return the ports of producer and consumer on ``edge``."""
+    """Return the numbers of the producer's and the consumer's port that ``assignment`` selects on ``edge``."""
     return edge.producer_ports[assignment[edge.producer]], edge.consumer_ports[assignment[edge.consumer]]
 
 

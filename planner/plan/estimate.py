@@ -128,9 +128,9 @@ class SolverReport:
 
     Attributes:
         name: of the solver or planner.
-        status: "optimal", "within-gap", "given" (a baseline: nothing was solved), ...
-        objective_s: the solver's own value of the step, in seconds.
-        bound_s: no plan of this search space can be faster.
+        status: "optimal", "time-limit" (the incumbent when time was up), "given" (a random plan, not solved for).
+        objective_s: the objective of the program: seconds of the step.
+        bound_s: lower bound on the seconds of a step, over the whole search space.
         gap: (objective - bound) / objective; None where nothing was proven.
         time_s: spent solving.
         meshes: those that were searched, where there was more than one.

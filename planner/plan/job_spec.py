@@ -78,7 +78,7 @@ class JobSpec:
 
     cluster: str | ClusterSpec | Mapping[str, Any] = field(
         metadata=_about(
-            "NODESxDEVICESxDEVICE such as 4x8xh100-sxm-80gb, or a YAML file.",
+            "NODESxDEVICESxDEVICE_TYPE such as 4x8xh100-sxm-80gb, or a YAML file.",
             limits={"min_length": 1, "max_length": 1000},
             text=str | dict[str, Any],
         )
@@ -341,7 +341,7 @@ def _keeps(bound: str, value: Any, limit: float) -> bool:
 
 
 def spec_of(options: Mapping[str, Any]) -> JobSpec:
-    """Return the spec that keywords describe; former names are taken as well.
+    """Return the `JobSpec` with these fields, which may be given under their former names.
 
     Raises:
         TypeError: there is no such field, or ``cluster`` is missing.

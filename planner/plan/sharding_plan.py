@@ -84,33 +84,35 @@ class ShardingPlan:
     """How every parameter and every module boundary is laid out, and what a step costs.
 
     All but ``mesh`` may be left out, so a plan is easily written by hand. Keys are patterns of FQNs
-    (``patterns``); ``""`` is the root module. In ``input_plan`` and ``output_plan`` a bare layout, or a list or
-    dict of them, may stand for ``Port``s.
+    (`planner.plan.patterns`); ``""`` is the root module. In ``input_plan`` and ``output_plan`` a bare layout, or a list
+    or dict of them, may stand for ``Port``s.
 
     Attributes:
         mesh: the devices. A ``MeshSpec`` is taken as one of "cuda" devices.
         plan: parameters -> stored layout; or modules -> the name of a Sharder given to ``shard_module``.
         compute_plan: parameters -> layout at use, where it differs from the stored one.
-        gradient_plan: parameters -> the layout that their gradient is brought to in every micro-batch's backward; the
-            others' accumulate as they come (partial, say) and are reduced once a step.
-        fully_shard: modules -> names, relative to the module, of parameters that are gathered together before its
-            forward and its backward, and whose gradients are reduced together, by torch's ``fully_shard``.
-        keep_gathered: those of these modules that keep what they gathered from forward to backward, and gather once.
-        keep_gathered_for_step: those that keep it from the first micro-batch's forward to the last one's backward: they
-            gather once a step, and reduce once what gradients have added up to.
+        gradient_plan: parameters -> the layout that their gradient is redistributed to in the backward of every
+            micro-batch. Gradients of other parameters accumulate in the layout that autograd returns, often `Partial`,
+            and are reduced once a step.
+        fully_shard: modules -> names, relative to the module, of the parameters of its FSDP group (torch's
+            ``fully_shard``): one all-gather before its forward and its backward, one reduction of their gradients.
+        keep_gathered: modules of ``fully_shard`` whose parameters stay unsharded from forward to backward
+            (``reshard_after_forward=False``).
+        keep_gathered_for_step: modules of ``fully_shard`` whose parameters stay unsharded for the whole step: one
+            all-gather and one reduction of gradients a step, whatever the number of micro-batches.
         input_plan: module FQN + ".input" ("input" or "" for the root) -> ports of its arguments.
         output_plan: module FQN, or FQN + ".output" ("output" or "" for the root) -> ports of its results.
         return_local_tensor: modules whose results become plain local tensors, after ``output_plan``.
         activation_checkpointing: modules -> "full" or "selective".
-        micro_batches: per step; their gradients accumulate.
-        zigzag: the order that sequences have where attention's are split over ranks; None: their own.
+        micro_batches: number of them in a step; gradients accumulate over them.
+        zigzag: the zigzag token order that context parallelism uses; None: natural order.
         pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
             other axes. None: every device has a part of every module.
         estimate: seconds and bytes of a step; None where nobody has priced the plan.
         solver: how the plan was found.
         job: what the estimate is for.
         cluster: ``ClusterSpec.to_dict()`` of what the estimate is for.
-        fingerprint: structural hashes: "model", "cluster", "torch", "format"; a part that is missing is not checked.
+        fingerprint: "model": a hash of its structure; "torch": the minor version. A missing entry is not checked.
         timings: seconds by planning stage ("trace_s", "solve_s", ...).
         notes: for a person.
         format_version: of the file.

@@ -44,7 +44,7 @@ class CollectiveLine:
 
 
 class FsdpGroupPricer:
-    """Prices of FSDP groups in one `Run`."""
+    """Seconds and bytes of FSDP groups in one `Run`: one mesh, checkpointing mode and number of micro-batches."""
 
     def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
         self._run = run

@@ -47,7 +47,11 @@ class Restriction:
 
 
 def batch_only(region: Region, strategy: Strategy, axes: Sequence[int], mesh: MeshSpec) -> bool:
-    """Tell whether on ``axes`` all compute layouts are replicated, and activations split by the batch or not at all."""
+    """Return whether a strategy is pure data parallelism on every mesh axis in ``axes``.
+
+    That is: parameters are replicated, tensors that enter the region are replicated or `Shard(0)`, and model inputs are
+    `Shard(0)` wherever the axes divide their batch.
+    """
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         if layout is None:
             continue

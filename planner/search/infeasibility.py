@@ -39,7 +39,7 @@ Larger = Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastMemory:
-    """The decision of a run with the least peak, in bytes per device."""
+    """The decision of a run that has the lowest peak memory: ``nbytes`` per device."""
 
     nbytes: float
     run: Run

@@ -234,7 +234,7 @@ class MeshSearch(BranchAndBound[_Node]):
         task: object,
         result: BoundedMesh | RelaxedPair | SolvedRun | SolverError | None,
     ) -> None:
-        """Push the children of a node, or note its plan."""
+        """Push the children of a node, or record its plan."""
         if isinstance(node, _MeshNode):
             assert isinstance(result, BoundedMesh)
             self._branch_into_pairs(node.mesh, result)

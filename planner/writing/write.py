@@ -22,17 +22,17 @@ PIPELINE_NOT_RUN = "a pipeline cannot be run here yet: --executable-only (execut
 
 
 def write_plan(
-    search: RunPlanner,
+    planner: RunPlanner,
     module: TracedModule,
     candidate: Candidate,
     memory_bytes: int,
     report: SolverReport,
     notes: Sequence[str],
 ) -> ShardingPlan:
-    """Return the plan of a decision about the whole model, made for ``memory_bytes`` per device at most."""
+    """Return the `ShardingPlan` of ``candidate``, which was found under a cap of ``memory_bytes`` per device."""
     run = candidate.run
     entries = decision_entries(candidate.structure, candidate.decision, module.names)
-    device, reordering = search.cluster.device, search.model.reordering
+    device, reordering = planner.cluster.device, planner.model.reordering
     order = zigzag_order(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
         mesh=PlanMesh.from_mesh(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
@@ -42,15 +42,15 @@ def write_plan(
         zigzag=order,
         estimate=candidate.estimate,
         solver=report,
-        job=dataclasses.replace(search.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=memory_bytes),
-        cluster=search.cluster.to_dict(),
+        job=dataclasses.replace(planner.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=memory_bytes),
+        cluster=planner.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
-        notes=with_reallgather_note([*notes, *token_order_notes(reordering, order)], entries.input_plan, search.job),
+        notes=with_reallgather_note([*notes, *token_order_notes(reordering, order)], entries.input_plan, planner.job),
     )
 
 
 def write_pipeline_plan(
-    search: RunPlanner,
+    planner: RunPlanner,
     module: TracedModule,
     found: PlannedPipeline,
     memory_bytes: int,
@@ -58,8 +58,8 @@ def write_pipeline_plan(
     notes: Sequence[str],
 ) -> ShardingPlan:
     """Return the plan of a pipeline, made for ``memory_bytes`` per device at most."""
-    text = pipeline_entries(found, listed_blocks(search), module.names)
-    first = write_plan(search, module, found.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
+    text = pipeline_entries(found, listed_blocks(planner), module.names)
+    first = write_plan(planner, module, found.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
     return dataclasses.replace(
         first,
         mesh=PlanMesh.from_mesh(text.mesh, first.mesh.device),

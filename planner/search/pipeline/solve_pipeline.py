@@ -107,7 +107,10 @@ class StageSolver:
         self._stages, self._constraints, self._deadline = stages, constraints, deadline
 
     def solve(self) -> PipelineResult:
-        """Solve the pipeline under each boundary layout, the one with the lowest bound first."""
+        """Return the fastest pipeline below the cutoff, and a lower bound, over the layouts of the boundary tensor.
+
+        That is the tensor which one stage sends to the next. Its layouts are tried in order of their lower bound.
+        """
         pipeline, cutoff_s = self._pipeline, self._task.cutoff_s
         best, bound_s, gave_up = None, math.inf, False
         for boundary in sorted(self.relaxed_boundaries(), key=lambda boundary: boundary.bound_s):
