@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import tempfile
-import time
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from typing import Any
 import joblib
 import psutil
 import pytest
+from loky import process_executor
 from support import families
 
 from planner.errors import JobError, SolverError
@@ -43,16 +44,34 @@ def add(number: int, context: Adder, to: int) -> tuple[int, int, int]:
     """Return the sum, the process, and how many tasks its context has done."""
     with context.clock.stage("adding"):
         context.done += 1
-        time.sleep(0.05)
     return number + to, os.getpid(), context.done
 
 
+def meet_and_add(path: Path, end: str, number: int, context: Adder, to: int) -> tuple[int, int, int]:
+    """Add while another process does: opening one end of a pipe waits until the other one is opened."""
+    path.open(end).close()
+    return add(number, context, to)
+
+
+def shared_adds(folder: Path, count: int) -> list[Any]:
+    """Return tasks that add 0, 1, ...; the first that are picked are run by two processes at once."""
+    path = pipe(folder)
+    together = [functools.partial(meet_and_add, path, end, number) for number, end in enumerate("rw")]
+    return [*(functools.partial(add, number) for number in range(2, count)), *together]  # the last is picked first
+
+
+def pipe(folder: Path) -> Path:
+    path = folder / uuid.uuid4().hex
+    os.mkfifo(path)
+    return path
+
+
 def remember(context: Adder, _: int) -> tuple[int, int]:
-    """Keep more than loky takes for no leak (it looks once a second); return the process and its tasks done."""
+    """Keep more than loky takes for no leak; return the process and its tasks done."""
+    process_executor._MEMORY_LEAK_CHECK_DELAY = 0.0  # after each task, not once a second
     if context.done:  # what is there after the first task it takes for granted
         context.remembered = b"x" * 400_000_000
     context.done += 1
-    time.sleep(1.1)
     return os.getpid(), context.done
 
 
@@ -61,7 +80,7 @@ def die() -> None:
 
 
 def wait_long() -> None:
-    time.sleep(60)
+    threading.Event().wait(60)
 
 
 def fail() -> None:
@@ -77,18 +96,23 @@ def nothing() -> None:
     pass
 
 
-def in_turn(here: int, parts: tuple[Callable[[], None], Callable[[], None]], context: Adder, _: int) -> None:
-    """Do one thing in the process of the tests, after a moment in which others begin, and another thing elsewhere."""
-    if os.getpid() == here:
-        time.sleep(1)
-        parts[0]()
-    else:
-        parts[1]()
+def in_turn(
+    path: Path, end: str, here: int, parts: tuple[Callable[[], None], Callable[[], None]], context: Adder, _: int
+) -> None:
+    """Do one thing in the process of the tests and, at the same time, another thing elsewhere."""
+    path.open(end).close()
+    parts[os.getpid() != here]()
 
 
-def both(here: Callable[[], None], elsewhere: Callable[[], None]) -> list[Any]:
-    """Return a task for each of two processes, and one more."""
-    return [functools.partial(in_turn, os.getpid(), (here, elsewhere))] * 3
+def both(folder: Path, here: Callable[[], None], elsewhere: Callable[[], None]) -> list[Any]:
+    """Return a task for each of two processes, which are picked first, and one more."""
+    path = pipe(folder)
+    together = [functools.partial(in_turn, path, end, os.getpid(), (here, elsewhere)) for end in "rw"]
+    return [functools.partial(add, 0), *together]
+
+
+def call(part: Callable[[], None], context: Adder, _: int) -> None:
+    part()
 
 
 def workers() -> list[psutil.Process]:
@@ -121,9 +145,9 @@ def two_at_once() -> Pool:
     return Pool(Adder(), jobs=2)
 
 
-def test_a_context_is_sent_once_and_results_can_lead_to_more_tasks() -> None:
-    tasks = [functools.partial(add, number) for number in range(12)]
-    search, context = Tasks(tasks[:2], tasks[2:]), Adder()
+def test_a_context_is_sent_once_and_results_can_lead_to_more_tasks(tmp_path: Path) -> None:
+    tasks = shared_adds(tmp_path, 12)
+    search, context = Tasks(tasks[-2:], tasks[:-2]), Adder()
     two_at_once()
     pool = Pool(context, jobs=2)
     pool.run(search.pick, search.done, 100)
@@ -133,8 +157,8 @@ def test_a_context_is_sent_once_and_results_can_lead_to_more_tasks() -> None:
     assert os.getpid() in processes
     assert sum(max(n for _, (_, p, n) in search.found if p == process) for process in processes) == 12
     assert context.done == 0  # the context itself is only read, by what picks the next task
-    assert context.clock.spent["adding"] >= 12 * 0.05
-    again = Tasks(tasks[:1])
+    assert context.clock.spent["adding"] > 0
+    again = Tasks([functools.partial(add, 0)])
     pool.run(again.pick, again.done, 200)
     assert [total for _, (total, _, _) in again.found] == [200]
 
@@ -157,16 +181,18 @@ def test_processes_that_remember_much_are_kept() -> None:
     assert sum(max(n for p, n in done if p == process) for process in {p for p, _ in done}) == 6
 
 
-def test_those_that_began_early_are_those_that_work() -> None:
+def test_those_that_began_early_are_those_that_work(tmp_path: Path) -> None:
     others = start_workers(3)
     assert others is not None
     assert others.ready(1)
     there = {process.pid for process in workers()}
-    search = Tasks([functools.partial(add, number) for number in range(30)])
+    search = Tasks(shared_adds(tmp_path, 30))
     Pool(Adder(), jobs=3).run(search.pick, search.done, 0)
     others.stop()
     # Others that were begun anew would be different ones.
-    assert {process for _, (_, process, _) in search.found} <= there | {os.getpid()}
+    worked = {process for _, (_, process, _) in search.found}
+    assert len(worked) > 1
+    assert worked <= there | {os.getpid()}
     assert start_workers(1) is None
 
 
@@ -179,8 +205,8 @@ def test_the_caller_says_where_searchrun() -> None:
     assert max(n for _, (_, _, n) in search.found) == 4
 
 
-def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
-    search, pool = Tasks(both(nothing, die)), two_at_once()
+def test_a_worker_that_dies_is_an_error_that_says_so(tmp_path: Path) -> None:
+    search, pool = Tasks(both(tmp_path, nothing, die)), two_at_once()
     with pytest.raises(SolverError, match="worker process") as raised:
         pool.run(search.pick, search.done, 0)
     assert "fewer jobs" in raised.value.what_to_do
@@ -195,26 +221,26 @@ def gone(processes: list[psutil.Process]) -> list[psutil.Process]:
     return psutil.wait_procs(processes, timeout=10)[1]
 
 
-def test_nothing_is_left_running_when_it_is_interrupted() -> None:
+def test_nothing_is_left_running_when_it_is_interrupted(tmp_path: Path) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     for here, done in ((interrupt, Tasks([]).done), (nothing, interrupted)):
-        search, pool = Tasks(both(here, wait_long)), two_at_once()
+        search, pool = Tasks(both(tmp_path, here, wait_long)), two_at_once()
         with pytest.raises(KeyboardInterrupt):
             pool.run(search.pick, done, 0)
         assert not gone(workers())
 
 
 @pytest.mark.parametrize(("here", "elsewhere"), [(fail, nothing), (nothing, fail)])
-def test_what_a_task_raises_is_raised(here: Callable[[], None], elsewhere: Callable[[], None]) -> None:
-    search = Tasks(both(here, elsewhere))
+def test_what_a_task_raises_is_raised(here: Callable[[], None], elsewhere: Callable[[], None], tmp_path: Path) -> None:
+    search = Tasks(both(tmp_path, here, elsewhere))
     with pytest.raises(LookupError, match="of the task"):
         two_at_once().run(search.pick, search.done, 0)
 
 
 def test_what_a_task_raises_in_a_thread_is_raised() -> None:
-    search = Tasks(both(fail, fail))
+    search = Tasks([functools.partial(call, fail)] * 3)
     with joblib.parallel_config(backend="threading"), pytest.raises(LookupError, match="of the task"):
         Pool(Adder(), jobs=2).run(search.pick, search.done, 0)
 
