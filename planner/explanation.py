@@ -90,9 +90,9 @@ def explain(
         UnmatchedKeyError: the model has no such parameter.
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
     """
-    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if parameter not in known:
-        close = ", ".join(difflib.get_close_matches(parameter, known, n=3, cutoff=0.5)) or known[0]
+    parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if parameter not in parameter_names:
+        close = ", ".join(difflib.get_close_matches(parameter, parameter_names, n=3, cutoff=0.5)) or parameter_names[0]
         raise UnmatchedKeyError(
             f"the model has no parameter {parameter!r}.",
             field="plan",
@@ -103,9 +103,9 @@ def explain(
     read = opened.read
     subject = _Subject(read.structure, parameter)
     own = estimate(read.formulator, read.structure, read.decision)
-    found = list(_alternatives(opened, subject, read.decision, own, progress))
+    alternatives = list(_alternatives(opened, subject, read.decision, own, progress))
     order = {"stored": 0, "computed": 1}
-    found.sort(
+    alternatives.sort(
         key=lambda a: (
             order[a.aspect],
             not a.fits,
@@ -120,7 +120,7 @@ def explain(
         plan=own,
         memory_bytes=opened.search.memory_bytes,
         tolerance_s=own.step_time_s * plan.job.mip_gap,
-        alternatives=tuple(found),
+        alternatives=tuple(alternatives),
     )
 
 
@@ -186,8 +186,8 @@ def _alternatives(
         fits = candidate is not None
         if candidate is None:
             candidate = opened.search.solve(run, restriction, memory_bytes=None)
-        found = None if candidate is None else candidate.estimate
-        yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=found, fits=fits)
+        estimate_with_layout = None if candidate is None else candidate.estimate
+        yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=estimate_with_layout, fits=fits)
 
 
 def _computed(opened: PricingContext, subject: _Subject) -> list[Layout]:

@@ -45,15 +45,15 @@ def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tu
         best: its best plan (of the planner "ilp") of several meshes.
         count: how many are wanted.
     """
-    others = [] if best.solver is None else [m for m in best.solver.meshes if m.outcome != "chosen"]
-    found: list[ShardingPlan] = []
-    for least_s, mesh in sorted((m.at_least_s, m.mesh) for m in others if m.at_least_s is not None):
-        if len(found) >= count and least_s >= step_time_s(found[count - 1]):
+    other_meshes = [] if best.solver is None else [m for m in best.solver.meshes if m.outcome != "chosen"]
+    plans: list[ShardingPlan] = []
+    for least_s, mesh in sorted((m.at_least_s, m.mesh) for m in other_meshes if m.at_least_s is not None):
+        if len(plans) >= count and least_s >= step_time_s(plans[count - 1]):
             break
         plan = _in_time(session, mesh)
         if plan is not None:
-            found = sorted([*found, plan], key=step_time_s)
-    return tuple(found[:count])
+            plans = sorted([*plans, plan], key=step_time_s)
+    return tuple(plans[:count])
 
 
 def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: float = _SHARE) -> list[ShardingPlan]:
@@ -191,16 +191,16 @@ def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
     return [*parts, *(dataclasses.replace(cluster, nodes=count) for count in nodes), cluster]
 
 
-def best_size(found: list[ClusterSize], objective: Objective, *, within_s: float | None = None) -> ClusterSize | None:
+def best_size(sizes: list[ClusterSize], objective: Objective, *, within_s: float | None = None) -> ClusterSize | None:
     """Return the size that is best for ``objective``, of those whose step takes at most ``within_s``; None: none does.
 
     Args:
-        found: what `sweep` returned.
+        sizes: what `sweep` returned.
         objective: "step-time"; "cost": the fewest device-seconds for a step, which is also the most tokens per second
             and device; "fewest-devices".
         within_s: limit of the step time; None: no limit.
     """
-    fit = [size for size in found if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
+    fit = [size for size in sizes if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
     if not fit:
         return None
     if objective == "step-time":
@@ -280,12 +280,12 @@ def batches(
     return sizes
 
 
-def best_batch(found: list[BatchSize], *, within_s: float | None = None) -> BatchSize | None:
+def best_batch(sizes: list[BatchSize], *, within_s: float | None = None) -> BatchSize | None:
     """Return the batch with the most tokens per second, of those whose step takes at most ``within_s``; None: none.
 
     Args:
-        found: what `batches` returned.
+        sizes: what `batches` returned.
         within_s: of a decoding step, the longest that a sequence may wait for its next token; None: no limit.
     """
-    fit = [size for size in found if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
+    fit = [size for size in sizes if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
     return max(fit, key=lambda size: (size.items_per_s, -size.batch), default=None)

@@ -164,13 +164,13 @@ def diff_command(plan: PlanFile, other: PlanFile, as_json: Json = False) -> None
         from api.render.plan_diff import diff_plans
         from planner.plan.sharding_plan import ShardingPlan
 
-        found = diff_plans(ShardingPlan.load(plan), ShardingPlan.load(other))
+        differences = diff_plans(ShardingPlan.load(plan), ShardingPlan.load(other))
         if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2))
+            typer.echo(json.dumps(differences.to_dict(), indent=2))
         else:
             from api.render.diff import show_diff
 
-            show_diff(found, terminal())
+            show_diff(differences, terminal())
 
 
 @app.command("explain")
@@ -185,13 +185,13 @@ def explain_command(
         from api.requests.plan_request import explanation
 
         with watched() as progress:
-            found = explanation(model, plan, parameter, progress)
+            result = explanation(model, plan, parameter, progress)
         from api.render.explanation import explanation_dict, show_explanation
 
         if as_json:
-            typer.echo(json.dumps(explanation_dict(found), indent=2))
+            typer.echo(json.dumps(explanation_dict(result), indent=2))
         else:
-            show_explanation(found, terminal())
+            show_explanation(result, terminal())
 
 
 @app.command("calibrate")

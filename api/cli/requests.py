@@ -33,12 +33,12 @@ def request_of(**options: Any) -> PlanRequest:
     except ValidationError as error:
         first = error.errors()[0]
         field = str(first["loc"][0])
-        given = options.get(field)
+        value = options.get(field)
         if field == "planner":
             advice = f"Choose one of {', '.join(PLANNERS)}, random:SEED."
-            raise JobError(f"there is no planner {given!r}.", what_to_do=advice, field=field) from error
+            raise JobError(f"there is no planner {value!r}.", what_to_do=advice, field=field) from error
         flag = next((item.flag for item in spec_fields() if item.name == field), f"--{field}")
-        detail = f"{flag} is {given!r}: {first['msg']}."
+        detail = f"{flag} is {value!r}: {first['msg']}."
         raise JobError(detail, what_to_do="The command's --help says what it takes.", field=field) from error
 
 
@@ -56,30 +56,31 @@ def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None
     check_request(request, allow_local=True)
     key = fingerprint(request, allow_local=True) if use_cache else None
     cache = PlanCache.of_user()
-    known = cache.get(key) if key is not None else None
-    if known is not None:
+    cached_plan = cache.get(key) if key is not None else None
+    if cached_plan is not None:
         typer.echo(f"(planned before: taken from {cache.folder}; --no-cache plans again)", err=True)
-        return known
+        return cached_plan
     with watched() as progress:
-        found = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s, jobs=jobs)
-    ended = found.solver is None or found.solver.status != "time-limit"
+        plan = plan_request(request, allow_local=True, progress=progress, time_limit_s=time_limit_s, jobs=jobs)
+    ended = plan.solver is None or plan.solver.status != "time-limit"
     if key is not None and ended:
         try:
-            cache.put(key, found)
+            cache.put(key, plan)
         except OSError as error:
             typer.echo(f"(the plan was not cached: {error})", err=True)
-    return found
+    return plan
 
 
 def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> tuple[Path | None, str | None]:
     """Return the plan file or the planner's name; exactly one of them is not None."""
     from planner.errors import JobError
 
-    given = [value for value in (what, plan, planner) if value is not None]
-    if len(given) != 1:
+    subjects = [value for value in (what, plan, planner) if value is not None]
+    if len(subjects) != 1:
         advice = "Give a plan file or a planner's name after MODEL, such as fully-sharded."
         raise JobError(
-            "nothing to price was given." if not given else "more than one thing to price was given.", what_to_do=advice
+            "nothing to price was given." if not subjects else "more than one thing to price was given.",
+            what_to_do=advice,
         )
     if what is not None and (what.endswith(".json") or Path(what).exists()):
         return Path(what), None

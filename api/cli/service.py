@@ -87,9 +87,9 @@ def list_command(data_dir: DataDir = None, database_url: DatabaseUrl = None) -> 
     """List the tokens, revoked ones too."""
     with reported(as_json=False):
         for token in _store(data_dir, database_url).all():
-            made = time.strftime("%Y-%m-%d", time.gmtime(token.created_at))
+            date = time.strftime("%Y-%m-%d", time.gmtime(token.created_at))
             state = "valid" if token.revoked_at is None else "revoked"
-            typer.echo(f"{token.id}  {token.scope:5}  {state:7}  {made}  {token.name}")
+            typer.echo(f"{token.id}  {token.scope:5}  {state:7}  {date}  {token.name}")
 
 
 def _store(data_dir: Path | None, database_url: str | None) -> TokenStore:

@@ -83,12 +83,12 @@ class Guard:
             self._check_host(request)
             return NOBODY
         kind, _, text = request.headers.get("authorization", "").partition(" ")
-        found = await run_in_threadpool(self._tokens.find, text.strip()) if kind.lower() == "bearer" else None
-        if found is None:
+        grant = await run_in_threadpool(self._tokens.find, text.strip()) if kind.lower() == "bearer" else None
+        if grant is None:
             self._metrics.refused("token")
             challenge = {"WWW-Authenticate": 'Bearer realm="shardplan"'}
             raise HTTPException(401, "This needs a valid API token: Authorization: Bearer sp_...", headers=challenge)
-        caller = Caller(owner=found[0], scope=found[1])
+        caller = Caller(owner=grant[0], scope=grant[1])
         wait_s = self._rate.wait_s(caller.owner, time.monotonic())
         if wait_s > 0:
             self._metrics.refused("rate")

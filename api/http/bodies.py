@@ -62,8 +62,8 @@ def describe_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
     def openapi() -> dict[str, Any]:
         document = make()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        _, found = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
-        for name, schema in found.get("$defs", {}).items():
+        _, body_schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REFERENCE)
+        for name, schema in body_schemas.get("$defs", {}).items():
             schemas.setdefault(name, schema)
         return document
 

@@ -49,22 +49,22 @@ class IdempotencyKeys:
         """
         if not _KEY.fullmatch(key):
             raise IdempotencyError("a key has 1 to 255 visible ASCII characters.", what_to_do="Send a UUID.")
-        mine = and_(KeyRow.owner == owner, KeyRow.key == key)
+        own_key = and_(KeyRow.owner == owner, KeyRow.key == key)
         row = {"owner": owner, "key": key, "digest": digest, "job_id": _NONE_YET, "used_at": self._database.now()}
         with self._database.write() as connection:
             # Insert before select: of two concurrent requests, the second sees the row of the first.
             connection.execute(self._database.insert_new(KeyRow, **row))
-            found = connection.execute(select(KeyRow.digest, KeyRow.job_id).where(mine)).one()
-        if found.digest != digest:
+            key_row = connection.execute(select(KeyRow.digest, KeyRow.job_id).where(own_key)).one()
+        if key_row.digest != digest:
             raise IdempotencyError("this key was used for another request.", what_to_do="Send a new key.")
-        known = UsedKey(job_id=found.job_id or None)
+        used_key = UsedKey(job_id=key_row.job_id or None)
         try:
-            yield known
+            yield used_key
         except BaseException:
             with self._database.write() as connection:
-                connection.execute(delete(KeyRow).where(mine, KeyRow.job_id == _NONE_YET))
+                connection.execute(delete(KeyRow).where(own_key, KeyRow.job_id == _NONE_YET))
             raise
-        if known.job_id is not None and known.job_id != found.job_id:
-            made = update(KeyRow).where(mine, KeyRow.job_id == found.job_id).values(job_id=known.job_id)
+        if used_key.job_id is not None and used_key.job_id != key_row.job_id:
+            statement = update(KeyRow).where(own_key, KeyRow.job_id == key_row.job_id).values(job_id=used_key.job_id)
             with self._database.write() as connection:
-                connection.execute(made)
+                connection.execute(statement)

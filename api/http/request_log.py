@@ -26,8 +26,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        request_id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
+        header = dict(scope["headers"]).get(b"x-request-id", b"")
+        request_id = header.decode() if _ID.fullmatch(header) else uuid.uuid4().hex
         started = time.perf_counter()
         status = 500
 

@@ -117,11 +117,11 @@ class Database:
             OperationalError: it does not answer.
         """
         with self.read() as connection:
-            found = MigrationContext.configure(connection).get_current_revision()
-        wanted = ScriptDirectory.from_config(_alembic()).get_current_head()
-        if found != wanted:
+            revision = MigrationContext.configure(connection).get_current_revision()
+        head = ScriptDirectory.from_config(_alembic()).get_current_head()
+        if revision != head:
             advice = "Start `shardplan serve` of one version only; it brings the tables to its own."
-            raise JobError(f"the database's tables are of version {found}, not {wanted}.", what_to_do=advice)
+            raise JobError(f"the database's tables are of version {revision}, not {head}.", what_to_do=advice)
 
 
 _URL_ADVICE = "Give one such as postgresql://user:password@host/shardplan, or none for SQLite."

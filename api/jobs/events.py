@@ -27,8 +27,8 @@ def read_events(database: Database, job_number: int, after: int) -> tuple[Sequen
         # The status first: events that are written between the two queries are read now, or by the next call.
         status = connection.scalar(select(JobRow.status).where(JobRow.number == job_number))
         rows = connection.execute(statement.order_by(EventRow.number)).all()
-    found = [Event(number=row.number, data_json=row.data) for row in rows]
-    return found, status not in {"queued", "running"}
+    events = [Event(number=row.number, data_json=row.data) for row in rows]
+    return events, status not in {"queued", "running"}
 
 
 class OpenStreams:

@@ -79,9 +79,9 @@ class _Jobs(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         jobs = GaugeMetricFamily("shardplan_jobs", "Jobs in the database", labels=["status"])
-        found = self._counts()
+        counts = self._counts()
         for status in ("queued", "running", "succeeded", "failed", "cancelled"):
-            jobs.add_metric([status], found.get(status, 0))
+            jobs.add_metric([status], counts.get(status, 0))
         yield jobs
 
     def describe(self) -> Iterator[GaugeMetricFamily]:

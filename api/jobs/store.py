@@ -133,28 +133,30 @@ class JobStore:
             TooManyJobsError: it would have to wait, and too many do.
         """
         with self._database.write() as connection:
-            mine = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
-            known = _one(connection, _jobs().where(mine))
-            if known is not None and not known.may_be_tried_again:
-                return known
+            own_job = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
+            earlier_job = _one(connection, _jobs().where(own_job))
+            if earlier_job is not None and not earlier_job.may_be_tried_again:
+                return earlier_job
             # The plan is held, so that it is not forgotten while a job that shows it is made.
-            held = select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
-            planned = connection.scalar(held) is not None
+            plan_query = (
+                select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
+            )
+            planned = connection.scalar(plan_query) is not None
             if not planned:
                 self._check_limits(connection, owner)
             now = self._database.now()
             outcome = {"status": "succeeded", "finished_at": now} if planned else {"status": "queued"}
             fresh = {**outcome, "deaths": 0, "queued_at": now}
-            if known is None:
+            if earlier_job is None:
                 row = {"id": uuid.uuid4().hex, "owner": owner, "fingerprint": fingerprint, "attempt": 0, **fresh}
                 row |= {"request": json.dumps(request), "label": label[:400]}
-                made = self._database.insert_new(JobRow, **row).returning(JobRow.number)
-                changed = connection.scalar(made) is not None
+                insertion = self._database.insert_new(JobRow, **row).returning(JobRow.number)
+                changed = connection.scalar(insertion) is not None
             else:
-                again = update(JobRow).where(JobRow.number == known.number, JobRow.status == known.status)
+                requeue = update(JobRow).where(JobRow.number == earlier_job.number, JobRow.status == earlier_job.status)
                 nothing = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
-                changed = connection.execute(again.values({**nothing, **fresh})).rowcount > 0
-            job = _one(connection, _jobs().where(mine))
+                changed = connection.execute(requeue.values({**nothing, **fresh})).rowcount > 0
+            job = _one(connection, _jobs().where(own_job))
             assert job is not None, "it was inserted just now"
             if changed:  # not by a concurrent equal request, which has announced it
                 self._announce(connection, job.number, job.id, job.status)

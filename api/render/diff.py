@@ -15,21 +15,21 @@ from api.render.plan_diff import Change, PlanDiff
 _LAYOUTS_SHOWN = 40
 
 
-def show_diff(found: PlanDiff, console: Console) -> None:
+def show_diff(differences: PlanDiff, console: Console) -> None:
     """Print one table for each kind of difference."""
-    if found.equal:
+    if differences.equal:
         console.print("The plans are equal.")
         return
     blocks = [
-        _table("Setting", found.settings, _plain),
-        _numbers("Time", found.seconds, duration),
-        _numbers("Memory per device", found.nbytes, size),
-        _table("Layout", found.layouts[:_LAYOUTS_SHOWN], _plain),
+        _table("Setting", differences.settings, _plain),
+        _numbers("Time", differences.seconds, duration),
+        _numbers("Memory per device", differences.nbytes, size),
+        _table("Layout", differences.layouts[:_LAYOUTS_SHOWN], _plain),
     ]
     for table in blocks:
         if table.row_count:
             console.print(table, "", sep="\n")
-    more = len(found.layouts) - _LAYOUTS_SHOWN
+    more = len(differences.layouts) - _LAYOUTS_SHOWN
     if more > 0:
         console.print(f"and {more} more layout{'s' if more > 1 else ''} (--json lists all)")
 

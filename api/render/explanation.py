@@ -17,13 +17,13 @@ _PARTS_SHOWN = 2
 _NOTICED_S = 1e-7
 
 
-def explanation_dict(found: Explanation) -> dict[str, Any]:
+def explanation_dict(explanation: Explanation) -> dict[str, Any]:
     """Return an explanation as JSON data: seconds and bytes."""
     return {
-        "parameter": found.parameter,
-        "same_layouts": list(found.names),
-        "plan": {"step_time_s": found.plan.step_time_s, "peak_memory_bytes": found.plan.peak_memory_bytes},
-        "memory_bytes": found.memory_bytes,
+        "parameter": explanation.parameter,
+        "same_layouts": list(explanation.names),
+        "plan": {"step_time_s": explanation.plan.step_time_s, "peak_memory_bytes": explanation.plan.peak_memory_bytes},
+        "memory_bytes": explanation.memory_bytes,
         "alternatives": [
             {
                 "aspect": alternative.aspect,
@@ -32,47 +32,47 @@ def explanation_dict(found: Explanation) -> dict[str, Any]:
                 "step_time_s": None if alternative.estimate is None else alternative.estimate.step_time_s,
                 "peak_memory_bytes": None if alternative.estimate is None else alternative.estimate.peak_memory_bytes,
                 "fits": alternative.fits,
-                **_difference(alternative, found),
+                **_difference(alternative, explanation),
             }
-            for alternative in found.alternatives
+            for alternative in explanation.alternatives
         ],
     }
 
 
-def _difference(alternative: Alternative, found: Explanation) -> dict[str, Any]:
+def _difference(alternative: Alternative, explanation: Explanation) -> dict[str, Any]:
     if alternative.estimate is None:
         return {"difference_s": None, "collectives_difference_s": None}
-    parts, collectives = difference(alternative.estimate, found.plan)
+    parts, collectives = difference(alternative.estimate, explanation.plan)
     return {"difference_s": dict(parts), "collectives_difference_s": dict(collectives)}
 
 
-def show_explanation(found: Explanation, console: Console) -> None:
+def show_explanation(explanation: Explanation, console: Console) -> None:
     """Print a table of the layouts at rest, and one of those in computing."""
-    others = len(found.names) - 1
-    shared = f", with {others} more that share its layouts" if others else ""
-    console.print(Text(f"{found.parameter}{shared}", style="bold"))
+    shared_count = len(explanation.names) - 1
+    shared = f", with {shared_count} more that share its layouts" if shared_count else ""
+    console.print(Text(f"{explanation.parameter}{shared}", style="bold"))
     console.print(
-        f"the plan takes {duration(found.plan.step_time_s)} and {size(found.plan.peak_memory_bytes)} "
-        f"of {size(found.memory_bytes)}; each row is the best plan with that layout, all others chosen anew"
+        f"the plan takes {duration(explanation.plan.step_time_s)} and {size(explanation.plan.peak_memory_bytes)} "
+        f"of {size(explanation.memory_bytes)}; each row is the best plan with that layout, all others chosen anew"
     )
     for aspect, title in _ASPECTS.items():
-        console.print("", _table(found, aspect, title), sep="\n")
+        console.print("", _table(explanation, aspect, title), sep="\n")
 
 
-def _table(found: Explanation, aspect: Aspect, title: str) -> Table:
+def _table(explanation: Explanation, aspect: Aspect, title: str) -> Table:
     table = new_table(title, "Step>", "Slower by>", "Peak>", "Why")
-    for alternative in found.alternatives:
+    for alternative in explanation.alternatives:
         if alternative.aspect == aspect:
             style = "bold" if alternative.chosen else None
-            table.add_row(", ".join(alternative.layout), *_cells(alternative, found), style=style)
+            table.add_row(", ".join(alternative.layout), *_cells(alternative, explanation), style=style)
     return table
 
 
-def _cells(alternative: Alternative, found: Explanation) -> tuple[str, str, str, str]:
+def _cells(alternative: Alternative, explanation: Explanation) -> tuple[str, str, str, str]:
     if alternative.estimate is None:
         return "-", "-", "-", "nothing around it can run so"
-    slower_s = alternative.estimate.step_time_s - found.plan.step_time_s
-    why = "the plan's" if alternative.chosen else _reasons(alternative, found)
+    slower_s = alternative.estimate.step_time_s - explanation.plan.step_time_s
+    why = "the plan's" if alternative.chosen else _reasons(alternative, explanation)
     if not alternative.fits:
         why = f"does not fit{'; ' + why if why else ''}"
     sign = "-" if slower_s < 0 else ""
@@ -84,11 +84,11 @@ def _cells(alternative: Alternative, found: Explanation) -> tuple[str, str, str,
     )
 
 
-def _reasons(alternative: Alternative, found: Explanation) -> str:
+def _reasons(alternative: Alternative, explanation: Explanation) -> str:
     """Return what the step's difference is made of, and the collectives that differ most, as text."""
     assert alternative.estimate is not None
-    parts, collectives = difference(alternative.estimate, found.plan)
-    if abs(alternative.estimate.step_time_s - found.plan.step_time_s) <= found.tolerance_s:
+    parts, collectives = difference(alternative.estimate, explanation.plan)
+    if abs(alternative.estimate.step_time_s - explanation.plan.step_time_s) <= explanation.tolerance_s:
         return "as fast, to the solver's tolerance"
     return "; ".join(text for text in (_signed(parts), _signed(collectives)) if text) or "costs the same"
 

@@ -95,11 +95,11 @@ def _by_key(field: str, left: Mapping[str, Any], right: Mapping[str, Any]) -> It
 def _seconds(estimate: Estimate | None) -> dict[str, float]:
     if estimate is None:
         return {}
-    found: dict[str, float] = {name: getattr(estimate, name) for name in _PARTS}
+    seconds: dict[str, float] = {name: getattr(estimate, name) for name in _PARTS}
     for row in estimate.collectives:
         name = f"{row.kind} {row.axis} {row.phase}"
-        found[name] = found.get(name, 0.0) + row.time_s
-    return found
+        seconds[name] = seconds.get(name, 0.0) + row.time_s
+    return seconds
 
 
 def _nbytes(estimate: Estimate | None) -> dict[str, int]:

@@ -50,10 +50,10 @@ class TradeoffRow:
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values; what a plan says is null where there is none."""
         plan = self.plan
-        found: dict[str, Any] = dict.fromkeys(("mesh", "micro_batches", "ac", "step_time_s", "peak_memory_bytes"))
-        found |= dict.fromkeys(("device_s", "gap", "status"))
+        figures: dict[str, Any] = dict.fromkeys(("mesh", "micro_batches", "ac", "step_time_s", "peak_memory_bytes"))
+        figures |= dict.fromkeys(("device_s", "gap", "status"))
         if plan is not None and plan.solver is not None:
-            found = {
+            figures = {
                 "mesh": str(plan.mesh),
                 "micro_batches": plan.micro_batches,
                 "ac": plan.job.ac,
@@ -65,7 +65,7 @@ class TradeoffRow:
             }
         head = {"cluster": self.cluster, "devices": self.devices, "fits": plan is not None if self.in_time else None}
         compared = {} if self.batch is None else {"batch": self.batch, "items_per_s_per_device": self.items_per_s}
-        return {**head, **compared, **found, "price": self.price, "best": self.is_best}
+        return {**head, **compared, **figures, "price": self.price, "best": self.is_best}
 
     @property
     def items_per_s(self) -> float | None:
@@ -83,8 +83,8 @@ def alternative_rows(opened: OpenedRequest, count: int, time_limit_s: float | No
     """Return the best plan and those of the ``count`` meshes that come next."""
     session = opened.session(time_limit_s=time_limit_s)
     best = session.plan()
-    others = alternatives(session, best, count)
-    return [_row(plan, opened, is_best=plan is best) for plan in (best, *others)]
+    other_plans = alternatives(session, best, count)
+    return [_row(plan, opened, is_best=plan is best) for plan in (best, *other_plans)]
 
 
 @quiet_libraries()
@@ -108,8 +108,8 @@ def batch_rows(
         advice = "Name a preset or a Hugging Face config."
         raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
     spec = dataclasses.replace(opened.spec, mesh=mesh, micro_batches=None, ac=None, time_limit_s=time_limit_s)
-    found = batches(opened.model, spec=spec, tp_plan=opened.tp_plan, most=most, progress=opened.progress)
-    best = best_batch(found, within_s=within_s)
+    sizes = batches(opened.model, spec=spec, tp_plan=opened.tp_plan, most=most, progress=opened.progress)
+    best = best_batch(sizes, within_s=within_s)
     cluster = opened.cluster
     return [
         TradeoffRow(
@@ -120,7 +120,7 @@ def batch_rows(
             is_best=size is best,
             batch=size.batch,
         )
-        for size in found
+        for size in sizes
     ]
 
 
@@ -145,14 +145,14 @@ def sweep_rows(
         JobError: a limit or a price is not above 0.
     """
     _check_limits(within=within_s, price=price)
-    found = sweep(
+    sizes = sweep(
         opened.model,
         spec=dataclasses.replace(opened.spec, time_limit_s=time_limit_s),
         example_inputs=opened.example_inputs,
         tp_plan=opened.tp_plan,
         progress=opened.progress,
     )
-    best = best_size(found, objective, within_s=within_s)
+    best = best_size(sizes, objective, within_s=within_s)
     return [
         TradeoffRow(
             cluster=size.cluster.name,
@@ -162,5 +162,5 @@ def sweep_rows(
             is_best=size is best,
             price=None if price is None or size.plan is None else size.device_s / 3600 * price,
         )
-        for size in found
+        for size in sizes
     ]

@@ -18,7 +18,7 @@ from planner.errors import JobError, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class FactoryResult:
     """A factory's module on the meta device, its example inputs (if any), and which arguments it took."""
 
     module: nn.Module
@@ -27,7 +27,7 @@ class Made:
     took_seq: bool
 
 
-def call_factory(text: str, *, batch: int | None, seq: int | None) -> Made:
+def call_factory(text: str, *, batch: int | None, seq: int | None) -> FactoryResult:
     """Return what ``package.module:factory`` makes on the meta device, given ``batch`` and ``seq`` where it takes them.
 
     Raises:
@@ -36,21 +36,21 @@ def call_factory(text: str, *, batch: int | None, seq: int | None) -> Made:
     """
     factory = _find(text)
     takes = inspect.signature(factory).parameters
-    given = {name: value for name, value in (("batch", batch), ("seq", seq)) if name in takes}
-    for name, value in given.items():
+    options = {name: value for name, value in (("batch", batch), ("seq", seq)) if name in takes}
+    for name, value in options.items():
         if value is None and takes[name].default is inspect.Parameter.empty:
             raise JobError(f"{text} needs a {name}.", what_to_do=f"Give --{name}.", field=name)
-    arguments = {name: value for name, value in given.items() if value is not None}
+    arguments = {name: value for name, value in options.items() if value is not None}
     try:
         with torch.device("meta"):
-            made = factory(**arguments)
+            result = factory(**arguments)
     except Exception as error:  # a user's own code may raise anything; its place is named below
         raise ModelError(f"{text} failed: {_describe(error)}.", what_to_do="Mend the factory.") from error
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    module, inputs = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(module, nn.Module):
         advice = "Let it return an nn.Module, or (module, example_inputs)."
         raise ModelError(f"{text} returned a {type(module).__name__}.", what_to_do=advice)
-    return Made(
+    return FactoryResult(
         module=module,
         example_inputs=_inputs(text, inputs),
         took_batch="batch" in arguments,
@@ -73,19 +73,19 @@ def _find(text: str) -> Callable[..., Any]:
     module_name, _, attribute = text.partition(":")
     try:
         with _working_folder_importable():
-            found: Any = importlib.import_module(module_name)
+            target: Any = importlib.import_module(module_name)
     except ImportError as error:
         advice = "Check its name; the current folder and installed packages are searched."
         raise ModelError(f"cannot import {module_name}: {error}.", what_to_do=advice) from error
     except Exception as error:  # importing runs a user's own code, which may raise anything
         raise ModelError(f"{module_name} failed while it was imported: {_describe(error)}.") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ModelError(f"{module_name} has no {attribute}.", what_to_do="Name a function or class in it.")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ModelError(f"{text} is a {type(found).__name__}.", what_to_do="Name a function or class.")
-    return found  # type: ignore[no-any-return]
+        target = getattr(target, part)
+    if not callable(target):
+        raise ModelError(f"{text} is a {type(target).__name__}.", what_to_do="Name a function or class.")
+    return target  # type: ignore[no-any-return]
 
 
 def _describe(error: Exception) -> str:

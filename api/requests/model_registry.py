@@ -113,24 +113,24 @@ def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
 
 
 def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:
-    made = call_factory(spec, batch=batch, seq=seq)
-    if made.example_inputs is None:
-        if not (hasattr(made.module, "config") and hasattr(made.module, "main_input_name")):
+    result = call_factory(spec, batch=batch, seq=seq)
+    if result.example_inputs is None:
+        if not (hasattr(result.module, "config") and hasattr(result.module, "main_input_name")):
             advice = "Let the factory return (module, example_inputs)."
-            raise ModelError(f"{spec} gave a {type(made.module).__name__} without example inputs.", what_to_do=advice)
-        return _hugging_face(spec, made.module, seq=seq, notes=())
-    if batch is not None and not made.took_batch:
-        _check_first_dim(spec, made.example_inputs, batch)
+            raise ModelError(f"{spec} gave a {type(result.module).__name__} without example inputs.", what_to_do=advice)
+        return _hugging_face(spec, result.module, seq=seq, notes=())
+    if batch is not None and not result.took_batch:
+        _check_first_dim(spec, result.example_inputs, batch)
     notes: tuple[str, ...] = ()
-    if seq is not None and not made.took_seq:
+    if seq is not None and not result.took_seq:
         notes = (f"--seq {seq} is ignored: {spec} takes no seq, and its example inputs say the lengths",)
         seq = None
     return ModelSource(
         name=spec,
-        module=made.module,
-        example_inputs=made.example_inputs,
+        module=result.module,
+        example_inputs=result.example_inputs,
         seq=seq,
-        tp_plan=carried_tp_plan(made.module),
+        tp_plan=carried_tp_plan(result.module),
         notes=notes,
     )
 
@@ -217,8 +217,10 @@ def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], 
     cls = _default_class(config, hf_config)
     if not named:
         return cls, ()
-    given = ", ".join(map(str, named))
-    note = f"{config.name} names {given}, which is no {hf_config.model_type} with a loss: {cls.__name__} is planned"
+    class_names = ", ".join(map(str, named))
+    note = (
+        f"{config.name} names {class_names}, which is no {hf_config.model_type} with a loss: {cls.__name__} is planned"
+    )
     return cls, (note,)
 
 
@@ -240,8 +242,8 @@ def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
         kinds[:0] = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING]
     for mapping in kinds:
         if type(hf_config) in mapping:
-            found = mapping[type(hf_config)]
-            cls: type[nn.Module] = found[0] if isinstance(found, tuple) else found
+            entry = mapping[type(hf_config)]
+            cls: type[nn.Module] = entry[0] if isinstance(entry, tuple) else entry
             return cls
     raise ModelError(
         f"{config.name} ({hf_config.model_type}) has no language-model head and no image classifier.",

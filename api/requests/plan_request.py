@@ -151,12 +151,12 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     from planner.plan.fingerprint import model_fingerprint
 
     # The executor checks this too, but after the plan's keys, and those of another model match nothing.
-    found = model_fingerprint(source.module)
-    expected = plan.fingerprint.get("model", found)
-    if found != expected:
+    actual = model_fingerprint(source.module)
+    expected = plan.fingerprint.get("model", actual)
+    if actual != expected:
         detail = f"the plan was made for another model than {source.name}."
         advice = "Name the model that the plan is for, or plan this one."
-        raise PlanMismatchError(detail, subject="model", expected=expected, found=found, what_to_do=advice)
+        raise PlanMismatchError(detail, subject="model", expected=expected, found=actual, what_to_do=advice)
     if source.example_inputs is None:
         inputs = inputs_from_config(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
     else:
@@ -229,10 +229,10 @@ def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
         for item in sweeps if isinstance(sweeps, (list, tuple)) else (sweeps,):
             if not isinstance(item, dict) or "file" in item:
                 raise ClusterError(f"cluster.sweeps names a file: {advice}")
-    found = ClusterSpec.parse(cluster)
-    if found.size > MOST_DEVICES:
+    spec = ClusterSpec.parse(cluster)
+    if spec.size > MOST_DEVICES:
         raise ClusterError(f"a server plans for at most {MOST_DEVICES} devices")
-    return found
+    return spec
 
 
 def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:

@@ -175,7 +175,7 @@ def parse_degrees(mesh: str | Mapping[str, int]) -> dict[str, int]:
     Raises:
         MeshError: an axis is unknown, or a degree is no number above 0.
     """
-    given: dict[str, int] = {}
+    degrees: dict[str, int] = {}
     items = (
         mesh.items() if isinstance(mesh, Mapping) else (part.partition("=")[::2] for part in mesh.split(",") if part)
     )
@@ -186,8 +186,8 @@ def parse_degrees(mesh: str | Mapping[str, int]) -> dict[str, int]:
         text = str(degree).strip()
         if _DEGREE.fullmatch(text) is None or int(text) < 1:
             raise MeshError(f"axis {key} has the degree {text!r}; it must be a whole number above 0.")
-        given[key] = int(text)
-    return {axis: given.get(axis, 1) for axis in AXES}
+        degrees[key] = int(text)
+    return {axis: degrees.get(axis, 1) for axis in AXES}
 
 
 def transformer_of(config: ModelConfig) -> TransformerSpec:
@@ -276,7 +276,7 @@ def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implement
     )
 
 
-def _choice(value: str, known: tuple[str, ...], name: str) -> Any:
-    if value not in known:
-        raise JobError(f"{name} is {value!r}; known: {', '.join(known)}.")
+def _choice(value: str, options: tuple[str, ...], name: str) -> Any:
+    if value not in options:
+        raise JobError(f"{name} is {value!r}; known: {', '.join(options)}.")
     return value

@@ -248,10 +248,10 @@ def _read_rates(value: object, where: str) -> tuple[tuple[str, float], ...]:
     return tuple(sorted((dtype, as_number(rate, f"{where}.peak_flops.{dtype}")) for dtype, rate in rates.items()))
 
 
-def _hint(name: str, known: Mapping[str, object]) -> str:
-    near = close_matches(name.lower(), known)
+def _hint(name: str, catalogue: Mapping[str, object]) -> str:
+    near = close_matches(name.lower(), catalogue)
     question = f"; did you mean {' or '.join(near)}?" if near else ";"
-    return f"{question} known: {', '.join(known)}"
+    return f"{question} known: {', '.join(catalogue)}"
 
 
 @functools.cache

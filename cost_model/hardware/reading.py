@@ -13,9 +13,9 @@ class ClusterError(ValueError):
     """A cluster, device or link description that cannot be read: the message says what, where, and what is accepted."""
 
 
-def close_matches(word: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Return up to six names of ``known`` that resemble ``word``: those that contain it, then similar spellings."""
-    names = list(known)
+def close_matches(word: str, candidates: Iterable[str]) -> tuple[str, ...]:
+    """Return up to six of ``candidates`` that resemble ``word``: those that contain it, then similar spellings."""
+    names = list(candidates)
     containing = [name for name in names if word and word in name]
     alike = [name for name in difflib.get_close_matches(word, names, n=4, cutoff=0.5) if name not in containing]
     return tuple((containing + alike)[:6])
@@ -81,16 +81,16 @@ def read_fields(cls: type[Any], data: Mapping[str, object], where: str) -> dict[
     Raises:
         ClusterError: a key is unknown, a field without default is missing, or a value has the wrong type.
     """
-    known = {field.name: field for field in fields(cls)}
-    check_keys(data, known, where)
+    fields_by_name = {field.name: field for field in fields(cls)}
+    check_keys(data, fields_by_name, where)
     missing = [
         name
-        for name, field in known.items()
+        for name, field in fields_by_name.items()
         if name not in data and field.default is MISSING and field.default_factory is MISSING
     ]
     if missing:
         raise ClusterError(f"{where}: missing {', '.join(missing)}; give a value for each")
-    return {name: _as_field(value, known[name], f"{where}.{name}") for name, value in data.items()}
+    return {name: _as_field(value, fields_by_name[name], f"{where}.{name}") for name, value in data.items()}
 
 
 def require_positive(owner: object, names: Iterable[str], where: str) -> None:

@@ -149,8 +149,8 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal:
     scores: torch.Tensor = q.unflatten(1, (heads, -1)) @ k.unsqueeze(2).transpose(-1, -2) * scale
     scores = scores if scores.dtype == torch.float64 else scores.float()
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible_pairs = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~visible_pairs, -torch.inf)
     added = _added(mask, scores.dtype)
     if added is None:
         return scores

@@ -27,14 +27,14 @@ class _OtherChunks(NamedTuple):
     """The other ranks' chunks, as this rank's rows see them.
 
     Attributes:
-        seen: chunks that some row sees, in the order in which they are concatenated.
-        unseen: chunks that no row sees, this rank's own included.
+        visible_chunks: chunks that some row sees, in the order in which they are concatenated.
+        hidden_chunks: chunks that no row sees, this rank's own included.
         parts: (rows of this rank, rows of the concatenated chunks) of each kernel, later rows first.
         rows_without: the rows of this rank that see no other rank's chunk.
     """
 
-    seen: list[_ChunkOfRank]
-    unseen: list[_ChunkOfRank]
+    visible_chunks: list[_ChunkOfRank]
+    hidden_chunks: list[_ChunkOfRank]
     parts: list[tuple[slice, slice]]
     rows_without: slice
 
@@ -42,29 +42,31 @@ class _OtherChunks(NamedTuple):
     def from_chunks(cls, chunks: ZigzagChunks) -> _OtherChunks:
         rank, (first, second) = chunks.rank, chunks.zigzag
         before, after = list(range(rank)), list(range(rank + 1, chunks.ranks))
-        seen = [(other, False) for other in before + after] + [(other, True) for other in after]
+        visible_chunks = [(other, False) for other in before + after] + [(other, True) for other in after]
         if not chunks.length(second):
             # The only row of this rank is in its first chunk, which sees the first chunks before it.
-            seen = seen[:rank]
-        unseen = [
+            visible_chunks = visible_chunks[:rank]
+        hidden_chunks = [
             (other, is_second)
             for other in range(chunks.ranks)
             for is_second in (False, True)
-            if (other, is_second) not in seen
+            if (other, is_second) not in visible_chunks
         ]
         seen_by_both = sum(chunks.length(chunks.zigzag_of(other)[0]) for other in before)
-        seen_by_second = sum(chunks.length(chunks.zigzag_of(other)[is_second]) for other, is_second in seen)
+        seen_by_second = sum(chunks.length(chunks.zigzag_of(other)[is_second]) for other, is_second in visible_chunks)
         middle = chunks.length(first)
         # The part over all keys comes first: the other part adds to its gradients of keys.
         parts = [(slice(middle, chunks.rows), slice(0, seen_by_second)), (slice(0, middle), slice(0, seen_by_both))]
         if seen_by_both == seen_by_second:
             parts = [(slice(0, chunks.rows), slice(0, seen_by_second))]
         parts = [(rows, keys) for rows, keys in parts if rows.stop > rows.start and keys.stop]
-        return cls(seen, unseen, parts, slice(0, min((rows.start for rows, _ in parts), default=chunks.rows)))
+        return cls(
+            visible_chunks, hidden_chunks, parts, slice(0, min((rows.start for rows, _ in parts), default=chunks.rows))
+        )
 
     def concatenated(self, chunks: ZigzagChunks, by_rank: ByRank) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values of the seen chunks."""
-        keys, values = (torch.cat(_select(chunks, each, self.seen), 2) for each in by_rank)
+        """Return the keys and the values of the visible chunks."""
+        keys, values = (torch.cat(_select(chunks, each, self.visible_chunks), 2) for each in by_rank)
         return keys, values
 
 
@@ -82,20 +84,20 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunks: ZigzagChunks, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result [batch, heads, rows, width] and its ``lse`` [batch, heads, rows], float32."""
-    all_gather, others = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
+    all_gather, other_chunks = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
     own, own_lse = attend(q, k, v, None, True, scale)
-    keys, values = others.concatenated(chunks, all_gather.wait())
+    keys, values = other_chunks.concatenated(chunks, all_gather.wait())
     # Not in place: selective checkpointing saves what the kernel returned.
     result, lse = torch.empty_like(own), torch.empty_like(own_lse)
-    for rows, seen in others.parts:
-        part, part_lse = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], None, False, scale)
+    for rows, key_rows in other_chunks.parts:
+        part, part_lse = attend(q[:, :, rows], keys[:, :, key_rows], values[:, :, key_rows], None, False, scale)
         first, first_lse = own[:, :, rows], own_lse[:, :, rows]
         weight = torch.sigmoid(part_lse - first_lse).unsqueeze(-1).to(part.dtype)
         torch.lerp(first, part, weight, out=result[:, :, rows])
         torch.logaddexp(first_lse, part_lse, out=lse[:, :, rows])
         del part, part_lse, weight
-    result[:, :, others.rows_without] = own[:, :, others.rows_without]
-    lse[:, :, others.rows_without] = own_lse[:, :, others.rows_without]
+    result[:, :, other_chunks.rows_without] = own[:, :, other_chunks.rows_without]
+    lse[:, :, other_chunks.rows_without] = own_lse[:, :, other_chunks.rows_without]
     return result, lse
 
 
@@ -116,7 +118,7 @@ def backward(
         k, v: [batch, kv_heads, rows, width].
         lse: [batch, heads, rows], float32; ``result`` and ``lse`` are what `forward` returned.
     """
-    all_gather, others = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
+    all_gather, other_chunks = KVAllGather(k, v, chunks.group), _OtherChunks.from_chunks(chunks)
     head_parts = [
         (slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop))
         for heads, kv_heads in backward_head_parts(q.shape[1], k.shape[1])
@@ -127,7 +129,7 @@ def backward(
         return attend_backward(grad_out, queries, k[:, kv_heads], v[:, kv_heads], None, out, out_lse, True, scale)
 
     own = [over_own_keys(*head_parts[0])]
-    reduce_scatter, grad_rows = _over_other_keys((gradient, q, result, lse), all_gather, others, chunks, scale)
+    reduce_scatter, grad_rows = _over_other_keys((gradient, q, result, lse), all_gather, other_chunks, chunks, scale)
     reduce_scatter.start(chunks.group)
     own += [over_own_keys(*part) for part in head_parts[1:]]
     grad_kv = reduce_scatter.wait()
@@ -135,7 +137,7 @@ def backward(
     for (heads, kv_heads), (own_grad_q, *own_grad_kv) in zip(head_parts, own, strict=True):
         for rows, addend in grad_rows:
             torch.add(own_grad_q[:, :, rows], addend[:, heads], out=grad_q[:, heads, rows])
-        grad_q[:, heads, others.rows_without] = own_grad_q[:, :, others.rows_without]
+        grad_q[:, heads, other_chunks.rows_without] = own_grad_q[:, :, other_chunks.rows_without]
         for total, addend in zip(grad_kv, own_grad_kv, strict=True):
             total[:, kv_heads] += addend
     return grad_q, *grad_kv
@@ -144,7 +146,7 @@ def backward(
 def _over_other_keys(
     by_row: tuple[torch.Tensor, ...],
     all_gather: KVAllGather,
-    others: _OtherChunks,
+    other_chunks: _OtherChunks,
     chunks: ZigzagChunks,
     scale: float,
 ) -> tuple[KVReduceScatter, list[tuple[slice, torch.Tensor]]]:
@@ -153,33 +155,37 @@ def _over_other_keys(
     Args:
         by_row: of this rank: the result's gradient, queries, the result, its lse.
         all_gather: of keys and values.
-        others: the chunks that this rank's rows see.
+        other_chunks: the chunks that this rank's rows see.
         chunks: of the sequence.
         scale: of the scores.
     """
     reduce_scatter = KVReduceScatter(all_gather.shapes, chunks.ranks)
-    keys, values = others.concatenated(chunks, all_gather.wait())
+    keys, values = other_chunks.concatenated(chunks, all_gather.wait())
     grad_rows: list[tuple[slice, torch.Tensor]] = []
     grad_seen: list[torch.Tensor] = []
     grad_kv: list[torch.Tensor] = []
-    for rows, seen in others.parts:
+    for rows, key_rows in other_chunks.parts:
         grad_out, queries, out, out_lse = (tensor[:, :, rows] for tensor in by_row)
         grad_queries, *grad_kv = attend_backward(
-            grad_out, queries, keys[:, :, seen], values[:, :, seen], None, out, out_lse, False, scale
+            grad_out, queries, keys[:, :, key_rows], values[:, :, key_rows], None, out, out_lse, False, scale
         )
         grad_rows.append((rows, grad_queries))
         if not grad_seen:
             grad_seen = grad_kv
             continue
         for total, addend in zip(grad_seen, grad_kv, strict=True):
-            total[:, :, seen] += addend
+            total[:, :, key_rows] += addend
             del addend
     del keys, values, grad_kv
-    seen_chunks, zero_chunks = (others.seen, others.unseen) if grad_seen else ([], [*others.seen, *others.unseen])
+    visible_chunks, zero_chunks = (
+        (other_chunks.visible_chunks, other_chunks.hidden_chunks)
+        if grad_seen
+        else ([], [*other_chunks.visible_chunks, *other_chunks.hidden_chunks])
+    )
     for index, by_rank in enumerate(reduce_scatter.allocate(by_row[1])):
         for piece in _select(chunks, by_rank, zero_chunks):
             piece.zero_()
-        pieces = _select(chunks, by_rank, seen_chunks)
+        pieces = _select(chunks, by_rank, visible_chunks)
         totals = grad_seen[index].split([piece.shape[2] for piece in pieces], 2) if grad_seen else ()
         for piece, total in zip(pieces, totals, strict=True):
             piece.copy_(total)

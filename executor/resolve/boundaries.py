@@ -72,13 +72,14 @@ def _check_argument_names(module: nn.Module, fqn: str, names: Iterable[str], *, 
     parameters = inspect.signature(module.forward).parameters.values()
     if any(item.kind in (item.VAR_KEYWORD, item.VAR_POSITIONAL) for item in parameters):
         return
-    known = [item.name for item in parameters]
+    argument_names = [item.name for item in parameters]
     for name in names:
         first = name.partition(".")[0]
-        if first in known or first == "" or (first.isdigit() and int(first) < len(known)):
+        if first in argument_names or first == "" or (first.isdigit() and int(first) < len(argument_names)):
             continue
         raise UnmatchedKeyError(
-            f"{field} names the argument {name!r} of {fqn or 'the root'!r}; its forward takes {', '.join(known)}.",
+            f"{field} names the argument {name!r} of {fqn or 'the root'!r}; "
+            f"its forward takes {', '.join(argument_names)}.",
             field=field,
             key=name,
             what_to_do="Name arguments by position (0, 1, ...) or as forward does.",

@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 def modules_at(root: nn.Module, by_fqn: Mapping[str, T]) -> Iterator[tuple[nn.Module, str, T]]:
     """Yield (module, FQN, value) for each module that ``by_fqn`` names, once, under the first of its names."""
-    seen: set[nn.Module] = set()
+    modules: set[nn.Module] = set()
     for fqn, value in by_fqn.items():
         module = root.get_submodule(fqn)
-        if module not in seen:
-            seen.add(module)
+        if module not in modules:
+            modules.add(module)
             yield module, fqn, value
 
 

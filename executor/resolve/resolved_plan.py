@@ -61,12 +61,12 @@ class ResolvedPlan:
 
     def parameters_outside_fsdp(self) -> dict[nn.Module, list[ParameterLayouts]]:
         """Return owner -> layouts of those of its own parameters that are in no FSDP group, each parameter once."""
-        seen = {slot for group in self.fsdp_groups for parameter in group.parameters for slot in parameter.slots}
+        slots = {slot for group in self.fsdp_groups for parameter in group.parameters for slot in parameter.slots}
         by_owner: dict[nn.Module, list[ParameterLayouts]] = {}
         for layouts in self.parameters.values():
             # An owner with several names uses its parameters in the layouts of the first.
-            if layouts.slot not in seen:
-                seen.add(layouts.slot)
+            if layouts.slot not in slots:
+                slots.add(layouts.slot)
                 by_owner.setdefault(layouts.owner, []).append(layouts)
         return by_owner
 

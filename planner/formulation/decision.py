@@ -67,7 +67,9 @@ class _Reader:
         self._gradients: dict[str, Layout] = gradients
         groups = resolve_keys(dict(plan.fully_shard), modules, field="fully_shard", what="module")
         self._reshard_after = reshard_modes(plan, modules, groups)
-        self._with_block = {f"{block}.{name}" for block, held in groups.items() for name in held}
+        self._with_block = {
+            f"{block}.{name}" for block, block_parameters in groups.items() for name in block_parameters
+        }
         self._ports: dict[tuple[str, str, str], Port] = {}
         for direction, resolved in (
             ("input", resolve_input_ports(plan.input_plan, modules)),
@@ -123,10 +125,11 @@ class _Reader:
             if (fqn, direction, path) in places or (path == "" and self._only[fqn, direction] == 1):
                 continue
             key = input_key(fqn) if direction == "input" else output_key(fqn)
-            of = f", {path!r}" if path else ""
+            suffix = f", {path!r}" if path else ""
             raise PlanMismatchError(
-                f"{direction}_plan[{key!r}]{of} changes a layout where it cannot be priced: a tensor is redistributed "
-                "at the last boundary that it passes on its way to an op, and of a model's results only the loss is.",
+                f"{direction}_plan[{key!r}]{suffix} changes a layout where it cannot be priced: a tensor is "
+                "redistributed at the last boundary that it passes on its way to an op, and of a model's results only "
+                "the loss is.",
                 subject="layouts",
                 expected="ports where tensors enter the module that uses them",
                 found=key,
@@ -180,9 +183,9 @@ class _Reader:
         )
 
     def _accumulated(self, uses: Mapping[tuple[int, int], int], name: str) -> Layout | None:
-        found = self._gradients.get(name)
-        if found is not None or len(uses) < 2:
-            return found
+        layout = self._gradients.get(name)
+        if layout is not None or len(uses) < 2:
+            return layout
         return next(self._candidates[index][0].gradient[slot] for index, slot in uses)
 
     def _refuse_empty(self) -> None:
@@ -215,29 +218,31 @@ class _Reader:
 
     def _refuse(self, index: int) -> None:
         region = self._structure.representative(index)
-        known = {(slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.reallgathered}
+        reallgather_layouts = {
+            (slot, s.forward[slot]) for s in self._formulator.strategies(index) for slot in s.reallgathered
+        }
         for position, slot in enumerate(region.slots):
             port = self._port(region, position) if slot.boundary is not None else None
-            if port is not None and port.reallgather and (position, port.layout) not in known:
+            if port is not None and port.reallgather and (position, port.layout) not in reallgather_layouts:
                 self._refuse_reallgather(region, position)
-        wanted = []
+        layout_texts = []
         for position, slot in enumerate(region.slots):
             if slot.parameter is not None:
                 stored = self._stored.get(slot.parameter, self._replicated())
                 text = ", ".join(format_layout(self._compute.get(slot.parameter, stored)))
-                wanted.append(f"{slot.parameter} computed ({text})")
+                layout_texts.append(f"{slot.parameter} computed ({text})")
             elif slot.boundary is not None:
                 port = self._port(region, position)
                 fqn, direction, path = hook_key(self._regions, slot.boundary)
                 if port is not None:
                     text = ", ".join(format_layout(port.layout))
-                    wanted.append(f"{direction} {path!r} of {fqn or '(root)'} as ({text})")
+                    layout_texts.append(f"{direction} {path!r} of {fqn or '(root)'} as ({text})")
         raise PlanMismatchError(
             f"the plan's layouts around module {region.fqn or '(root)'!r} cannot run without further redistribution"
-            + (f" ({'; '.join(wanted)})." if wanted else "."),
+            + (f" ({'; '.join(layout_texts)})." if layout_texts else "."),
             subject="layouts",
             expected="layouts that its ops can run in",
-            found="; ".join(wanted),
+            found="; ".join(layout_texts),
             what_to_do="Redistribute at the module's inputs (input_plan) or gather its parameters (compute_plan).",
         )
 

@@ -130,11 +130,11 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
 
 def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decision) -> float:
     values = structure.regions.graph.values
-    found = 0.0
+    seconds = 0.0
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
         price = formulator.parameter_pricer.state(values[parameter.values[0]], choice.stored, len(parameter.values))
-        found += price.charge.get(EXPOSED, 0.0)
-    return found
+        seconds += price.charge.get(EXPOSED, 0.0)
+    return seconds
 
 
 def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:

@@ -83,15 +83,15 @@ class Formulator:
         strategies = []
         for index in range(len(self._structure.regions.classes)):
             region = self._structure.representative(index)
-            found = [
+            class_strategies = [
                 s
                 for s in self.strategies(index)
                 if (choice_filter is None or choice_filter.strategy(index, s))
                 and (accepts is None or accepts(region, s))
             ]
-            if not found:
+            if not class_strategies:
                 return None
-            strategies.append(tuple(found))
+            strategies.append(tuple(class_strategies))
         stored = [
             tuple(
                 choice
@@ -147,16 +147,18 @@ class Formulator:
         In inference without those in which DTensor slices a whole parameter: that copies the slice in every step.
         """
         region = self._structure.representative(index)
-        found = self._table.on_mesh(region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes)
+        strategies = self._table.on_mesh(
+            region, self._mesh, self._base.regions[region.index], self.pricer.run.batch_axes
+        )
         job = self.pricer.run.job
         if self._zigzag_length is not None:
-            found = tuple(s for s in found if allows_zigzag(region, s, self._zigzag_length, self._mesh))
+            strategies = tuple(s for s in strategies if allows_zigzag(region, s, self._zigzag_length, self._mesh))
         if job.phase != "training":
-            return tuple(s for s in found if not slices_parameters(region, s))
+            return tuple(s for s in strategies if not slices_parameters(region, s))
         # It saves memory: where nobody asks for the peak, nothing.
         if job.reallgather and self._structure.timeline.candidates:
-            return with_reallgather_variants(self._structure, region, found)
-        return found
+            return with_reallgather_variants(self._structure, region, strategies)
+        return strategies
 
     # --- nodes ---------------------------------------------------------------------------------------------------
 
@@ -291,8 +293,8 @@ class Formulator:
                     multiplicity.in_producer_layout or saves_producer_layout(source, target)
                 ):
                     by_layout[source.layout] += members
-            for layout, found in by_layout.items():
-                charges.add(tuple(found), live_bytes(value, layout, multiplicity, throughout).charge)
+            for layout, pairs in by_layout.items():
+                charges.add(tuple(pairs), live_bytes(value, layout, multiplicity, throughout).charge)
         for multiplicity in self._structure.saved_copies:
             value = self._value(multiplicity)
             copies: dict[int, Charge] = {}
@@ -311,8 +313,8 @@ class Formulator:
                 gradient = ports.port(p).gradient
                 if gradient is not None and gradient != ports.port(q).gradient:
                     by_layout[gradient] += members
-            for layout, found in by_layout.items():
-                charges.add(tuple(found), live_bytes(value, layout, multiplicity, throughout).charge)
+            for layout, pairs in by_layout.items():
+                charges.add(tuple(pairs), live_bytes(value, layout, multiplicity, throughout).charge)
 
     def _value(self, multiplicity: Multiplicity) -> Value:
         key = self._structure.edges[multiplicity.edges[0]]
@@ -324,12 +326,12 @@ class Formulator:
         self, parameter: ParameterClass, use: tuple[int, int], choice: StorageOption, port: PortLayouts
     ) -> Price | None:
         """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
-        found = self._use(parameter, use)
+        class_use = self._use(parameter, use)
         if choice.fsdp_axes is None:
-            return self.parameter_pricer.use(found, choice, port)
+            return self.parameter_pricer.use(class_use, choice, port)
         if fsdp_use_layouts(choice) != (port.layout, port.gradient):
             return None
-        return self._block_price(parameter, found, choice, port)
+        return self._block_price(parameter, class_use, choice, port)
 
     def _block_price(
         self, parameter: ParameterClass, use: ParameterClassUse, choice: StorageOption, port: PortLayouts
@@ -372,19 +374,23 @@ class Formulator:
                 )
 
     def _use_charges(
-        self, parameter: ParameterClass, use: ParameterClassUse, choices: Sequence[StorageOption], shown: Sequence[int]
+        self,
+        parameter: ParameterClass,
+        use: ParameterClassUse,
+        choices: Sequence[StorageOption],
+        port_numbers: Sequence[int],
     ) -> dict[tuple[int, int], Charge]:
         """Return what a use costs by number of choice and of port; where it cannot be, nothing."""
-        ports = [self._ports.port(q) for q in shown]
+        ports = [self._ports.port(q) for q in port_numbers]
         by_layouts: dict[tuple[Layout | None, Layout | None], list[int]] = defaultdict(list)
-        for q, port in zip(shown, ports, strict=True):
+        for q, port in zip(port_numbers, ports, strict=True):
             by_layouts[port.layout, port.gradient].append(q)
         alone = ParameterUsePrices(self.parameter_pricer, use, ports)
         pairs: dict[tuple[int, int], Charge] = {}
         for c, choice in enumerate(choices):
             if choice.fsdp_axes is None:
-                found = zip(shown, alone.charges(choice), strict=True)
-                pairs.update(((c, q), charge) for q, charge in found if charge is not None)
+                port_charges = zip(port_numbers, alone.charges(choice), strict=True)
+                pairs.update(((c, q), charge) for q, charge in port_charges if charge is not None)
                 continue
             layouts = fsdp_use_layouts(choice)
             for q in () if layouts is None else by_layouts.get(layouts, ()):

@@ -53,14 +53,14 @@ class FsdpVariables:
         self._over = fsdp_axis_groups(mesh_shape)
         self._holders: dict[str, list[tuple[FsdpGroup, int]]] = defaultdict(list)
         for block in structure.fsdp_groups:
-            for position, held in block.parameter_counts.items():
-                self._holders[structure.parameters[position].values[0]].append((block, held))
+            for position, count in block.parameter_counts.items():
+                self._holders[structure.parameters[position].values[0]].append((block, count))
 
     def use_price(self, parameter: ParameterClass, port: PortLayouts, gradient_nbytes: float) -> Price | None:
         """Return the price of using parameters that `fully_shard` gathers with their blocks; None where none are in."""
-        held = tuple(self._holders.get(parameter.values[0], ()))
+        holders = tuple(self._holders.get(parameter.values[0], ()))
         gradients = gradient_nbytes, parameter.unreduced
-        return self._pricer.use(self._value(parameter), port, held, gradients) if held else None
+        return self._pricer.use(self._value(parameter), port, holders, gradients) if holders else None
 
     def nodes(self) -> list[Node]:
         """Return the node of the axes, and one for each kind of block: when it reshards."""
@@ -147,13 +147,15 @@ class FsdpVariables:
 
     def reshard_after(self, stored: Sequence[StorageOption], ways: Sequence[int]) -> dict[str, ReshardAfter]:
         """Return when kinds of blocks reshard that do not right after the forward, given the nodes' choices."""
-        found = {
+        reshard_by_kind = {
             block.kind: self._pricer.reshard_options[way]
             for block, way in zip(self._structure.fsdp_groups, ways, strict=True)
             if any(stored[position].fsdp_axes is not None for position in block.parameter_counts)
         }
         return {
-            kind: reshard_after for kind, reshard_after in found.items() if reshard_after is not ReshardAfter.FORWARD
+            kind: reshard_after
+            for kind, reshard_after in reshard_by_kind.items()
+            if reshard_after is not ReshardAfter.FORWARD
         }
 
     def earlier_reshards(self, reshard_after: ReshardAfter) -> tuple[ReshardAfter, ...]:

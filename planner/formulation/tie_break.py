@@ -102,8 +102,8 @@ def _parameter_charge(
         index, slot = use
         strategy = decision.strategies[index]
         prices.append(formulator.use_price(parameter, use, choice, producer_port(strategy, slot)))
-    found = [price for price in prices if price is not None]
-    return add_prices(found).charge if len(found) == len(prices) else None
+    possible_prices = [price for price in prices if price is not None]
+    return add_prices(possible_prices).charge if len(possible_prices) == len(prices) else None
 
 
 def _same(a: Charge, b: Charge) -> bool:

@@ -20,9 +20,9 @@ GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 """Arguments of one call with the global batch: positional, by keyword, or None to make them from the config."""
 
 
-def meta_inputs(given: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
+def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
     """Return the given arguments on the meta device; a tensor that occurs twice becomes two tensors."""
-    args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+    args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 
@@ -41,11 +41,11 @@ def batch_size_of(inputs: ExampleInputs) -> int:
     )
 
 
-def with_batch(inputs: ExampleInputs, given: int, batch: int) -> ExampleInputs:
-    """Return ``inputs`` at another batch: every first dim of size ``given`` becomes ``batch``."""
+def with_batch(inputs: ExampleInputs, current_batch: int, batch: int) -> ExampleInputs:
+    """Return ``inputs`` at another batch: every first dim of size ``current_batch`` becomes ``batch``."""
 
     def resize(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim and tensor.shape[0] == given:
+        if tensor.ndim and tensor.shape[0] == current_batch:
             return torch.empty((batch, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
         return tensor
 

@@ -133,7 +133,12 @@ def trace_module(
 
 
 def resolve_inputs(
-    module: nn.Module | TracedModule, given: GivenInputs, *, batch: int | None, seq: int | None, phase: JobPhase
+    module: nn.Module | TracedModule,
+    example_inputs: GivenInputs,
+    *,
+    batch: int | None,
+    seq: int | None,
+    phase: JobPhase,
 ) -> ExampleInputs:
     """Return the arguments of one call: the given ones, or those of the module's config; none for a `TracedModule`.
 
@@ -142,16 +147,16 @@ def resolve_inputs(
             decode.
     """
     if isinstance(module, TracedModule):
-        if given is not None:
+        if example_inputs is not None:
             advice = "Give them to trace_module, or give the module in place of the TracedModule."
             raise JobError("a model that is traced already takes no example inputs.", what_to_do=advice)
         return ExampleInputs(args=(), kwargs={})
-    if given is None:
+    if example_inputs is None:
         return inputs_from_config(module, batch=batch, seq=seq, phase=phase)
     if phase == "decode":
         advice = "Leave example_inputs out: those of a decoding step are made from the Hugging Face config."
         raise JobError("decoding cannot be planned from example inputs.", what_to_do=advice, field="phase")
-    return meta_inputs(given)
+    return meta_inputs(example_inputs)
 
 
 def trace_at_batch(

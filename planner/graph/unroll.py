@@ -124,8 +124,8 @@ class _Unrolling:
                 users.setdefault(name, set()).add(None if place is None else place[0])
         model_inputs = {model_input.value for model_input in self._graph.inputs}
         for name, blocks in users.items():
-            (only, *others) = blocks
-            if name not in produced and name not in model_inputs and not others and only is not None:
+            (only, *other_blocks) = blocks
+            if name not in produced and name not in model_inputs and not other_blocks and only is not None:
                 owner[name] = only
         return owner
 

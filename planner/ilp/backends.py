@@ -72,7 +72,7 @@ class Relaxations:
         self._excess_cost = _PER_EXCESS * abs(root) if program.cap_row is not None else 0.0
         self._is_highs = (solver or solver_name()) == "highs"
         self._highs: Any = None
-        self._held: list[int] = []
+        self._fixed_variables: list[int] = []
         self._ran = False
 
     def at(
@@ -106,11 +106,11 @@ class Relaxations:
             if self._excess_cost:
                 row, minus = np.asarray([program.cap_row], np.int32), np.asarray([-1.0])
                 self._highs.addCol(self._excess_cost, 0.0, math.inf, 1, row, minus)
-        for variable in self._held:
+        for variable in self._fixed_variables:
             self._highs.changeColBounds(variable, program.lower[variable], program.upper[variable])
         for variable, value in values.items():
             self._highs.changeColBounds(variable, value, value)
-        self._held = list(values)
+        self._fixed_variables = list(values)
         if self._excess_cost:
             self._highs.changeColBounds(program.columns, 0.0, math.inf if elastic else 0.0)
         # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
@@ -125,16 +125,16 @@ class Relaxations:
 
     def _answer(self, time_limit_s: float | None, cutoff: float = math.inf) -> Answer:
         """Return what HiGHS finds, without the variable of what exceeds the cap."""
-        found = _highs_run(self._highs, time_limit_s, mip=False, cutoff=cutoff)
+        answer = _highs_run(self._highs, time_limit_s, mip=False, cutoff=cutoff)
         columns = self._program.columns
-        if found.values is None or not self._excess_cost:
-            return found
-        assert found.reduced_costs is not None
+        if answer.values is None or not self._excess_cost:
+            return answer
+        assert answer.reduced_costs is not None
         return dataclasses.replace(
-            found,
-            values=found.values[:columns],
-            reduced_costs=found.reduced_costs[:columns],
-            excess=float(found.values[columns]),
+            answer,
+            values=answer.values[:columns],
+            reduced_costs=answer.reduced_costs[:columns],
+            excess=float(answer.values[columns]),
         )
 
 
@@ -189,9 +189,9 @@ def _highs_relaxation(program: LinearProgram, cutoff: float, time_limit_s: float
     if row is None:
         return _highs_run(solver, time_limit_s, mip=False, cutoff=cutoff)
     solver.changeRowBounds(row, -math.inf, math.inf)
-    found = _highs_run(solver, time_limit_s, mip=False, cutoff=cutoff)
-    if found.values is None or solver.getSolution().row_value[row] <= program.row_upper[row]:
-        return found
+    answer = _highs_run(solver, time_limit_s, mip=False, cutoff=cutoff)
+    if answer.values is None or solver.getSolution().row_value[row] <= program.row_upper[row]:
+        return answer
     solver.changeRowBounds(row, -math.inf, program.row_upper[row])
     left_s = None if time_limit_s is None else max(time_limit_s - solver.getRunTime(), 0.0)
     return _highs_run(solver, left_s, mip=False, cutoff=cutoff)
@@ -288,13 +288,13 @@ def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, 
         raise _broke_off(error) from error
     if status == pulp.LpStatusInfeasible or (status == pulp.LpStatusUndefined and time_limit_s is None):
         return Answer(status="infeasible")
-    found = [variable.varValue for variable in variables]
+    variable_values = [variable.varValue for variable in variables]
     limited = model.sol_status == pulp.LpSolutionIntegerFeasible
-    if status != pulp.LpStatusOptimal or any(value is None for value in found):
+    if status != pulp.LpStatusOptimal or any(value is None for value in variable_values):
         if time_limit_s is not None:
             return Answer(status="limit")
         raise _broke_off(pulp.LpStatus[status])
-    values = np.asarray(found, np.float64)
+    values = np.asarray(variable_values, np.float64)
     objective = float(program.cost() @ values) + program.objective.constant
     return Answer(
         status="limit" if limited else "optimal",

@@ -315,8 +315,8 @@ def static_cap(program: Program, memory_bytes: float) -> None:
 def _typical_time_s(charges: ChargeMatrix) -> float:
     """Return the most kernel seconds of any choice (communication can be far off), or the most of any other seconds."""
     compute = charges.largest((FORWARD.compute, BACKWARD.compute))
-    others = (q for q in charges.quantities if q.kind not in _IN_BYTES and q.kind is not Kind.PASSES)
-    return compute or charges.largest(others) or 1.0
+    other_times = (q for q in charges.quantities if q.kind not in _IN_BYTES and q.kind is not Kind.PASSES)
+    return compute or charges.largest(other_times) or 1.0
 
 
 def _typical_bytes(charges: ChargeMatrix, memory_bytes: float | None) -> float:

@@ -52,8 +52,10 @@ def same_consumer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> E
 def _same_port(
     node: int, ports: tuple[int, ...], other: int, other_ports: tuple[int, ...], agree: Callable[[int, int], bool]
 ) -> Edge:
-    others = dict.fromkeys(other_ports)
-    pairs: dict[tuple[int, int], Charge] = {(p, q): {} for p in dict.fromkeys(ports) for q in others if agree(p, q)}
+    distinct_other_ports = dict.fromkeys(other_ports)
+    pairs: dict[tuple[int, int], Charge] = {
+        (p, q): {} for p in dict.fromkeys(ports) for q in distinct_other_ports if agree(p, q)
+    }
     return Edge(producer=node, consumer=other, producer_ports=ports, consumer_ports=other_ports, pairs=pairs)
 
 

@@ -83,8 +83,8 @@ def _extend(
         domains.open[node] = np.zeros_like(before[node])
         domains.open[node][choice] = True
         if domains.narrow():
-            found = _extend(domains, rest, generator, allowed)
-            if found is not None:
-                return found
+            assignment = _extend(domains, rest, generator, allowed)
+            if assignment is not None:
+                return assignment
         domains.open = [mask.copy() for mask in before]
     return None

@@ -85,12 +85,12 @@ def solve(
         return dataclasses.replace(relaxed, root=relaxed.objective)
     raised = _raised(relaxed, zero_one)
     if node_limit is None:
-        found = _narrowed(program, relaxed, raised, mip_gap, cutoff, deadline, solver)
+        answer = _narrowed(program, relaxed, raised, mip_gap, cutoff, deadline, solver)
     else:
         kept = program.possible(relaxed.objective + raised <= cutoff)
         part, root = _part(program, relaxed, kept)
-        found = _whole(program, _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit), kept)
-    return dataclasses.replace(found, root=relaxed.objective)
+        answer = _whole(program, _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit), kept)
+    return dataclasses.replace(answer, root=relaxed.objective)
 
 
 def _raised(relaxed: Answer, zero_one: npt.NDArray[np.bool_]) -> Floats:
@@ -161,13 +161,15 @@ def _solve_part(
     answer = _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit, deep=deep)
     if answer.status == "limit":
         wanted = cutoff if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
-        found = backends.solve(bounded(part, wanted), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver)
-        if found.values is not None or answer.values is None:
-            answer = found
-        elif found.status == "infeasible":
+        solver_answer = backends.solve(
+            bounded(part, wanted), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver
+        )
+        if solver_answer.values is not None or answer.values is None:
+            answer = solver_answer
+        elif solver_answer.status == "infeasible":
             answer = dataclasses.replace(answer, status="optimal", bound=wanted)
         else:
-            answer = dataclasses.replace(answer, bound=max(answer.bound, min(found.bound, wanted)))
+            answer = dataclasses.replace(answer, bound=max(answer.bound, min(solver_answer.bound, wanted)))
     return _whole(program, answer, kept)
 
 

@@ -23,9 +23,9 @@ class SharedChargeCollector:
         """Let ``members`` pay ``charge`` so many times, once any of them is chosen."""
         if not charge:
             return
-        found = self._by_members.setdefault(members, {})
+        total = self._by_members.setdefault(members, {})
         for name, amount in charge.items():
-            found[name] = found.get(name, 0.0) + amount * count
+            total[name] = total.get(name, 0.0) + amount * count
 
     def settle(self, edges: list[Edge]) -> tuple[SharedCharge, ...]:
         """Put what one pair alone pays for on its edge, and return the rest."""
@@ -47,17 +47,17 @@ def sum_charges(charge: Charge, more: Charge | None) -> Charge:
     """Return what both add; one of them itself where the other adds nothing."""
     if not more or not charge:
         return more or charge
-    found = dict(charge)
+    total = dict(charge)
     for name, amount in more.items():
-        found[name] = found.get(name, 0.0) + amount
-    return found
+        total[name] = total.get(name, 0.0) + amount
+    return total
 
 
-def pairs_on(edges: Sequence[Edge], chosen: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
-    """Yield each pair of ports that can meet on any of the ``chosen`` edges, with the edges on which it can."""
+def pairs_on(edges: Sequence[Edge], edge_indices: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
+    """Yield each pair of ports that can meet on any of the edges ``edge_indices``, with the edges on which it can."""
     members: dict[tuple[int, int], list[Pair]] = defaultdict(list)
-    for edge in chosen:
+    for edge in edge_indices:
         for p, q in edges[edge].pairs:
             members[p, q].append((edge, p, q))
-    for (p, q), found in members.items():
-        yield p, q, tuple(found)
+    for (p, q), edge_pairs in members.items():
+        yield p, q, tuple(edge_pairs)

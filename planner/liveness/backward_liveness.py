@@ -112,14 +112,14 @@ class _Builder:
             block = self._order.block_of_op(candidate.position)
             if block is not None:
                 in_blocks[block].append(candidate)
-        handed = passed_through(self._order)
+        passthroughs = passed_through(self._order)
         return Timeline(
             candidates=candidates,
             classes=tuple(self._of_class(c.members) for c in self._regions.classes),
-            blocks={block: tuple(found) for block, found in in_blocks.items()},
+            blocks={block: tuple(block_candidates) for block, block_candidates in in_blocks.items()},
             uses=positions_of_uses(self._order),
-            savers=savers(self._order, handed),
-            passed_through=handed,
+            savers=savers(self._order, passthroughs),
+            passed_through=passthroughs,
             starts=self._order.starts,
             ends=self._order.ends,
             first_reads=first_reads(self._order),
@@ -155,7 +155,7 @@ class _Builder:
         # The last column is the end of the forward, which is no candidate.
         return ClassTimeline(
             candidates=self._candidates,
-            **{role: found[:, :-1].copy() for role, found in counts.items()},
+            **{role: columns[:, :-1].copy() for role, columns in counts.items()},
             saved_after_forward=saved[:, -1],
             saved_extra_after_forward=by_op.saved[:, -1],
             cached_extra_after_forward=by_op.cached[:, -1],
@@ -236,11 +236,11 @@ class _Builder:
 
     def _alive_in_recompute(self, candidates: tuple[PeakCandidate, ...]) -> dict[int, list[tuple[int, int]]]:
         """Return region -> (slot, column) of what is alive in a recomputation without being saved by autograd."""
-        found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        slots_by_region: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for column, candidate in enumerate(candidates):
             for region, slots in self._unsaved(candidate).items():
-                found[region] += [(slot, column) for slot in slots]
-        return found
+                slots_by_region[region] += [(slot, column) for slot in slots]
+        return slots_by_region
 
     def _unsaved(self, candidate: PeakCandidate) -> Mapping[int, tuple[int, ...]]:
         """Return region -> slots whose tensors an op that runs again makes or reads, or that wait for a later op.
@@ -250,29 +250,31 @@ class _Builder:
         if candidate.recomputing is None or candidate.block is None:
             return {}
         inside = self._order.ops_in_block[candidate.block]
-        done = [p for p in inside if p <= candidate.recomputed_until]
-        saved = {name for p in done for name in self._profile.ops[self._order.ops[p].name].saved}
-        made = {
+        rerun_positions = [p for p in inside if p <= candidate.recomputed_until]
+        saved = {name for p in rerun_positions for name in self._profile.ops[self._order.ops[p].name].saved}
+        earlier_outputs = {
             self._order.root(name) for p in inside if p < candidate.recomputing for name in self._order.ops[p].outputs
         }
-        found: dict[str, tuple[int, int]] = {}
+        slot_by_root: dict[str, tuple[int, int]] = {}
         for position in sorted({candidate.position, candidate.recomputing}) if not candidate.mid_recompute else ():
-            self._note(position, "outputs", found)
+            self._note(position, "outputs", slot_by_root)
         for position in (p for p in inside if p >= candidate.recomputing):
-            self._note(position, "inputs", found, among=made)
+            self._note(position, "inputs", slot_by_root, among=earlier_outputs)
         slots: dict[int, list[int]] = defaultdict(list)
-        for name, (region, slot) in found.items():
+        for name, (region, slot) in slot_by_root.items():
             if name not in saved:
                 slots[region].append(slot)
-        return {region: tuple(found) for region, found in slots.items()}
+        return {region: tuple(region_slots) for region, region_slots in slots.items()}
 
-    def _note(self, position: int, side: str, found: dict[str, tuple[int, int]], among: set[str] | None = None) -> None:
+    def _note(
+        self, position: int, side: str, slot_by_root: dict[str, tuple[int, int]], among: set[str] | None = None
+    ) -> None:
         """Note by root where the tensors of an op are seen, the first one counts."""
         region, region_op = self._order.region_op[position]
         for slot in region_op.outputs if side == "outputs" else region_op.inputs:
             name = self._order.root(region.slots[slot].value.name)
             if among is None or name in among:
-                found.setdefault(name, (region.index, slot))
+                slot_by_root.setdefault(name, (region.index, slot))
 
 
 def positions_of_uses(order: OpOrder) -> dict[str, tuple[int, ...]]:

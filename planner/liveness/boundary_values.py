@@ -17,14 +17,14 @@ def first_reads(order: OpOrder) -> dict[tuple[int, int], int]:
         if not order.is_view(position):
             for name in order.reads(position):
                 by_root.setdefault(name, position)
-    found = {}
+    positions = {}
     for region in order.regions.regions:
-        for slot, seen in enumerate(region.slots):
-            if seen.origin == "entry":
+        for slot, region_slot in enumerate(region.slots):
+            if region_slot.origin == "entry":
                 readers = [order.position[r.op.name] for r in region.ops if slot in r.inputs]
-                elsewhere = by_root.get(order.root(seen.value.name), NEVER)
-                found[region.index, slot] = min(readers, default=elsewhere)
-    return found
+                elsewhere = by_root.get(order.root(region_slot.value.name), NEVER)
+                positions[region.index, slot] = min(readers, default=elsewhere)
+    return positions
 
 
 def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
@@ -32,8 +32,8 @@ def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
     entries = {
         (region.index, slot): slot
         for region in order.regions.regions
-        for slot, seen in enumerate(region.slots)
-        if seen.origin == "entry"
+        for slot, region_slot in enumerate(region.slots)
+        if region_slot.origin == "entry"
     }
     views: dict[tuple[int, int], int] = {}
     crossing: set[tuple[int, int]] = set()
@@ -44,27 +44,27 @@ def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
         if order.block(link.producer) != order.block(link.consumer):
             crossing.add(place)
         elif place not in entries and place not in views:
-            behind = (i for i, seen in enumerate(region.slots) if order.root(seen.value.name) == root)
+            behind = (i for i, region_slot in enumerate(region.slots) if order.root(region_slot.value.name) == root)
             entry = next((i for i in behind if region.slots[i].origin == "entry"), None)
             if entry is not None:
                 views[place] = entry
     return entries | {place: entry for place, entry in views.items() if place not in crossing}
 
 
-def savers(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+def savers(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
     """Return for every entry (region, slot) the first op that keeps its tensor: there, or further down."""
-    found: dict[tuple[int, int], int] = {}
+    first_savers: dict[tuple[int, int], int] = {}
     for region in order.regions.regions:
         for position, slot in enumerate(region.slots):
             if slot.origin == "entry":
                 root = order.root(slot.value.name)
-                found[region.index, position] = min(
+                first_savers[region.index, position] = min(
                     (order.position[r.op.name] for r in region.ops if root in order.profile.ops[r.op.name].saved),
                     default=NEVER,
                 )
     steps = []
     for link in order.regions.links:
-        entry = handed.get((link.producer, link.producer_slot))
+        entry = passthroughs.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
     steps.reverse()  # a value that many regions pass on settles from the end
@@ -72,7 +72,7 @@ def savers(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[
     while changed:
         changed = False
         for source, target in steps:
-            if found[target] < found[source]:
-                found[source] = found[target]
+            if first_savers[target] < first_savers[source]:
+                first_savers[source] = first_savers[target]
                 changed = True
-    return found
+    return first_savers

@@ -62,23 +62,23 @@ class ClassTimeline:
     def __post_init__(self) -> None:
         """Find which of what is counted is there at the same candidates, in proportion."""
         rows = [(role, counts) for name, role in _ROLES.items() for counts in getattr(self, name)]
-        found: dict[Lifetime, int] = {}
+        row_by_lifetime: dict[Lifetime, int] = {}
         times: list[tuple[int, int, float]] = []
         for column, (role, counts) in enumerate(rows):
             if counts.any():
                 divisor = float(np.gcd.reduce(counts.astype(np.int64)))
                 lifetime = _lifetime(self.candidates, role, counts / divisor)
-                times.append((found.setdefault(lifetime, len(found)), column, divisor))
-        matrix = np.zeros((len(found), len(rows)))
+                times.append((row_by_lifetime.setdefault(lifetime, len(row_by_lifetime)), column, divisor))
+        matrix = np.zeros((len(row_by_lifetime), len(rows)))
         for row, column, count in times:
             matrix[row, column] = count
-        object.__setattr__(self, "_lifetimes", tuple(found))
+        object.__setattr__(self, "_lifetimes", tuple(row_by_lifetime))
         object.__setattr__(self, "_times", matrix)
 
     def add_up(
         self,
         *,
-        made: Counts,
+        tensors: Counts,
         extra: Counts,
         cached: Counts,
         running: Counts,
@@ -88,13 +88,13 @@ class ClassTimeline:
         """Yield the bytes that there are, by lifetime.
 
         Args:
-            made: of each slot's tensor.
+            tensors: of each slot's tensor.
             extra: of what autograd keeps of the inside of each op.
             cached: of what selective checkpointing caches of it.
             running, working: of what is there inside of each op while its forward, or its backward, runs.
             gradients: of the gradient of each slot's tensor.
         """
-        nbytes = self._times @ np.concatenate([made, extra, cached, made, extra, running, gradients, working])
+        nbytes = self._times @ np.concatenate([tensors, extra, cached, tensors, extra, running, gradients, working])
         for lifetime, amount in zip(self._lifetimes, nbytes.tolist(), strict=True):
             if amount:
                 yield lifetime, amount

@@ -81,20 +81,20 @@ def forward_timeline(order: OpOrder) -> Timeline:
 def forward_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
     """Return the candidates at which the memory of a forward may be at its peak, by position."""
     lifetimes = LiveRanges(order)
-    found: set[int] = set()
+    positions: set[int] = set()
     for region_class in order.regions.classes:
         members = [order.regions.regions[m] for m in region_class.members]
         members = [member for member in members if member.ops]
         for region in {m.index: m for m in (*members[:ENDS], *members[-ENDS:])}.values():
-            found.add(max((order.position[r.op.name] for r in region.ops), key=lifetimes.alive_nbytes))
-    return tuple(PeakCandidate(key=str(position), position=position, block=None) for position in sorted(found))
+            positions.add(max((order.position[r.op.name] for r in region.ops), key=lifetimes.alive_nbytes))
+    return tuple(PeakCandidate(key=str(position), position=position, block=None) for position in sorted(positions))
 
 
 def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[ClassTimeline, ...]:
     """Return what each class of regions has alive at ``candidates``: what its ops made, and the op at work."""
     lifetimes = LiveRanges(order)
     at = np.array([candidate.position for candidate in candidates])
-    found = []
+    timelines = []
     for region_class in order.regions.classes:
         regions = [order.regions.regions[member] for member in region_class.members]
         saved = np.zeros((len(regions[0].slots), len(at)))
@@ -107,7 +107,7 @@ def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[Class
                     if order.root(name) == name:
                         saved[slot] += (lifetimes.born[name] <= at) & (at <= lifetimes.dies[name])
         slots, ops = np.zeros_like(saved), np.zeros_like(works)
-        found.append(
+        timelines.append(
             ClassTimeline(
                 candidates=tuple(candidates),
                 saved=saved,
@@ -123,7 +123,7 @@ def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[Class
                 cached_extra_after_forward=ops[:, 0] if len(at) else np.zeros(len(ops)),
             )
         )
-    return tuple(found)
+    return tuple(timelines)
 
 
 def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -> tuple[Multiplicity, ...]:
@@ -131,32 +131,32 @@ def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -
     spans = _spans(order, timeline.passed_through)
     alive: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
     for links in leaving.values():
-        read = [spans[consumer, entry] for _, consumer, entry in links]
-        first, last = min(begin for begin, _ in read), max(end for _, end in read)
-        there = [m.quantity("activations") for m in timeline.candidates if first <= m.position <= last]
-        alive[tuple(sorted({edge for edge, _, _ in links}))].update(there)
+        spans_of_readers = [spans[consumer, entry] for _, consumer, entry in links]
+        first, last = min(begin for begin, _ in spans_of_readers), max(end for _, end in spans_of_readers)
+        quantities = [m.quantity("activations") for m in timeline.candidates if first <= m.position <= last]
+        alive[tuple(sorted({edge for edge, _, _ in links}))].update(quantities)
     return tuple(Multiplicity(edges=edges, lifetime=Lifetime.of(counts)) for edges, counts in alive.items())
 
 
-def _spans(order: OpOrder, handed: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
+def _spans(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
     """Return entry (region, slot) -> its first and last reader, there or in a region that it is passed on to."""
     lifetimes = LiveRanges(order)
-    found = {
+    spans = {
         (region.index, slot): lifetimes.reads(region, slot)
         for region in order.regions.regions
-        for slot, seen in enumerate(region.slots)
-        if seen.origin == "entry"
+        for slot, region_slot in enumerate(region.slots)
+        if region_slot.origin == "entry"
     }
     steps = []
     for link in reversed(order.regions.links):  # a value that many regions pass on settles from the end
-        entry = handed.get((link.producer, link.producer_slot))
+        entry = passthroughs.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
     changed = True
     while changed:
         changed = False
         for source, target in steps:
-            wider = min(found[source][0], found[target][0]), max(found[source][1], found[target][1])
-            changed |= wider != found[source]
-            found[source] = wider
-    return found
+            wider = min(spans[source][0], spans[target][0]), max(spans[source][1], spans[target][1])
+            changed |= wider != spans[source]
+            spans[source] = wider
+    return spans

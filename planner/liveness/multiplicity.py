@@ -303,8 +303,8 @@ def _saved_by_others(
         for _, consumer, position in leaving.get((region_index, slot), ()):
             block = recomputed_in.get(consumer)
             if block != home:
-                there = timeline.savers[consumer, position] if block is None else timeline.starts[block]
-                since = min(since, there)
+                first_saver = timeline.savers[consumer, position] if block is None else timeline.starts[block]
+                since = min(since, first_saver)
     return since
 
 
@@ -322,14 +322,16 @@ def _passed_at(
     when the backward of all readers is done, and what its producer's module redistributed just before its producer's.
     """
     name = region.slots[slot].value.name
-    there = [candidate for candidate in timeline.candidates if name in timeline.aliased_gradients[candidate.key]]
+    candidates = [candidate for candidate in timeline.candidates if name in timeline.aliased_gradients[candidate.key]]
     boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
     if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
         first = min(timeline.first_reads[consumer, position] for _, consumer, position in links)
-        return [candidate for candidate in there if candidate.position < first]
+        return [candidate for candidate in candidates if candidate.position < first]
     ops = regions.graph.ops
-    outputs = {candidate.position: ops[candidate.position].outputs for candidate in there if candidate.position >= 0}
-    return [m for m in there if name in {profile.root[output] for output in outputs.get(m.position, ())}]
+    outputs = {
+        candidate.position: ops[candidate.position].outputs for candidate in candidates if candidate.position >= 0
+    }
+    return [m for m in candidates if name in {profile.root[output] for output in outputs.get(m.position, ())}]
 
 
 def _hook_inside(regions: RegionGraph, region: Region, position: int, block: str) -> bool:

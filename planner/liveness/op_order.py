@@ -101,7 +101,7 @@ class OpOrder:
         """Yield the positions of the first readers of boundary values that arrive after another was sent."""
         graph = self.regions.graph
         sent = {output.value for output in graph.outputs if output.is_sent}
-        unread = {given.value for given in graph.inputs if graph.values[given.value].requires_grad}
+        unread = {model_input.value for model_input in graph.inputs if graph.values[model_input.value].requires_grad}
         hands_on = False
         for position, op in enumerate(self.ops):
             if hands_on and not unread.isdisjoint(op.inputs):
@@ -115,11 +115,11 @@ class OpOrder:
         graph = self.regions.graph
         arriving: list[dict[str, str]] = [{} for _ in range(len(self.chunks) + 1)]
         leaving: list[list[str]] = [[] for _ in arriving]
-        made = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
+        producer_position = {name: position for position, op in enumerate(self.ops) for name in op.outputs}
         for output in graph.outputs:
             if output.is_sent and graph.values[output.value].requires_grad:
                 name = self.root(output.value)
-                arriving[bisect_right(self.chunks, made[output.value])][name] = name
+                arriving[bisect_right(self.chunks, producer_position[output.value])][name] = name
         for position, op in enumerate(self.ops if self.chunks else ()):
             for name in (n for n in op.inputs if graph.values[n].kind == "input" and graph.values[n].requires_grad):
                 leaving[bisect_right(self.chunks, position)].append(self.root(name))
@@ -129,22 +129,26 @@ class OpOrder:
         """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
         values = self.regions.graph.values
         arriving, leaving = self._gradients_sent()
-        held = arriving.pop()
+        gradient_owners = arriving.pop()
         for position in range(len(self.ops) - 1, -1, -1):
             if position + 1 in self.chunks:
                 for name in leaving.pop():
-                    held.pop(name, None)
-                held |= arriving.pop()
+                    gradient_owners.pop(name, None)
+                gradient_owners |= arriving.pop()
             op = self.ops[position]
-            self.gradients[position] = tuple(dict.fromkeys(held.values()))
-            self.aliased_gradients[position] = frozenset(name for name, owner in held.items() if name != owner)
+            self.gradients[position] = tuple(dict.fromkeys(gradient_owners.values()))
+            self.aliased_gradients[position] = frozenset(
+                name for name, owner in gradient_owners.items() if name != owner
+            )
             if not self.has_backward(op):
                 continue
             outputs = {self.root(name) for name in op.outputs}
-            arrived = next((held[name] for name in outputs if name in held), None)
-            made = set(self.new_gradients(op))
+            arrived = next((gradient_owners[name] for name in outputs if name in gradient_owners), None)
+            new_gradients = set(self.new_gradients(op))
             sources = {self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"}
             for name in outputs - sources:
-                held.pop(name, None)
+                gradient_owners.pop(name, None)
             for name in sources:
-                held[name] = name if name in made or name in held or arrived is None else arrived
+                gradient_owners[name] = (
+                    name if name in new_gradients or name in gradient_owners or arrived is None else arrived
+                )

@@ -126,36 +126,38 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
     """
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
-    found: Counter[Quantity] = Counter()
+    counts: Counter[Quantity] = Counter()
     for value in values:
         uses = timeline.uses[value]
         if len(uses) > 1 and regions.graph.ops[max(uses)].name in inside:
             waiting = (m for m in timeline.candidates if min(uses) <= m.position < max(uses))
-            found.update(candidate.quantity("gradients") for candidate in waiting)
-    return Lifetime.of(found)
+            counts.update(candidate.quantity("gradients") for candidate in waiting)
+    return Lifetime.of(counts)
 
 
 def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
     """Return at which candidates how many of the parameters are used later in the block that the candidate is in."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
-    found: dict[Quantity, int] = {}
+    counts: dict[Quantity, int] = {}
     for block, candidates in timeline.blocks.items():
         for candidate in candidates:
             later = bisect_right(first, timeline.ends[block]) - bisect_right(first, candidate.position)
             if later > 0:
-                found[candidate.quantity("gradients")] = later
-    return Lifetime.of(found)
+                counts[candidate.quantity("gradients")] = later
+    return Lifetime.of(counts)
 
 
 def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
     """Return at which candidates how many of the parameters an op of a class of regions uses."""
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
-    found = {}
+    counts = {}
     for candidate in timeline.candidates:
         if regions.graph.ops[candidate.position].name in inside:
-            found[candidate.quantity("transient")] = sum(candidate.position in timeline.uses[value] for value in values)
-    return Lifetime.of(found)
+            counts[candidate.quantity("transient")] = sum(
+                candidate.position in timeline.uses[value] for value in values
+            )
+    return Lifetime.of(counts)
 
 
 def find_fsdp_groups(
@@ -172,39 +174,39 @@ def find_fsdp_groups(
         for slot in region.slots:
             if slot.origin == "parameter" and slot.parameter is not None and slot.parameter.startswith(block + "."):
                 home[slot.value.name] = block
-    held: dict[str, Counter[int]] = defaultdict(Counter)
+    counts_by_block: dict[str, Counter[int]] = defaultdict(Counter)
     for index, parameter in enumerate(parameters):
         values = [regions.graph.values[name] for name in parameter.values]
         used_once = len(parameter.uses) == 1 and set(parameter.uses.values()) == {1}
         if used_once and all(value.requires_grad and value.name in home for value in values):
             for value in values:
-                held[home[value.name]][index] += 1
-    found: list[FsdpGroup] = []
-    in_order = sorted(held, key=lambda block: timeline.starts[block])
+                counts_by_block[home[value.name]][index] += 1
+    groups: list[FsdpGroup] = []
+    in_order = sorted(counts_by_block, key=lambda block: timeline.starts[block])
     last = in_order[-1] if in_order else ""
     # The first of all begins a later chunk where the first chunk has no block, and is exposed as the first already.
     leading = {next((b for b in in_order if timeline.starts[b] >= chunk), "") for chunk in timeline.chunks}
     leading -= set(in_order[:1])
     for block in blocks.representatives:
-        if block in held:
+        if block in counts_by_block:
             numel = sum(
                 n * (v := regions.graph.values[parameters[index].values[0]]).nbytes // v.dtype.itemsize
-                for index, n in held[block].items()
+                for index, n in counts_by_block[block].items()
             )
-            alike = [b for b in held if sorted(contents[b]) == sorted(contents[block])]
-            ends = [min(timeline.starts[b] for b in held), max(timeline.starts[b] for b in held)]
+            alike = [b for b in counts_by_block if sorted(contents[b]) == sorted(contents[block])]
+            ends = [min(timeline.starts[b] for b in counts_by_block), max(timeline.starts[b] for b in counts_by_block)]
             inside = {
                 candidate.quantity("transient"): (1 + (timeline.starts[b] > ends[0]), int(timeline.starts[b] < ends[1]))
                 for b in alike
                 for candidate in timeline.blocks.get(b, ())
             }
-            found.append(
+            groups.append(
                 FsdpGroup(
                     kind=block,
                     blocks=tuple(alike),
-                    parameter_counts=dict(held[block]),
+                    parameter_counts=dict(counts_by_block[block]),
                     numel=numel,
-                    is_first=not found,
+                    is_first=not groups,
                     chunk_heads=len(leading.intersection(alike)),
                     unsharded=Lifetime.of({name: whole for name, (whole, _) in inside.items()}),
                     reduce_buffers=Lifetime.of({name: reducing for name, (_, reducing) in inside.items()}),
@@ -212,7 +214,7 @@ def find_fsdp_groups(
                     unreduced=_arrived([b for b in alike if b in timeline.blocks], home, regions, timeline),
                 )
             )
-    return tuple(found)
+    return tuple(groups)
 
 
 def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
@@ -232,11 +234,11 @@ def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
 
 def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
     """Return at which candidates inside one of the blocks what part of its gradients later ops have made."""
-    found: dict[Quantity, float] = {}
+    shares: dict[Quantity, float] = {}
     for block in blocks:
         sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]
         whole = sum(nbytes for _, nbytes in sizes)
         for candidate in timeline.blocks[block]:
             later = sum(nbytes for position, nbytes in sizes if position > candidate.position)
-            found[candidate.quantity("gradients")] = later / whole
-    return Lifetime.of(found)
+            shares[candidate.quantity("gradients")] = later / whole
+    return Lifetime.of(shares)

@@ -58,7 +58,7 @@ UPDATE = PeakCandidate(key="update", position=-1, block=None)
 
 def find_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
     """Return the candidates at which memory may be at its peak: the update, then by position, then recomputations."""
-    found = {UPDATE.position: UPDATE}
+    by_position = {UPDATE.position: UPDATE}
     for region_class in order.regions.classes:
         members = [order.regions.regions[m] for m in region_class.members]
         working = [m for m in members if any(order.has_backward(r.op) for r in m.ops)]
@@ -66,19 +66,21 @@ def find_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
         for region in ends.values():
             positions = [order.position[r.op.name] for r in region.ops if order.has_backward(r.op)]
             position = max(positions, key=lambda p: _alive_inside(order, region, p))
-            found[position] = PeakCandidate(key=str(position), position=position, block=order.block(region.index))
-    return (*(found[position] for position in sorted(found)), *_recomputations(order, found))
+            by_position[position] = PeakCandidate(key=str(position), position=position, block=order.block(region.index))
+    return (*(by_position[position] for position in sorted(by_position)), *_recomputations(order, by_position))
 
 
-def _recomputations(order: OpOrder, found: Mapping[int, PeakCandidate]) -> Iterator[PeakCandidate]:
+def _recomputations(order: OpOrder, by_position: Mapping[int, PeakCandidate]) -> Iterator[PeakCandidate]:
     """Yield the candidates while a block is run again: the first op of its backward that needs it asks for that."""
-    for block in dict.fromkeys(candidate.block for candidate in found.values() if candidate.block is not None):
+    for block in dict.fromkeys(candidate.block for candidate in by_position.values() if candidate.block is not None):
         savers = [p for p in order.ops_in_block[block] if order.saves(order.ops[p])]
         if not savers:
             continue
         last = max(savers)
-        made = {order.root(name) for name in order.ops[last].outputs}
-        reading = (p for p in order.ops_in_block[block] if p > last and made & order.reads(p) and not order.is_view(p))
+        last_outputs = {order.root(name) for name in order.ops[last].outputs}
+        reading = (
+            p for p in order.ops_in_block[block] if p > last and last_outputs & order.reads(p) and not order.is_view(p)
+        )
         for again in (last, *itertools.islice(reading, 1)):
             yield PeakCandidate(key=f"{again}-again", position=last, block=block, recomputing=again)
         # With what is cached for the ops after it, most is there when the first op with products inside runs.

@@ -119,7 +119,7 @@ def build_structure(
         if region.ops and any(slot.origin == "parameter" for slot in region.slots)
     ]
     order = {op.name: position for position, op in enumerate(regions.graph.ops)}
-    summed, joined = (
+    autograd_sums, gemm_sums = (
         {name: getattr(op, use) for name, op in profile.ops.items()} for use in ("autograd_sums", "gemm_sums")
     )
     return Structure(
@@ -133,30 +133,30 @@ def build_structure(
         same_consumer_ports=_alike(regions, edge_index),
         first_region_class=min(with_parameters, key=lambda pair: order[pair[0]])[1] if with_parameters else None,
         boundary_slots=_arguments(regions),
-        autograd_sums=tuple(_counted(regions, members.members, summed) for members in regions.classes),
-        gemm_sums=tuple(_counted(regions, members.members, joined) for members in regions.classes),
+        autograd_sums=tuple(_counted(regions, members.members, autograd_sums) for members in regions.classes),
+        gemm_sums=tuple(_counted(regions, members.members, gemm_sums) for members in regions.classes),
         fsdp_groups=find_fsdp_groups(regions, blocks, parameters, timeline),
         timeline=timeline,
         **multiplicities,
     )
 
 
-def at_another_batch(known: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
-    """Return ``known`` for the regions of the same model at another batch; None where that has a structure of its own.
+def at_another_batch(structure: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
+    """Return ``structure`` for the regions of the same model at another batch; None where those have one of their own.
 
     A structure counts tensors and weighs none, but to choose the candidates. At a batch of 1, autograd may save others.
     """
-    seen = known.regions
-    if (regions.classes, regions.class_of, regions.links) != (seen.classes, seen.class_of, seen.links):
+    original = structure.regions
+    if (regions.classes, regions.class_of, regions.links) != (original.classes, original.class_of, original.links):
         return None
-    if profile.root != known.profile.root or _structural_facts(profile) != _structural_facts(known.profile):
+    if profile.root != structure.profile.root or _structural_facts(profile) != _structural_facts(structure.profile):
         return None
-    order = OpOrder(regions, profile, known.blocks, known.modes)
+    order = OpOrder(regions, profile, structure.blocks, structure.modes)
     if (
         forward_peak_candidates(order) if order.is_forward else find_peak_candidates(order)
-    ) != known.timeline.candidates:
+    ) != structure.timeline.candidates:
         return None
-    return dataclasses.replace(known, regions=regions, profile=profile)
+    return dataclasses.replace(structure, regions=regions, profile=profile)
 
 
 def _structural_facts(profile: GraphProfile) -> list[tuple[object, ...]]:
@@ -171,15 +171,15 @@ def _structural_facts(profile: GraphProfile) -> list[tuple[object, ...]]:
 
 
 def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
-    found: dict[str, tuple[int, int]] = {}
+    slot_by_value: dict[str, tuple[int, int]] = {}
     sent = {output.value for output in regions.graph.outputs if output.is_sent}
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
             passed_through = slot.value.name in sent and is_sent(region, slot)
             if (slot.value.kind == "input" and slot.source is None) or passed_through:
-                found.setdefault(slot.value.name, (regions.class_of[region.index], position))
+                slot_by_value.setdefault(slot.value.name, (regions.class_of[region.index], position))
     slots: dict[int, list[int]] = defaultdict(list)
-    for region_class, position in found.values():
+    for region_class, position in slot_by_value.values():
         slots[region_class].append(position)
     return {region_class: tuple(positions) for region_class, positions in slots.items()}
 

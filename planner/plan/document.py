@@ -192,12 +192,12 @@ def invalid(message: str, *, file: str | None, where: str = "") -> PlanFormatErr
 
 def _worst(error: ValidationError, data: Mapping[str, object]) -> tuple[str, str]:
     """Return place and message of the error found deepest in ``data``: of a union's branches, the best fitting."""
-    found = []
+    problems = []
     for item in error.errors(include_url=False, include_context=False):
         path, value = _path_within(item["loc"], data)
         message = _MESSAGES.get(item["type"], item["msg"]).format(value=value)
-        found.append((path, message))
-    path, message = max(found, key=lambda place: len(place[0]))
+        problems.append((path, message))
+    path, message = max(problems, key=lambda place: len(place[0]))
     return "/".join(path), message
 
 

@@ -50,10 +50,10 @@ def _part(text: str) -> str:
 
 def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the FQNs that each pattern names, in the order of ``fqns``; none is an empty tuple, not an error."""
-    known = list(dict.fromkeys(fqns))
-    names = set(known)
+    unique_fqns = list(dict.fromkeys(fqns))
+    names = set(unique_fqns)
     by_depth: dict[int, list[str]] = defaultdict(list)
-    for name in known:
+    for name in unique_fqns:
         by_depth[name.count(".")].append(name)
     matches: dict[str, tuple[str, ...]] = {}
     for pattern in patterns:
@@ -79,12 +79,12 @@ def resolve_keys(entries: Mapping[str, Value], fqns: Iterable[str], *, field: st
         UnmatchedKeyError: a key names nothing.
         KeyConflictError: two keys name the same FQN and their values differ.
     """
-    known = list(fqns)
+    all_fqns = list(fqns)
     values: dict[str, Value] = {}
     named_by: dict[str, str] = {}
-    for pattern, names in match_keys(entries, known).items():
+    for pattern, names in match_keys(entries, all_fqns).items():
         if not names:
-            raise unmatched(pattern, known, field=field, what=what)
+            raise unmatched(pattern, all_fqns, field=field, what=what)
         for name in names:
             if name in values and values[name] != entries[pattern]:
                 raise _disagreement(field, pattern, named_by[name], name)
@@ -93,9 +93,9 @@ def resolve_keys(entries: Mapping[str, Value], fqns: Iterable[str], *, field: st
     return values
 
 
-def unmatched(key: str, known: Iterable[str], *, field: str, what: str) -> UnmatchedKeyError:
+def unmatched(key: str, fqns: Iterable[str], *, field: str, what: str) -> UnmatchedKeyError:
     """Return the error for a key that names nothing, with the names closest to it."""
-    close = difflib.get_close_matches(key, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(key, list(fqns), n=3, cutoff=0.5)
     hint = f" Close to it: {', '.join(repr(name) for name in close)}." if close else ""
     return UnmatchedKeyError(
         f"{field} has the key {key!r}, but the module has no attribute of that name: it matches no {what}.",

@@ -129,18 +129,18 @@ def resolve_output_ports(
     Raises:
         PlanKeyError: a key matches no module, disagrees with another, or can be read in two ways.
     """
-    known = list(modules)
+    module_fqns = list(modules)
     entries: dict[str, Spec] = {}
     for key, spec in output_plan.items():
-        _put(entries, _output_module(key, known, field), spec, field=field, key=key)
-    return resolve_keys(entries, known, field=field, what="module")
+        _put(entries, _output_module(key, module_fqns, field), spec, field=field, key=key)
+    return resolve_keys(entries, module_fqns, field=field, what="module")
 
 
-def _output_module(key: str, known: list[str], field: str) -> str:
+def _output_module(key: str, module_fqns: list[str], field: str) -> str:
     module, _, suffix = key.rpartition(".")
     if suffix != "output":
         return key
-    matches = match_keys((key, module), known)
+    matches = match_keys((key, module), module_fqns)
     if matches[key] and matches[module]:
         raise PlanKeyError(
             f"{field} has the key {key!r}: that is a module, and also the output of {module!r}.",

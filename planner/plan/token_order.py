@@ -57,5 +57,5 @@ def backward_head_parts(heads: int, kv_heads: int) -> list[tuple[range, range]]:
             (range(middle * group, heads), range(middle, kv_heads)),
         ]
     middle = -(-heads // 2)
-    found = [(range(middle), range(kv_heads)), (range(middle, heads), range(kv_heads))]
-    return [(some, of_keys) for some, of_keys in found if some]
+    parts = [(range(middle), range(kv_heads)), (range(middle, heads), range(kv_heads))]
+    return [(head_range, kv_range) for head_range, kv_range in parts if head_range]

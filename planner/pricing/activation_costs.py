@@ -98,7 +98,7 @@ class ActivationPricer:
         nbytes = self._memory.local_nbytes(value, layout)
         if reallgather:
             return Price(charge=multiplicity.reallgathered_lifetime.charge(nbytes))
-        others = multiplicity.live_after_forward * (self.run.in_flight - 1)
+        other_count = multiplicity.live_after_forward * (self.run.in_flight - 1)
         return add_prices([
-            Price(charge=multiplicity.lifetime.charge(nbytes)), Price(charge=throughout.charge(others * nbytes))
+            Price(charge=multiplicity.lifetime.charge(nbytes)), Price(charge=throughout.charge(other_count * nbytes))
         ])  # fmt: skip

@@ -86,7 +86,7 @@ class RegionMemory:
             saved[i], gemm_outputs[i], backward_rise[i], forward_peak[i] = self._inside(region, region_op, strategy)
         nbytes: dict[Quantity, float] = defaultdict(float)
         for lifetime, amount in timeline.add_up(
-            made=tensors,
+            tensors=tensors,
             extra=saved,
             cached=gemm_outputs,
             running=forward_peak,

@@ -135,10 +135,10 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
         )
     layouts = _expert_layouts(styles, graph)
     axis = len(mesh.shape) - 1
-    others = [a for a in _axes(mesh) if a != axis]
+    data_axes = [a for a in _axes(mesh) if a != axis]
 
     def accepts(region: Region, strategy: Strategy) -> bool:
-        if not _batch_only_on(region, strategy, others, mesh):
+        if not _batch_only_on(region, strategy, data_axes, mesh):
             return False
         planned = False
         for slot, layout in zip(region.slots, strategy.forward, strict=True):
@@ -160,7 +160,7 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
     def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
         placements = {layouts.get(name, R) for name in names}
         allowed = {p if _splits(value, p, mesh.shape[axis]) else R for p in placements}
-        return all(layout[a] == R for a in others) and (layout[axis] in allowed or mesh.shape[axis] == 1)
+        return all(layout[a] == R for a in data_axes) and (layout[axis] in allowed or mesh.shape[axis] == 1)
 
     return Restriction(accepts=accepts, accepts_stored=accepts_stored)
 
@@ -191,10 +191,10 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Plac
                 elif style == "embedding_rowwise" and leaf == "weight":
                     layouts[name] = Shard(0)
     if not layouts:
-        known = sorted(set(styles.values()))
+        style_names = sorted(set(styles.values()))
         raise BaselineError(
             "no module of this model matches its tensor-parallel plan in a style that has layouts here "
-            f"(the plan has {', '.join(known)}).",
+            f"(the plan has {', '.join(style_names)}).",
             what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
         )
     return layouts

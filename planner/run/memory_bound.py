@@ -99,21 +99,21 @@ def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, floa
         alive, saved = multiplicity.lifetime.counts, multiplicity.live_after_forward
         if not multiplicity.in_producer_layout:
             # One of the copies that an edge may save instead, and none of them twice.
-            others = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in counted]
-            if not others:
+            uncounted_copies = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in counted]
+            if not uncounted_copies:
                 continue
-            other = max(
-                others,
+            saved_copy = max(
+                uncounted_copies,
                 key=lambda copied: sum(_smaller_counts(multiplicity.lifetime.counts, copied.lifetime.counts).values()),
             )
-            counted.add(id(other))
-            alive, saved = _smaller_counts(alive, other.lifetime.counts), min(saved, other.live_after_forward)
+            counted.add(id(saved_copy))
+            alive, saved = _smaller_counts(alive, saved_copy.lifetime.counts), min(saved, saved_copy.live_after_forward)
         yield structure.representative(key.producer), float(value.nbytes), alive, saved
 
 
-def _smaller_counts(some: Mapping[Quantity, float], others: Mapping[Quantity, float]) -> dict[Quantity, float]:
+def _smaller_counts(counts: Mapping[Quantity, float], other_counts: Mapping[Quantity, float]) -> dict[Quantity, float]:
     """Return the smaller count of each peak candidate that both have."""
-    return {name: min(count, others[name]) for name, count in some.items() if name in others}
+    return {name: min(count, other_counts[name]) for name, count in counts.items() if name in other_counts}
 
 
 def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) -> tuple[float, float]:

@@ -132,15 +132,22 @@ class ModelAnalysis:
         """Return the mesh-independent part of the program at a micro-batch of ``batch`` samples."""
         if (batch, grouping) not in self._structures:
             regions, blocks = self.regions_at(batch)
-            found = self.profile(batch)
+            profile = self.profile(batch)
             if grouping.parts and self.fold:
                 parts = dict(grouping.parts)
                 regions = split_classes(regions, lambda region: parts.get(block_of(region.fqn) or ""))
                 blocks = find_blocks(regions, self.lists)
-            known = next((structure for (_, other), structure in self._structures.items() if other == grouping), None)
-            structure = None if known is None else at_another_batch(known, regions, found)
+            base_structure = next(
+                (
+                    structure
+                    for (_, cached_grouping), structure in self._structures.items()
+                    if cached_grouping == grouping
+                ),
+                None,
+            )
+            structure = None if base_structure is None else at_another_batch(base_structure, regions, profile)
             self._structures[batch, grouping] = structure or build_structure(
-                regions, found, blocks, dict(grouping.modes)
+                regions, profile, blocks, dict(grouping.modes)
             )
         return self._structures[batch, grouping]
 

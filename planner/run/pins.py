@@ -131,12 +131,12 @@ class Pins:
             UnmatchedKeyError: a pin matches no parameter.
         """
         pins = [Pin.parse(text) for text in texts]
-        known = {axis for mesh in meshes for axis in mesh.names}
+        axes = {axis for mesh in meshes for axis in mesh.names}
         for axis in [*(pin.axis for pin in pins), *data_axes]:
-            if axis not in known:
+            if axis not in axes:
                 raise JobError(
                     f"there is no mesh axis {axis!r}.",
-                    what_to_do=f"Choose among {', '.join(sorted(known))}.",
+                    what_to_do=f"Choose among {', '.join(sorted(axes))}.",
                     field="pins",
                 )
         matched = match_keys([pin.pattern for pin in pins], names)

@@ -152,17 +152,17 @@ class RunPlanner:
     def least_memory_bytes(self, run: Run) -> float:
         """Return a lower bound on the peak bytes per device of every plan of ``run``."""
         batch = self.micro_batch(run)
-        known, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
-        if batch > known:
+        bound_batch, alive_bytes, held_bytes = self._alive.get((batch == 1, run.grouping), (0, 0.0, 0.0))
+        if batch > bound_batch:
             structure = self.model.structure(batch, run.grouping)
-            known, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_saved_bytes(structure)
-            self._alive[batch == 1, run.grouping] = known, alive_bytes, held_bytes
+            bound_batch, alive_bytes, held_bytes = batch, least_alive_bytes(structure), least_saved_bytes(structure)
+            self._alive[batch == 1, run.grouping] = bound_batch, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
             self._sums_bytes = least_gradient_bytes(structure, self.job)
         # A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes. For a
         # single sample autograd may save other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes
-        split = self._state_bytes + (alive_bytes * batch / known if self.job.training else 0.0)
+        split = self._state_bytes + (alive_bytes * batch / bound_batch if self.job.training else 0.0)
         if run.micro_batches > 1:
             split += self._sums_bytes
         return split / run.mesh.size + reserve_bytes(run.cluster.device)

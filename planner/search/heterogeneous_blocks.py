@@ -103,9 +103,9 @@ class _Improvement:
 
     def _improves(self, ac: str, leading_blocks: int | None, node_limit: int = _NODE_LIMIT) -> bool:
         """Solve a variant of the best run, or that again with a higher node limit; keep its plan if it is faster."""
-        known = self._best.run
-        run = self._planner.run_of(known.mesh, known.micro_batches, ac, leading_blocks)
-        if (run.grouping == known.grouping and node_limit == _NODE_LIMIT) or not self._complete:
+        best_run = self._best.run
+        run = self._planner.run_of(best_run.mesh, best_run.micro_batches, ac, leading_blocks)
+        if (run.grouping == best_run.grouping and node_limit == _NODE_LIMIT) or not self._complete:
             return False
         if self._spec.progress is not None:
             solving = RunSolving(

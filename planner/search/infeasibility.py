@@ -176,12 +176,14 @@ def _large_enough_cluster(planner: RunPlanner, mode: str, constraints: SearchCon
         meshes, counts = larger(cluster)
         if not counts:
             return None  # the batch does not divide over so many devices, nor over more
-        there = RunPlanner(planner.model, planner.job, cluster, planner.batch, planner.clock)
+        larger_planner = RunPlanner(planner.model, planner.job, cluster, planner.batch, planner.clock)
         even = [count for count in counts if planner.batch // count % cluster.size == 0]
-        tried = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
+        micro_batch_counts = dict.fromkeys([counts[-1], *even[-1:], counts[0]])
         usual = sorted(meshes, key=lambda mesh: (len(mesh.shape), abs(math.log2(mesh.shape[-1] / per_node))))
-        runs = [there.run_of(mesh, count, mode) for mesh in usual[:_MESHES_TRIED] for count in tried]
-        least, bound_bytes = _least(there, runs, constraints.restrict, constraints.memory_bytes)
+        runs = [
+            larger_planner.run_of(mesh, count, mode) for mesh in usual[:_MESHES_TRIED] for count in micro_batch_counts
+        ]
+        least, bound_bytes = _least(larger_planner, runs, constraints.restrict, constraints.memory_bytes)
         if least is not None:
             return cluster.name
         if bound_bytes > before * _NO_GAIN:

@@ -126,33 +126,33 @@ class Round(Generic[Tag]):
     def __init__(
         self,
         pick: Callable[[], tuple[Tag, Any] | None],
-        done: Callable[[Tag, Any, Any], None],
+        on_result: Callable[[Tag, Any, Any], None],
         stop: Callable[[], None],
     ) -> None:
         """Prepare a round.
 
         Args:
             pick: returns a tag and the next task; None where there is none until other tasks are done.
-            done: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            on_result: is told the tag, the task and its result. It never runs at the same time as ``pick``.
             stop: ends the worker processes after a failure.
         """
         self.failed: BaseException | None = None
-        self._pick, self._done, self._stop = pick, done, stop
+        self._pick, self._on_result, self._stop = pick, on_result, stop
         self._changed = threading.Condition()
         self._busy = 0
         self._is_over = False
 
     def run(
-        self, here: Callable[[Any], Any], others: Sequence[tuple[Callable[[], object], Callable[[Any], Any]]]
+        self, here: Callable[[Any], Any], other_workers: Sequence[tuple[Callable[[], object], Callable[[Any], Any]]]
     ) -> None:
         """Run tasks in this thread and on other workers until none is left; raise what failed.
 
         Args:
             here: runs a task in this thread.
-            others: for each other worker, a function that waits until it is ready, and one that runs a task there.
+            other_workers: for each, a function that waits until it is ready, and one that runs a task there.
         """
         try:
-            for wait_ready, run in others:
+            for wait_ready, run in other_workers:
                 threading.Thread(target=self._join, args=(wait_ready, run), daemon=True).start()
             self._work(here)
         except BaseException as error:  # noqa: BLE001  an interruption, raised below
@@ -176,7 +176,7 @@ class Round(Generic[Tag]):
                 result = run(task)
                 with self._changed:
                     if self.failed is None:
-                        self._done(tag, task, result)
+                        self._on_result(tag, task, result)
             except BaseException as error:  # noqa: BLE001  raised in the thread that runs the round
                 self._fail(error)
             finally:

@@ -125,12 +125,12 @@ class MeshSearch(BranchAndBound[_Node]):
         # leaves little to choose: such meshes are solved at once, and prune others.
         here = self.spec.pool.in_this_process()
         one_axis = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_batch(mesh)]
-        others = [mesh for mesh in meshes if mesh not in one_axis]
+        other_meshes = [mesh for mesh in meshes if mesh not in one_axis]
         self._push_meshes(one_axis)
         run_searches(here, [self])
-        if self._best is None and others:
-            self._find_first_plan(min(others, key=self._distance_from_usual), here)
-        self._push_meshes(others)
+        if self._best is None and other_meshes:
+            self._find_first_plan(min(other_meshes, key=self._distance_from_usual), here)
+        self._push_meshes(other_meshes)
         self.has_all_roots = True
 
     def _splits_batch(self, mesh: MeshSpec) -> bool:

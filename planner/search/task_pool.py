@@ -39,7 +39,7 @@ Tag = TypeVar("Tag")
 Result = TypeVar("Result")
 
 Pick = Callable[[], tuple[Tag, Any] | None]
-Done = Callable[[Tag, Any, Any], None]
+OnResult = Callable[[Tag, Any, Any], None]
 Task = Callable[[Any, Any], Result]
 """From the context and the constraints to a result."""
 
@@ -144,8 +144,8 @@ def _import_tasks() -> int:
 
 def start_workers(jobs: int) -> LocalWorkers | None:
     """Return the worker processes of this one, ready or still starting; None where there are none."""
-    others = joblib.effective_n_jobs(jobs) - 1
-    return workers(others, _import_tasks) if others > 0 and _is_local() else None
+    count = joblib.effective_n_jobs(jobs) - 1
+    return workers(count, _import_tasks) if count > 0 and _is_local() else None
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
@@ -192,12 +192,12 @@ class Pool:
         """Return the result of a task that runs in this process."""
         return task(self._context, constraints)
 
-    def run(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+    def run(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
         """Run tasks until none is left.
 
         Args:
             pick: returns a tag and the next task; None where there is none until other tasks are done.
-            done: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            on_result: is told the tag, the task and its result. It never runs at the same time as ``pick``.
             constraints: passed to each task.
 
         Raises:
@@ -205,13 +205,13 @@ class Pool:
         """
         if self._jobs == 1 or joblib.effective_n_jobs(self._jobs) == 1:
             while (picked := pick()) is not None:
-                done(*picked, picked[1](self._context, constraints))
+                on_result(*picked, picked[1](self._context, constraints))
             return
         try:
             if _is_local():
-                self._run_locally(pick, done, constraints)
+                self._run_locally(pick, on_result, constraints)
             else:
-                self._run_elsewhere(pick, done, constraints)
+                self._run_elsewhere(pick, on_result, constraints)
         except EndedError as error:
             raise SolverError(
                 "the worker processes of the search were ended by another search of this process, which failed.",
@@ -225,28 +225,28 @@ class Pool:
                 what_to_do="Most often memory ran out: search with fewer jobs.",
             ) from error
 
-    def _run_locally(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+    def _run_locally(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
         """Run tasks in this process, and in others as soon as they are ready.
 
         Tasks in this process run on a copy too: ``pick`` reads the context itself meanwhile, in another thread.
         """
-        others = start_workers(self._jobs)
-        assert others is not None
+        local_workers = start_workers(self._jobs)
+        assert local_workers is not None
         self._local_copy = self._local_copy or self._copy()
         packed, copy = self._local_copy
 
         def note(tag: Tag, task: Any, timed: Timed[Any]) -> None:
             result, spent = timed
             self._context.clock.add(spent)
-            done(tag, task, result)
+            on_result(tag, task, result)
 
         def elsewhere(task: Any) -> Timed[Any]:
-            timed: Timed[Any] = others.run(_run_in_worker, packed, constraints, task)
+            timed: Timed[Any] = local_workers.run(_run_in_worker, packed, constraints, task)
             return timed
 
-        Round(pick, note, others.stop).run(
+        Round(pick, note, local_workers.stop).run(
             lambda task: _timed(copy, constraints, task),
-            [(functools.partial(others.ready, n), elsewhere) for n in range(others.count)],
+            [(functools.partial(local_workers.ready, n), elsewhere) for n in range(local_workers.count)],
         )
 
     def _copy(self) -> tuple[_PackedContext, TaskContext]:
@@ -256,15 +256,20 @@ class Pool:
         in_file = _PackedContext(packed.digest, file_for(self, packed.data.data))
         return in_file, in_file.unpack()
 
-    def _run_elsewhere(self, pick: Pick[Tag], done: Done[Tag], constraints: Any) -> None:
+    def _run_elsewhere(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
         """Run tasks where `joblib.parallel_config` says, with the same workers from the first to the last."""
         self._packed = self._packed or _pack(self._context)
         with _parallel(self._jobs) as parallel:
-            while self._run_round(parallel, self._packed, pick, done, constraints):
+            while self._run_round(parallel, self._packed, pick, on_result, constraints):
                 pass
 
     def _run_round(
-        self, parallel: joblib.Parallel, packed: _PackedContext, pick: Pick[Tag], done: Done[Tag], constraints: Any
+        self,
+        parallel: joblib.Parallel,
+        packed: _PackedContext,
+        pick: Pick[Tag],
+        on_result: OnResult[Tag],
+        constraints: Any,
     ) -> bool:
         """Run tasks until ``pick`` has none and all that started are done; return whether there was any."""
         lock, failed = threading.Lock(), list[BaseException]()
@@ -291,7 +296,7 @@ class Pool:
             for number, (result, spent) in results:
                 with lock:
                     self._context.clock.add(spent)
-                    done(*waiting.pop(number), result)
+                    on_result(*waiting.pop(number), result)
         finally:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # joblib's, where some are given up

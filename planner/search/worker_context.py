@@ -33,7 +33,7 @@ class WorkerContext:
     """A planner of runs, and what tasks made from it. A copy in another process starts with the planner alone."""
 
     planner: RunPlanner
-    _made: dict[Callable[[RunPlanner], Any], Any] = field(default_factory=dict)
+    _products: dict[Callable[[RunPlanner], Any], Any] = field(default_factory=dict)
 
     @property
     def clock(self) -> Clock:
@@ -42,13 +42,13 @@ class WorkerContext:
 
     def once(self, make: Callable[[RunPlanner], T]) -> T:
         """Return ``make(planner)``, made at the first call and the same object from then on."""
-        if make not in self._made:
-            self._made[make] = make(self.planner)
-        made: T = self._made[make]
-        return made
+        if make not in self._products:
+            self._products[make] = make(self.planner)
+        product: T = self._products[make]
+        return product
 
     def __getstate__(self) -> RunPlanner:
         return self.planner
 
     def __setstate__(self, planner: RunPlanner) -> None:
-        self.planner, self._made = planner, {}
+        self.planner, self._products = planner, {}

@@ -131,15 +131,15 @@ class ContextParallelWork(NamedTuple):
     @property
     def forward_peak_nbytes(self) -> int:
         """Peak of live bytes in the forward, beyond the inputs."""
-        gathered, others, chunk_result = self.gathered_nbytes, self._other_keys_nbytes, self._chunk_result_nbytes
+        gathered, other_keys, chunk_result = self.gathered_nbytes, self._other_keys_nbytes, self._chunk_result_nbytes
         if self.own_keys_first:
             # The result of the own keys exists. First the gathered keys are copied into the order of the mask. Later
             # two results are merged, with a weight per row: rank 0 merges one chunk over all other keys, the last rank
             # both chunks over half of them.
             weights = self.saved_nbytes
-            reordering = gathered + others + 2 * chunk_result
-            merging_on_first = others + 5 * chunk_result + weights
-            merging_on_last = others // 2 + 6 * chunk_result + 2 * weights
+            reordering = gathered + other_keys + 2 * chunk_result
+            merging_on_first = other_keys + 5 * chunk_result + weights
+            merging_on_last = other_keys // 2 + 6 * chunk_result + 2 * weights
             return max(reordering, merging_on_first, merging_on_last)
         exchanged = self.query_nbytes if self.exchanges_chunks else 0
         kernels = gathered + exchanged + max(gathered, self.partial_results_nbytes + self.result_nbytes)
@@ -167,15 +167,15 @@ class ContextParallelWork(NamedTuple):
         """Return the same for one rank where its own keys come first."""
         own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
         # The last chunk of the rank sees all of the others' 2n - 2 chunks but as many as its first chunk sees.
-        unseen = self._other_keys_nbytes * rank // (2 * self.ranks - 2)
-        seen, seen_by_both = self._other_keys_nbytes - unseen, unseen if rank < self.ranks - 1 else 0
+        masked_keys = self._other_keys_nbytes * rank // (2 * self.ranks - 2)
+        visible_keys, seen_by_both = self._other_keys_nbytes - masked_keys, masked_keys if rank < self.ranks - 1 else 0
         rows_with_other_keys = query if rank else query // 2
         parts = self.own_backward_kernels
         own_key_gradients = sum(part.kv_heads for part in parts) * own // self.key[1]
         first_part = query * parts[0].heads // self.query[1] + own * parts[0].kv_heads // self.key[1]
-        reordering = first_part + gathered + seen
-        kernels = first_part + 2 * seen + seen_by_both + rows_with_other_keys
-        filling_buffer = first_part + rows_with_other_keys + seen + gathered
+        reordering = first_part + gathered + visible_keys
+        kernels = first_part + 2 * visible_keys + seen_by_both + rows_with_other_keys
+        filling_buffer = first_part + rows_with_other_keys + visible_keys + gathered
         sending = gathered + own + query + rows_with_other_keys + own_key_gradients
         adding = 2 * query + rows_with_other_keys + own + own_key_gradients
         return max(reordering, kernels, filling_buffer, sending, adding) - query - own

@@ -190,8 +190,10 @@ class TokenDims:
         if op.target_name == fused_kernels.ROTARY:
             return [2, 1, 1]
         if not _is_pointwise(op):
-            others = [i for i, (value, dim) in enumerate(zip(inputs, dims, strict=True)) if dim is None and value.shape]
-            if others and not self._are_weights(op, inputs, others):
+            indices = [
+                i for i, (value, dim) in enumerate(zip(inputs, dims, strict=True)) if dim is None and value.shape
+            ]
+            if indices and not self._are_weights(op, inputs, indices):
                 raise self._depends_on_order(op)
             return [None] * len(inputs)
         # Broadcasting aligns dims from the last one.

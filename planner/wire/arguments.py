@@ -81,18 +81,18 @@ def written(item: Any) -> Any:
 def _written_constant(item: Any) -> Any:
     if isinstance(item, torch.device) and item.type in _DEVICES:
         return {"device": item.type}
-    for kind, known in (("layout", _LAYOUTS), ("memory_format", _FORMATS)):
-        for name, constant in known.items():
+    for kind, constants in (("layout", _LAYOUTS), ("memory_format", _FORMATS)):
+        for name, constant in constants.items():
             if item is constant:
                 return {kind: name}
     raise CannotWriteError(f"a {type(item).__name__} among its arguments")
 
 
 class ArgumentReader:
-    """Reads arguments; ``known`` tells of a value's name whether an op may refer to it."""
+    """Reads arguments; ``has_value`` tells of a value's name whether an op may refer to it."""
 
-    def __init__(self, known: Callable[[str], bool]) -> None:
-        self._known = known
+    def __init__(self, has_value: Callable[[str], bool]) -> None:
+        self._has_value = has_value
 
     def read(self, item: Any, where: str, depth: int = 0) -> Any:
         """Return the argument that the JSON value ``item`` writes.
@@ -126,7 +126,7 @@ class ArgumentReader:
         if not isinstance(content, str):
             return _refuse(where, f"{str(kind)[:50]!r} with a {type(content).__name__}")
         if kind == "value":
-            return Ref(content) if self._known(content) else _refuse(where, f"the unknown value {content[:100]!r}")
+            return Ref(content) if self._has_value(content) else _refuse(where, f"the unknown value {content[:100]!r}")
         if content in _CONSTANTS.get(kind, {}):
             return _CONSTANTS[kind][content]
         return _refuse(where, f"{str(kind)[:50]!r}: {content[:100]!r}, which stands for nothing")

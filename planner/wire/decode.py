@@ -127,35 +127,37 @@ class _Reader:
         return name
 
     def _read_inputs(self) -> tuple[ModelInput, ...]:
-        given = self._document.inputs
-        _distinct([item.value for item in given], "inputs")
-        self._home.update({item.value: OUTSIDE for item in given})
+        inputs = self._document.inputs
+        _distinct([item.value for item in inputs], "inputs")
+        self._home.update({item.value: OUTSIDE for item in inputs})
         return tuple(
             ModelInput(value=self._of_kind(item.value, "input", f"inputs[{index}]"), path=item.path)
-            for index, item in enumerate(given)
+            for index, item in enumerate(inputs)
         )
 
     def _read_parameters(self) -> Mapping[str, tuple[str, ...]]:
-        known = set(self._document.model.parameters)
-        given: dict[str, tuple[str, ...]] = {}
+        model_parameters = set(self._document.model.parameters)
+        names_by_value: dict[str, tuple[str, ...]] = {}
         for index, item in enumerate(self._document.parameters):
             where = f"parameters[{index}]"
             value = self._of_kind(item.value, "parameter", where)
-            if value in given:
+            if value in names_by_value:
                 raise GraphFormatError.at(where, f"{value[:100]!r} is there twice")
-            if unknown := [name for name in item.names if name not in known]:
+            if unknown := [name for name in item.names if name not in model_parameters]:
                 raise GraphFormatError.at(where, f"the model has no {unknown[0][:100]!r}")
-            given[value] = tuple(item.names)
-        _distinct([name for names in given.values() for name in names], "parameters")
+            names_by_value[value] = tuple(item.names)
+        _distinct([name for names in names_by_value.values() for name in names], "parameters")
         nameless = [
-            value.name for value in self._values.values() if value.kind == "parameter" and value.name not in given
+            value.name
+            for value in self._values.values()
+            if value.kind == "parameter" and value.name not in names_by_value
         ]
         if nameless:
             raise GraphFormatError.at("parameters", f"{nameless[0][:100]!r} has no name")
-        return given
+        return names_by_value
 
     def _read_outputs(self) -> tuple[ModelOutput, ...]:
-        found = []
+        outputs = []
         for index, output in enumerate(self._document.outputs):
             where = f"outputs[{index}]"
             value = self._values.get(output.value)
@@ -164,10 +166,12 @@ class _Reader:
             if output.is_loss and (value.shape != () or not value.requires_grad):
                 raise GraphFormatError.at(where, "a loss is one number that requires a gradient")
             crossings = self._follow(output.value, output.crossings, OUTSIDE, where)
-            found.append(ModelOutput(value=output.value, path=output.path, crossings=crossings, is_loss=output.is_loss))
-        if sum(output.is_loss for output in found) > 1:
+            outputs.append(
+                ModelOutput(value=output.value, path=output.path, crossings=crossings, is_loss=output.is_loss)
+            )
+        if sum(output.is_loss for output in outputs) > 1:
             raise GraphFormatError.at("outputs", "there is more than one loss")
-        return tuple(found)
+        return tuple(outputs)
 
     # --- ops ---
 
@@ -265,12 +269,12 @@ def _find(name: str | None, where: str) -> torch._ops.OpOverload:
 
 def _read_body(document: NestedGraphDocument, where: str) -> NestedGraph:
     _distinct([*document.inputs, *(step.name for step in document.steps)], where)
-    known = set(document.inputs)
-    reader = ArgumentReader(known.__contains__)
+    value_names = set(document.inputs)
+    reader = ArgumentReader(value_names.__contains__)
     steps = []
     for index, step in enumerate(document.steps):
         steps.append(_read_step(step, reader, f"{where}.steps[{index}]"))
-        known.add(step.name)
+        value_names.add(step.name)
     outputs = reader.read(document.outputs, f"{where}.outputs")
     return NestedGraph(inputs=tuple(document.inputs), ops=tuple(steps), outputs=outputs)
 

@@ -73,7 +73,7 @@ class _Writer:
             values=self._values(),
             calls=[(positions[call.fqn], call.parent) for call in graph.calls],
             crossings=[CrossingDocument(call=c.call, direction=c.direction, path=c.path) for c in self._crossings],
-            inputs=[InputDocument(value=given.value, path=given.path) for given in graph.inputs],
+            inputs=[InputDocument(value=model_input.value, path=model_input.path) for model_input in graph.inputs],
             outputs=outputs,
             parameters=[ParameterDocument(value=v, names=list(names)) for v, names in graph.parameters.items()],
             bodies=self._body_documents,
@@ -92,22 +92,22 @@ class _Writer:
         )
 
     def _values(self) -> list[ValueDocument]:
-        made = {name: op for op in self._graph.ops for name in op.outputs}
-        found = []
+        producers = {name: op for op in self._graph.ops for name in op.outputs}
+        documents = []
         for name, value in self._graph.values.items():
-            given = name not in made
-            if not given:
-                self._check_made(value, made[name])
-            found.append(
+            is_source = name not in producers
+            if not is_source:
+                self._check_made(value, producers[name])
+            documents.append(
                 ValueDocument(
                     name=name,
                     shape=list(value.shape),
                     dtype=self._dtype(value),
-                    kind=value.kind if given else None,  # type: ignore[arg-type]
-                    requires_grad=value.requires_grad if given else None,
+                    kind=value.kind if is_source else None,  # type: ignore[arg-type]
+                    requires_grad=value.requires_grad if is_source else None,
                 )
             )
-        return found
+        return documents
 
     def _check_made(self, value: Value, op: Op) -> None:
         """Make sure that a reader, who is not told what follows from the op, finds the same."""

@@ -27,18 +27,18 @@ def check_runs(module: TracedModule) -> None:
 
 
 def _run(graph: OpGraph) -> None:
-    made = {name for op in graph.ops for name in op.outputs}
+    op_outputs = {name for op in graph.ops for name in op.outputs}
     tensors = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta").requires_grad_(value.requires_grad)
         for name, value in graph.values.items()
-        if name not in made
+        if name not in op_outputs
     }
     for op in graph.ops:
         results = _results(op, [tensors[name] for name in op.inputs])
-        said = [graph.values[name] for name in op.outputs]
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
-        if found != [(value.shape, value.dtype) for value in said]:
-            what = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in found[:3])
+        declared_values = [graph.values[name] for name in op.outputs]
+        signatures = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
+        if signatures != [(value.shape, value.dtype) for value in declared_values]:
+            what = ", ".join(f"{dtype} {list(shape)}" for shape, dtype in signatures[:3])
             raise GraphFormatError.at(
                 f"op {op.name[:100]}", f"it makes {what or 'no tensor'}, which is not what it says"
             )
@@ -51,6 +51,8 @@ def _results(op: Op, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
         result = run_op(op, inputs)
     except Exception as error:  # whatever torch raises over arguments that do not go together
-        said = " ".join(str(error).split())[:200]
-        raise GraphFormatError.at(f"op {op.name[:100]}", f"it does not run: {type(error).__name__}: {said}") from error
+        message = " ".join(str(error).split())[:200]
+        raise GraphFormatError.at(
+            f"op {op.name[:100]}", f"it does not run: {type(error).__name__}: {message}"
+        ) from error
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

@@ -75,16 +75,16 @@ def check_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
     positional = [item for item in op._schema.arguments if not item.kwarg_only]
     if len(args) > len(positional):
         raise GraphFormatError.at(where, f"{op} takes {len(positional)} arguments and is given {len(args)}")
-    given = {item.name: value for item, value in zip(positional, args, strict=False)}
-    if unknown := (set(kwargs) & set(given)) | (set(kwargs) - {item.name for item in op._schema.arguments}):
+    arguments = {item.name: value for item, value in zip(positional, args, strict=False)}
+    if unknown := (set(kwargs) & set(arguments)) | (set(kwargs) - {item.name for item in op._schema.arguments}):
         raise GraphFormatError.at(where, f"{op} takes no second or further argument {sorted(unknown)[0][:50]!r}")
-    given |= kwargs
+    arguments |= kwargs
     for item in op._schema.arguments:
-        if item.name in given:
-            _check_one(op, item, given[item.name], by_name=item.name in kwargs, where=where)
+        if item.name in arguments:
+            _check_one(op, item, arguments[item.name], by_name=item.name in kwargs, where=where)
         elif not item.has_default_value():
             raise GraphFormatError.at(where, f"{op} needs an argument {item.name!r}")
-    if any("Device" in str(item.real_type) for item in op._schema.arguments) and not _has_place(op, given):
+    if any("Device" in str(item.real_type) for item in op._schema.arguments) and not _has_place(op, arguments):
         raise GraphFormatError.at(where, f"{op} makes a tensor and says no device")
 
 
@@ -97,12 +97,12 @@ def _check_one(op: torch._ops.OpOverload, item: Any, value: Any, *, by_name: boo
         raise GraphFormatError.at(where, f"{op} moves a tensor to {value.type}", what_to_do="Trace on the meta device.")
 
 
-def _has_place(op: torch._ops.OpOverload, given: Mapping[str, Any]) -> bool:
+def _has_place(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
     """Tell whether an op's result has a place: a device that is named, or that of a tensor that is read."""
-    if isinstance(given.get("device"), torch.device):
+    if isinstance(arguments.get("device"), torch.device):
         return True
     return any(
-        str(item.real_type) == "Tensor" and isinstance(given.get(item.name), Ref) for item in op._schema.arguments
+        str(item.real_type) == "Tensor" and isinstance(arguments.get(item.name), Ref) for item in op._schema.arguments
     )
 
 
@@ -125,30 +125,34 @@ def count_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     """
     if not returns_list(op):
         return len(op._schema.returns)
-    given = {item.name: value for item, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    arguments = {item.name: value for item, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
     name = op._schema.name.partition("::")[2].removesuffix("_copy").removeprefix("unsafe_")
     if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
-        return len(given.get("tensors", ()))
-    for sizes in (given.get("split_sizes"), given.get("split_size")):
+        return len(arguments.get("tensors", ()))
+    for sizes in (arguments.get("split_sizes"), arguments.get("split_size")):
         if isinstance(sizes, (list, tuple)):
             return len(sizes)
-    if isinstance(given.get("indices"), (list, tuple)):
-        return len(given["indices"]) + 1
-    return _pieces(name, given, shape)
+    if isinstance(arguments.get("indices"), (list, tuple)):
+        return len(arguments["indices"]) + 1
+    return _pieces(name, arguments, shape)
 
 
-def _pieces(name: str, given: Mapping[str, Any], shape: Sequence[int]) -> int:
-    axis = {"hsplit": 0 if len(shape) == 1 else 1, "vsplit": 0}.get(name, given.get("dim", 0))
+def _pieces(name: str, arguments: Mapping[str, Any], shape: Sequence[int]) -> int:
+    axis = {"hsplit": 0 if len(shape) == 1 else 1, "vsplit": 0}.get(name, arguments.get("dim", 0))
     if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
         raise ValueError("there is no such dim")
     length = shape[axis]
     if name == "unbind":
         return length
-    if name == "split" and _is_int(given.get("split_size")) and given["split_size"] > 0:
-        return max(1, int(-(-length // given["split_size"])))
-    if name == "chunk" and _is_int(given.get("chunks")) and given["chunks"] > 0:
-        piece = -(-length // given["chunks"])
-        return int(given["chunks"] if length == 0 else -(-length // piece))
-    if name in ("tensor_split", "hsplit", "vsplit") and _is_int(given.get("sections")) and given["sections"] > 0:
-        return int(given["sections"])
+    if name == "split" and _is_int(arguments.get("split_size")) and arguments["split_size"] > 0:
+        return max(1, int(-(-length // arguments["split_size"])))
+    if name == "chunk" and _is_int(arguments.get("chunks")) and arguments["chunks"] > 0:
+        piece = -(-length // arguments["chunks"])
+        return int(arguments["chunks"] if length == 0 else -(-length // piece))
+    if (
+        name in ("tensor_split", "hsplit", "vsplit")
+        and _is_int(arguments.get("sections"))
+        and arguments["sections"] > 0
+    ):
+        return int(arguments["sections"])
     raise ValueError("its arguments do not say into how many pieces")

@@ -40,14 +40,14 @@ def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> li
                 found=module,
                 what_to_do="Checkpoint whole blocks, or run the plan unpriced.",
             )
-    said = _entries_by_block(plan, everyone, names)
+    entries_by_block = _entries_by_block(plan, everyone, names)
     parts: dict[str, int] = {}
     starts: set[int] = set()
     for listed in blocks.lists.values():
         number = 0
         for index, block in enumerate(listed):
             before = listed[index - 1] if index else block
-            if (modes.get(block), said[block]) != (modes.get(before), said[before]):
+            if (modes.get(block), entries_by_block[block]) != (modes.get(before), entries_by_block[before]):
                 starts.add(index)
                 number += 1
             parts[block] = number
@@ -62,7 +62,7 @@ def _entries_by_block(
     plan: ShardingPlan, blocks: AbstractSet[str], names: ModuleNames
 ) -> dict[str, set[tuple[str, str, str]]]:
     """Return what a plan says of each block: field, name below the block, and value."""
-    said: dict[str, set[tuple[str, str, str]]] = {block: set() for block in blocks}
+    entries_by_block: dict[str, set[tuple[str, str, str]]] = {block: set() for block in blocks}
     stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
     groups = resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")
     fields: tuple[tuple[str, Mapping[str, object]], ...] = (
@@ -78,5 +78,5 @@ def _entries_by_block(
         for name, value in entries.items():
             block = block_of(name)
             if block is not None and block in blocks:
-                said[block].add((field, name[len(block) :], repr(value)))
-    return said
+                entries_by_block[block].add((field, name[len(block) :], repr(value)))
+    return entries_by_block

@@ -53,8 +53,8 @@ def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
         matched[pattern_of.get(name) or _pattern(name)].append(name)
     agreed = {
         pattern
-        for pattern, found in matched.items()
-        if len(found) > 1 and all(name in entries and entries[name] == entries[found[0]] for name in found)
+        for pattern, fqns in matched.items()
+        if len(fqns) > 1 and all(name in entries and entries[name] == entries[fqns[0]] for name in fqns)
     }
     apart = {name: entry for name, entry in entries.items() if pattern_of[name] not in agreed}
     rows = _rows(apart)
@@ -134,8 +134,8 @@ class NamedEntries:
         self.gradients.update(other.gradients)
         self.fsdp_groups.update(other.fsdp_groups)
         self.reshard_after.update(other.reshard_after)
-        for own, others in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
-            for module, ports in others.items():
+        for own, other_ports in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            for module, ports in other_ports.items():
                 own.setdefault(module, {}).update(ports)
 
     def folded(self, module: ModuleNames) -> PlanEntries:
@@ -170,7 +170,7 @@ class NamedEntries:
 def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
     """Return the layouts of ``decision`` by name."""
     regions = structure.regions
-    found = NamedEntries()
+    entries = NamedEntries()
     by_value: dict[str, StorageOption] = {}
     fsdp_groups: dict[str, list[str]] = defaultdict(list)
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):
@@ -182,9 +182,9 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 assert block is not None
                 fsdp_groups[block].append(name[len(block) + 1 :])
             for name in regions.graph.parameters[value]:
-                found.stored[name] = choice.stored
+                entries.stored[name] = choice.stored
                 if choice.accumulated is not None:
-                    found.gradients[name] = choice.accumulated
+                    entries.gradients[name] = choice.accumulated
     links = {(link.consumer, link.consumer_slot): link for link in regions.links}
     for region in regions.regions:
         strategy = decision.strategies[regions.class_of[region.index]]
@@ -192,20 +192,20 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
             layout = strategy.forward[position]
             if slot.origin == "parameter" and slot.parameter is not None and layout is not None:
                 if layout != by_value[slot.value.name].stored:
-                    found.compute[slot.parameter] = layout
+                    entries.compute[slot.parameter] = layout
             elif slot.origin == "entry" and slot.boundary is not None:
                 port = _port(structure, decision, slot, links.get((region.index, position)), position, strategy)
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
-                    ports = (found.inputs if direction == "input" else found.outputs).setdefault(fqn, {})
+                    ports = (entries.inputs if direction == "input" else entries.outputs).setdefault(fqn, {})
                     # Calls of one module agree, but where no gradient comes back it is another that says its layout.
                     if port.grad is not None or path not in ports:
                         ports[path] = port
-    found.fsdp_groups.update({block: tuple(sorted(held)) for block, held in fsdp_groups.items()})
+    entries.fsdp_groups.update({block: tuple(sorted(names)) for block, names in fsdp_groups.items()})
     for gather in structure.fsdp_groups:
         if gather.kind in decision.reshard_after:
-            found.reshard_after.update(dict.fromkeys(gather.blocks, decision.reshard_after[gather.kind]))
-    return found
+            entries.reshard_after.update(dict.fromkeys(gather.blocks, decision.reshard_after[gather.kind]))
+    return entries
 
 
 def decision_entries(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:

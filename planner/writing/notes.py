@@ -52,9 +52,9 @@ def fused_ops_note(graph: OpGraph) -> str:
     """Return the number of fused ops by kind, and of shared-input linear layers, as text."""
     counts = Counter(op.target_name for op in graph.ops if op.target_name in fused_kernels.NAMES)
     parts = ", ".join(f"{count} {name.split('.')[1]}" for name, count in sorted(counts.items()))
-    joined = sum(bool(shared.gemm_sums) for shared in gradient_sums(graph, shared_input_linears=True).values())
-    said = NOTHING_FUSED if not parts else f"{_FUSED}{parts}."
-    return f"{said} {joined} {_JOINED}." if joined else said
+    shared_count = sum(bool(shared.gemm_sums) for shared in gradient_sums(graph, shared_input_linears=True).values())
+    summary = NOTHING_FUSED if not parts else f"{_FUSED}{parts}."
+    return f"{summary} {shared_count} {_JOINED}." if shared_count else summary
 
 
 def without_fused_ops_note(notes: Iterable[str]) -> Iterator[str]:
@@ -75,8 +75,8 @@ def with_reallgather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpe
         job: the plan's; if it asks for re-all-gather and no input has it, the note says so.
     """
     keys = [key for key, spec in input_plan.items() if any(port.reallgather for _, port in ports_of(spec))]
-    others = tuple(note for note in notes if not note.startswith((_REALLGATHERED, _NOTHING_REALLGATHERED)))
+    other_notes = tuple(note for note in notes if not note.startswith((_REALLGATHERED, _NOTHING_REALLGATHERED)))
     if not keys:
-        return (*others, _NOTHING_REALLGATHERED) if job.reallgather else others
+        return (*other_notes, _NOTHING_REALLGATHERED) if job.reallgather else other_notes
     more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    return (*others, f"{_REALLGATHERED}{', '.join(keys[:_NAMED])}{more}.")
+    return (*other_notes, f"{_REALLGATHERED}{', '.join(keys[:_NAMED])}{more}.")

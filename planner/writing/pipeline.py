@@ -34,44 +34,44 @@ class PipelineEntries:
     estimate: Estimate
 
 
-def pipeline_entries(found: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> PipelineEntries:
-    """Return ``found`` in the terms of a plan.
+def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> PipelineEntries:
+    """Return ``pipeline_plan`` in the terms of a plan.
 
     Args:
         blocks: of the whole model, in order.
         module: the names of the whole model.
     """
     entries, modes = NamedEntries(), dict[str, CheckpointingMode]()
-    held: list[tuple[str, ...]] = [()] * len(found.pipeline.blocks_per_stage)
-    for kind, candidate in found.kinds:
+    stage_modules: list[tuple[str, ...]] = [()] * len(pipeline_plan.pipeline.blocks_per_stage)
+    for kind, candidate in pipeline_plan.kinds:
         named = named_entries(candidate.structure, candidate.decision)
         for ports in (named.inputs, named.outputs):
             ports[""] = {path: port for path, port in ports.get("", {}).items() if not is_boundary_path(path)}
             if not ports[""]:
                 del ports[""]
         for index in kind.indices:
-            rename = _renaming(kind, index, found.pipeline, blocks)
+            rename = _renaming(kind, index, pipeline_plan.pipeline, blocks)
             own = named.renamed(rename)
             entries.update(own)
             modes |= {rename(block): mode for block, mode in candidate.run.grouping.modes}
-            held[index] = _modules(own.stored, module)
-    estimate, idle_s = _estimate(found)
-    passes, chunks = found.pipeline.passes, found.pipeline.chunks
+            stage_modules[index] = _modules(own.stored, module)
+    estimate, idle_s = _estimate(pipeline_plan)
+    passes, chunks = pipeline_plan.pipeline.passes, pipeline_plan.pipeline.chunks
     stages = tuple(
         PipelineStage(
             modules=modules,
             micro_batch_s=pass_s(stage.estimate, passes),
             peak_memory_bytes=stage.estimate.peak_memory_bytes,
         )
-        for modules, stage in zip(held, found.stages(), strict=True)
+        for modules, stage in zip(stage_modules, pipeline_plan.stages(), strict=True)
     )
     return PipelineEntries(
-        mesh=found.pipeline.whole_mesh,
+        mesh=pipeline_plan.pipeline.whole_mesh,
         entries=entries.folded(module),
         modes=fold_names(modes, module.modules),
         pipeline=Pipeline(
             schedule="1f1b" if chunks == 1 else "interleaved",
-            layout=format_layout(found.boundary),
+            layout=format_layout(pipeline_plan.boundary),
             idle_s=idle_s,
             stages=stages,
             chunks=chunks,
@@ -100,9 +100,9 @@ def _modules(parameters: Mapping[str, object], module: ModuleNames) -> tuple[str
     return tuple(dict.fromkeys(fold_names(dict.fromkeys(owners.values()), module.modules)))
 
 
-def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
+def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
     """Return the estimate, and the seconds that a device of the slowest stage waits for the others."""
-    stages, micro_batches = found.stages(), found.pipeline.micro_batches
+    stages, micro_batches = pipeline_plan.stages(), pipeline_plan.pipeline.micro_batches
     slowest = max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
     share = micro_batches / slowest.run.passes
     own = slowest.estimate
@@ -111,7 +111,7 @@ def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
     busy_s = share * (own.step_time_s - own.optimizer_s) + optimizer_s
     estimate = dataclasses.replace(
         own,
-        step_time_s=found.step_time_s,
+        step_time_s=pipeline_plan.step_time_s,
         forward_s=share * own.forward_s,
         backward_s=share * own.backward_s,
         grad_reduce_s=share * own.grad_reduce_s,
@@ -121,4 +121,4 @@ def _estimate(found: PlannedPipeline) -> tuple[Estimate, float]:
         peak_memory_bytes=fullest.peak_memory_bytes,
         memory=fullest.memory,
     )
-    return estimate, found.step_time_s - busy_s
+    return estimate, pipeline_plan.step_time_s - busy_s

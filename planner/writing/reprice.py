@@ -51,8 +51,8 @@ def estimate_plan(
     if plan.job.fused_ops:
         notes[fused_ops_note(opened.search.model.graph)] = None
     where = read.run.cluster.to_dict()
-    said = with_reallgather_note(notes, plan.input_plan, plan.job)
-    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=said)
+    plan_notes = with_reallgather_note(notes, plan.input_plan, plan.job)
+    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=plan_notes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
         PlanMismatchError: the plan's layouts are none that this model's modules can run in.
         PlanKeyError: a key that matches nothing, or two that disagree.
     """
-    said = json.loads(plan.to_json())
+    document = json.loads(plan.to_json())
     *coarser, finest = plan_groupings(plan, search.model.blocks, names)
     for grouping in coarser:
         try:
@@ -84,7 +84,7 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
         except PlanMismatchError:
             continue
         rewritten = dataclasses.replace(plan, **decision_entries(read.structure, read.decision, names).by_field())
-        if json.loads(rewritten.to_json()) == said:
+        if json.loads(rewritten.to_json()) == document:
             return read
     return _read(search, plan, names, finest)
 
@@ -144,12 +144,12 @@ def open_for_pricing(
         JobError: its attention runs in a kernel that the cluster or the model does not have.
     """
     plan.check_priced()
-    found = plan.fingerprint.get("model")
-    if found is not None and found != model_fingerprint(model):
+    fingerprint = plan.fingerprint.get("model")
+    if fingerprint is not None and fingerprint != model_fingerprint(model):
         raise PlanMismatchError(
             "the plan was made for another model.",
             subject="model",
-            expected=found,
+            expected=fingerprint,
             found=model_fingerprint(model),
             what_to_do="Plan this model, or name the one that the plan is for.",
         )

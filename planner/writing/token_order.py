@@ -36,32 +36,34 @@ def zigzag_order(
     )
 
 
-def check_token_order(plan: ShardingPlan, found: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
+def check_token_order(plan: ShardingPlan, order: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
     """Check that a plan says the order that its layouts ask for.
 
     Raises:
         PlanMismatchError: it does not.
     """
-    if plan.zigzag == found:
+    if plan.zigzag == order:
         return
     raise PlanMismatchError(
-        f"the plan's zigzag is not what its layouts ask for: {_difference(plan.zigzag, found, reordering)}.",
+        f"the plan's zigzag is not what its layouts ask for: {_difference(plan.zigzag, order, reordering)}.",
         subject="zigzag",
         expected=str(plan.zigzag),
-        found=str(found),
+        found=str(order),
         what_to_do="Split all attention along the sequence on zigzag's axis, or leave it out; or plan again.",
     )
 
 
-def _difference(said: ZigzagOrder | None, found: ZigzagOrder | None, reordering: Reordering | str | None) -> str:
+def _difference(plan_order: ZigzagOrder | None, order: ZigzagOrder | None, reordering: Reordering | str | None) -> str:
     if isinstance(reordering, str):
         return f"sequences stay in their own order, as {reordering}"
-    if said is None or found is None:
-        return "it has none, and attention is split" if said is None else "it has one, and no attention is split"
+    if plan_order is None or order is None:
+        return "it has none, and attention is split" if plan_order is None else "it has one, and no attention is split"
     names = [
-        field.name for field in dataclasses.fields(found) if getattr(said, field.name) != getattr(found, field.name)
+        field.name
+        for field in dataclasses.fields(order)
+        if getattr(plan_order, field.name) != getattr(order, field.name)
     ]
-    return f"{', '.join(names)} of it would be {', '.join(str(getattr(found, name)) for name in names)}"
+    return f"{', '.join(names)} of it would be {', '.join(str(getattr(order, name)) for name in names)}"
 
 
 def token_order_notes(reordering: Reordering | str | None, order: ZigzagOrder | None) -> list[str]:

@@ -52,14 +52,14 @@ def write_plan(
 def write_pipeline_plan(
     planner: RunPlanner,
     module: TracedModule,
-    found: PlannedPipeline,
+    pipeline_plan: PlannedPipeline,
     memory_bytes: int,
     report: SolverReport,
     notes: Sequence[str],
 ) -> ShardingPlan:
     """Return the plan of a pipeline, made for ``memory_bytes`` per device at most."""
-    text = pipeline_entries(found, listed_blocks(planner), module.names)
-    first = write_plan(planner, module, found.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
+    text = pipeline_entries(pipeline_plan, listed_blocks(planner), module.names)
+    first = write_plan(planner, module, pipeline_plan.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
     return dataclasses.replace(
         first,
         mesh=PlanMesh.from_mesh(text.mesh, first.mesh.device),
@@ -72,21 +72,21 @@ def write_pipeline_plan(
 
 
 def solver_report(
-    found: SearchResult[Candidate] | None, piped: SearchResult[PlannedPipeline] | None, planner: str
+    mesh_result: SearchResult[Candidate] | None, pipeline_result: SearchResult[PlannedPipeline] | None, planner: str
 ) -> SolverReport:
-    """Return how the best of both searches was found: ``piped``'s where it has a plan, which then is faster."""
-    pipeline = None if piped is None else piped.plan
+    """Return how the best of both searches was found: that of pipelines where it has a plan, which then is faster."""
+    pipeline = None if pipeline_result is None else pipeline_result.plan
     if pipeline is not None:
         solutions = [candidate.solution for _, candidate in pipeline.kinds]
         objective_s = pipeline.step_time_s
         chosen = str(pipeline.pipeline.whole_mesh)
     else:
-        assert found is not None
-        assert found.plan is not None
-        solution = found.plan.solution
-        solutions, chosen = [solution], str(found.plan.run.mesh)
+        assert mesh_result is not None
+        assert mesh_result.plan is not None
+        solution = mesh_result.plan.solution
+        solutions, chosen = [solution], str(mesh_result.plan.run.mesh)
         objective_s = 0.0 if solution is None else solution.objective_s
-    searches = [each for each in (found, piped) if each is not None]
+    searches = [each for each in (mesh_result, pipeline_result) if each is not None]
     bound_s = min(objective_s, *(each.bound_s for each in searches))
     return SolverReport(
         name=planner,
@@ -95,7 +95,7 @@ def solver_report(
         bound_s=bound_s,
         gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
         time_s=sum(solution.time_s for solution in solutions if solution is not None),
-        meshes=_with_outcome([mesh for each in searches for mesh in each.meshes], chosen, piped is not None),
+        meshes=_with_outcome([mesh for each in searches for mesh in each.meshes], chosen, pipeline_result is not None),
     )
 
 
@@ -103,8 +103,8 @@ def _with_outcome(meshes: Sequence[MeshReport], chosen: str, again: bool) -> tup
     """Return the meshes with the outcome of both searches, where there were two."""
     if not again:
         return tuple(meshes)
-    found = []
+    reports = []
     for mesh in meshes:
         was_chosen = "slower" if mesh.outcome == "chosen" else mesh.outcome
-        found.append(dataclasses.replace(mesh, outcome="chosen" if mesh.mesh == chosen else was_chosen))
-    return tuple(found)
+        reports.append(dataclasses.replace(mesh, outcome="chosen" if mesh.mesh == chosen else was_chosen))
+    return tuple(reports)

@@ -77,8 +77,8 @@ class _EventStream(StreamingResponse):
 async def _events(request: Request, service: Service, job_number: int, after: int) -> AsyncIterator[str]:
     last_sent = time.monotonic()
     while not service.stopping.is_set():
-        found, ended = await run_in_threadpool(read_events, service.database, job_number, after)
-        for event in found:
+        new_events, ended = await run_in_threadpool(read_events, service.database, job_number, after)
+        for event in new_events:
             after, last_sent = event.number, time.monotonic()
             yield f"id: {event.number}\ndata: {event.data_json}\n\n"
         if ended:

@@ -45,10 +45,10 @@ async def submit(
     """Submit a job: 202 and a job to poll, or 200 and the ended job where the same request was planned before."""
     service = service_of(request)
     body = await read_body(request)
-    known = None if idempotency_key is not None else service.answers.get(caller.owner, body)
-    if known is not None:
+    cached_answer = None if idempotency_key is not None else service.answers.get(caller.owner, body)
+    if cached_answer is not None:
         service.metrics.submitted("cached")
-        return _job_response(known.job_id, known.body, 200)
+        return _job_response(cached_answer.job_id, cached_answer.body, 200)
     job = await run_in_threadpool(_submit, service, caller, body, idempotency_key)
     answer = job_body(job)
     if job.status == "succeeded":
@@ -58,18 +58,18 @@ async def submit(
 
 def _submit(service: Service, caller: Caller, body: bytes, key: str | None) -> JobRecord:
     if key is None:
-        return _made(service, caller, body)
+        return _job_of_request(service, caller, body)
     with service.keys.used(caller.owner, key, hashlib.sha256(body).hexdigest()) as used:
         job = None if used.job_id is None else service.store.get(used.job_id)
         if job is not None:
             service.metrics.submitted("known")
             return job
-        job = _made(service, caller, body)
+        job = _job_of_request(service, caller, body)
         used.job_id = job.id
         return job
 
 
-def _made(service: Service, caller: Caller, body: bytes) -> JobRecord:
+def _job_of_request(service: Service, caller: Caller, body: bytes) -> JobRecord:
     """Return the job of a request: an existing one of the same fingerprint, or a new one."""
     asked = parse(PlanRequest, body)
     check_request(asked, allow_local=False)
@@ -139,13 +139,13 @@ def _job_response(job_id: str, body: bytes, status: int) -> Response:
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
-def _label(asked: PlanRequest) -> str:
+def _label(plan_request: PlanRequest) -> str:
     """Return the label of a request in lists: its model and its cluster."""
-    model, cluster = asked.model, asked.cluster_text
+    model, cluster = plan_request.model, plan_request.cluster_text
     if not isinstance(model, str):
-        given = model.model_dump()
-        kind = (given.get("hf_config") or {}).get("model_type")
-        model = f"{next(iter(given))} ({str(kind)[:100]})" if kind else next(iter(given))
+        model_fields = model.model_dump()
+        kind = (model_fields.get("hf_config") or {}).get("model_type")
+        model = f"{next(iter(model_fields))} ({str(kind)[:100]})" if kind else next(iter(model_fields))
     where = cluster if isinstance(cluster, str) else str(cluster.get("device"))
     text = f"{model[:250]} on {where[:100]}"
     return "".join(letter if letter.isprintable() else "?" for letter in text)  # PostgreSQL keeps no NUL

@@ -81,8 +81,8 @@ def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) ->
         kind: of stage.
     """
     splits = space.splits(len(whole.blocks_per_stage))
-    others = (dataclasses.replace(whole, blocks_per_stage=split) for split in splits)
-    alike = (k for o in others for k in o.kinds if _place(k) == _place(kind) and k.blocks >= UNIFORM_BLOCKS)
+    pipelines = (dataclasses.replace(whole, blocks_per_stage=split) for split in splits)
+    alike = (k for o in pipelines for k in o.kinds if _place(k) == _place(kind) and k.blocks >= UNIFORM_BLOCKS)
     return min((kind, *alike), key=lambda k: k.blocks)
 
 

@@ -111,11 +111,11 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
 
     def start(self) -> None:
         """Push every pipeline, after a first plan was found where one is likely."""
-        likely, others = self.likely_first(list(self.roots()))
+        likely, other_nodes = self.likely_first(list(self.roots()))
         for node in likely:
             self.push(node)
         self.spec.pool.run(lambda: self.pick() if self._best is None else None, self.done, self.spec.constraints)
-        for node in others:
+        for node in other_nodes:
             self.push(node)
         self.has_all_roots = True
 
@@ -144,11 +144,11 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         """
         sizes = [math.prod(node.pipeline.mesh.shape[1:]) if self._is_usual(node) else 0 for node in nodes]
         widest = max((size for size in sizes if size <= _WIDE), default=0)
-        likely, others = list[_PipelineNode](), list[_PipelineNode]()
+        likely, other_nodes = list[_PipelineNode](), list[_PipelineNode]()
         for node, size in zip(nodes, sizes, strict=True):
             is_likely = 0 < size == widest and node.pipeline.ac == self.spec.modes[-1]
-            (likely if is_likely else others).append(node)
-        return likely, others
+            (likely if is_likely else other_nodes).append(node)
+        return likely, other_nodes
 
     def _is_usual(self, node: _PipelineNode) -> bool:
         mesh = node.pipeline.mesh

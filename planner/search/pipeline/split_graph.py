@@ -74,7 +74,7 @@ class _StagesOfOps:
         Args:
             last: the stage of what runs after all blocks.
         """
-        running, own, made = 0, dict[str, int](), dict[str, int]()
+        running, own, stage_of_value = 0, dict[str, int](), dict[str, int]()
         blocks = [block_of(graph.calls[op.call].fqn) or "" for op in graph.ops]
         after = 1 + max((position for position, block in enumerate(blocks) if block in stage_of), default=-1)
         for position, (op, block) in enumerate(zip(graph.ops, blocks, strict=True)):
@@ -83,18 +83,18 @@ class _StagesOfOps:
                 return None
             running = running_here
             own[op.name] = running
-            if any(value in made or value in graph.parameters for value in op.inputs):
-                made.update(dict.fromkeys(op.outputs, running))
+            if any(value in stage_of_value or value in graph.parameters for value in op.inputs):
+                stage_of_value.update(dict.fromkeys(op.outputs, running))
         stages: dict[str, frozenset[int]] = {}
-        wanted: dict[str, set[int]] = {}
+        reader_stages: dict[str, set[int]] = {}
         for op in reversed(graph.ops):
-            free = op.outputs[0] not in made
-            readers = {stage for value in op.outputs for stage in wanted.get(value, ())}
+            free = op.outputs[0] not in stage_of_value
+            readers = {stage for value in op.outputs for stage in reader_stages.get(value, ())}
             stages[op.name] = frozenset(readers if free and readers else {own[op.name]})
             for value in op.inputs:
-                if value not in made:
-                    wanted.setdefault(value, set()).update(stages[op.name])
-        return cls(stages=stages, stage_of_value=made)
+                if value not in stage_of_value:
+                    reader_stages.setdefault(value, set()).update(stages[op.name])
+        return cls(stages=stages, stage_of_value=stage_of_value)
 
 
 def split(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) -> OpGraph:
@@ -119,15 +119,17 @@ def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int],
     sent = [_boundary_values(graph, placed, stage) for stage in which if stage < stages - 1]
     paths = {value: f"{PATH}.{number}" for values in received for number, value in enumerate(values)}
     ops = [_receiving(graph, op, paths) for op in ops]
-    read = {value for op in ops for value in op.inputs}
-    made = {value for op in ops for value in op.outputs}
-    values = {name: value for name, value in graph.values.items() if name in read or name in made}
+    op_inputs = {value for op in ops for value in op.inputs}
+    op_outputs = {value for op in ops for value in op.outputs}
+    values = {name: value for name, value in graph.values.items() if name in op_inputs or name in op_outputs}
     for name in paths:
         values[name] = dataclasses.replace(values[name], kind="input")
-    inputs = [given for given in graph.inputs if given.value in read]
+    inputs = [model_input for model_input in graph.inputs if model_input.value in op_inputs]
     inputs += [ModelInput(value=value, path=path) for value, path in paths.items()]
     outputs = [
-        output for output in graph.outputs if output.value in made and placed.stage_of_value.get(output.value) in which
+        output
+        for output in graph.outputs
+        if output.value in op_outputs and placed.stage_of_value.get(output.value) in which
     ]
     return OpGraph(
         digraph=build_digraph(ops),
@@ -135,7 +137,7 @@ def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int],
         calls=graph.calls,
         inputs=tuple(inputs),
         outputs=(*outputs, *(output for values in sent for output in _sent(values))),
-        parameters={value: names for value, names in graph.parameters.items() if value in read},
+        parameters={value: names for value, names in graph.parameters.items() if value in op_inputs},
     )
 
 

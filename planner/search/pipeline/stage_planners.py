@@ -172,7 +172,9 @@ class StagePlanners:
         """Return the layouts that the boundary tensors of a stage can have, at a micro-batch of ``batch`` samples."""
         graph = planner.model.graph_at(batch)
         shapes = [graph.values[output.value].shape for output in graph.outputs if output.is_sent]
-        shapes += [graph.values[given.value].shape for given in graph.inputs if is_boundary_path(given.path)]
+        shapes += [
+            graph.values[model_input.value].shape for model_input in graph.inputs if is_boundary_path(model_input.path)
+        ]
         outer = R if mesh.shape[0] == 1 else Shard(1) if batch == 1 else Shard(0)
         inner = itertools.product(*((R, Shard(1), Shard(0)) if size > 1 else (R,) for size in mesh.shape[1:]))
         layouts: list[Layout] = [(outer, *rest) for rest in inner]

@@ -84,5 +84,5 @@ def _all_passes_s(seconds: Sequence[float], micro_batches: int, chunks: int) -> 
 def stage_cutoff_s(bounds: Sequence[float], kind: StageKind, micro_batches: int, cutoff_s: float) -> float:
     """Return the seconds at which a stage of ``kind``, as one of equal stages, brings the step to ``cutoff_s``."""
     passes, chunks = micro_batches + idle_passes(len(bounds), kind.chunks), kind.chunks
-    others = sum(bound for index, bound in enumerate(bounds) if index not in kind.indices)
-    return (passes * cutoff_s - others / chunks) / (micro_batches + (len(kind.indices) - 1) / chunks)
+    other_bounds_s = sum(bound for index, bound in enumerate(bounds) if index not in kind.indices)
+    return (passes * cutoff_s - other_bounds_s / chunks) / (micro_batches + (len(kind.indices) - 1) / chunks)
