@@ -155,7 +155,7 @@ def _even_subsets(length: int, mesh_shape: tuple[int, ...]) -> tuple[bool, ...]:
     """Return, for every subset of the axes, whether they shard a dim of ``length`` evenly: the key of a graph."""
     subsets = itertools.product((False, True), repeat=len(mesh_shape))
     return tuple(
-        length % math.prod(size for size, taken in zip(mesh_shape, subset, strict=True) if taken) == 0
+        length % math.prod(size for size, is_member in zip(mesh_shape, subset, strict=True) if is_member) == 0
         for subset in subsets
     )
 

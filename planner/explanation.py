@@ -99,11 +99,11 @@ def explain(
             key=parameter,
             what_to_do=f"Give the full name of one, such as {close}.",
         )
-    opened = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
-    read = opened.read
-    subject = _Subject(read.structure, parameter)
-    own = estimate(read.formulator, read.structure, read.decision)
-    alternatives = list(_alternatives(opened, subject, read.decision, own, progress))
+    context = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
+    plan_contents = context.plan_contents
+    subject = _Subject(plan_contents.structure, parameter)
+    own = estimate(plan_contents.formulator, plan_contents.structure, plan_contents.decision)
+    alternatives = list(_alternatives(context, subject, plan_contents.decision, own, progress))
     order = {"stored": 0, "computed": 1}
     alternatives.sort(
         key=lambda a: (
@@ -118,7 +118,7 @@ def explain(
         parameter=parameter,
         names=subject.names,
         plan=own,
-        memory_bytes=opened.search.memory_bytes,
+        memory_bytes=context.search.memory_bytes,
         tolerance_s=own.step_time_s * plan.job.mip_gap,
         alternatives=tuple(alternatives),
     )
@@ -165,34 +165,34 @@ class _Subject:
 
 
 def _alternatives(
-    opened: PricingContext, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
+    context: PricingContext, subject: _Subject, decision: Decision, own: Estimate, progress: Progress | None
 ) -> Iterator[Alternative]:
-    mesh = opened.read.run.mesh.shape
+    mesh = context.plan_contents.run.mesh.shape
     options: list[tuple[Aspect, Layout, bool]] = [
         ("stored", layout, layout == decision.stored[subject.index].stored)
-        for layout in stored_layouts(subject.value, mesh, _computed(opened, subject))
+        for layout in stored_layouts(subject.value, mesh, _computed(context, subject))
     ]
-    options += [("computed", layout, layout == subject.computed(decision)) for layout in _computed(opened, subject)]
+    options += [("computed", layout, layout == subject.computed(decision)) for layout in _computed(context, subject)]
     for aspect, layout, chosen in options:
         text = tuple(format_layout(layout))
         if progress is not None:
             progress(AlternativePricing(aspect=aspect, layout=text))
         if chosen:
-            fits = own.peak_memory_bytes <= opened.search.memory_bytes
+            fits = own.peak_memory_bytes <= context.search.memory_bytes
             yield Alternative(aspect=aspect, layout=text, chosen=True, estimate=own, fits=fits)
             continue
-        run, restriction = opened.read.run, subject.restrict(aspect, layout)
-        candidate = opened.search.solve(run, restriction, memory_bytes=opened.search.memory_bytes)
+        run, restriction = context.plan_contents.run, subject.restrict(aspect, layout)
+        candidate = context.search.solve(run, restriction, memory_bytes=context.search.memory_bytes)
         fits = candidate is not None
         if candidate is None:
-            candidate = opened.search.solve(run, restriction, memory_bytes=None)
+            candidate = context.search.solve(run, restriction, memory_bytes=None)
         estimate_with_layout = None if candidate is None else candidate.estimate
         yield Alternative(aspect=aspect, layout=text, chosen=chosen, estimate=estimate_with_layout, fits=fits)
 
 
-def _computed(opened: PricingContext, subject: _Subject) -> list[Layout]:
+def _computed(context: PricingContext, subject: _Subject) -> list[Layout]:
     """Return the compute layouts of the parameter's first use."""
-    formulator, _ = opened.search.formulator(opened.read.run)
+    formulator, _ = context.search.formulator(context.plan_contents.run)
     index, slot = next(iter(subject.parameter.uses))
     layouts = (strategy.forward[slot] for strategy in formulator.strategies(index))
     return list(dict.fromkeys(layout for layout in layouts if layout is not None))

@@ -23,7 +23,7 @@ class ProgressEvent:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as a JSON object: ``stage`` and the fields that are known."""
-        return {"stage": self.stage, **_known(self)}
+        return {"stage": self.stage, **_set_fields(self)}
 
 
 Progress = Callable[[ProgressEvent], None]
@@ -82,7 +82,7 @@ class SearchState:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that are known, with the gap."""
         gap = {} if self.gap is None else {"gap": self.gap}
-        return {**_known(self), **gap}
+        return {**_set_fields(self), **gap}
 
     def __str__(self) -> str:
         gap = "" if self.gap is None else f", gap {self.gap:.2%}"
@@ -109,7 +109,7 @@ class SearchEvent(ProgressEvent):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the event as a JSON object, with the state of the search."""
-        return {"stage": self.stage, **_known(self, leaving_out="state"), **self.state.to_dict()}
+        return {"stage": self.stage, **_set_fields(self, leaving_out="state"), **self.state.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +288,7 @@ def event_from_dict(document: Mapping[str, Any]) -> ProgressEvent:
         return Phase(stage)
 
 
-def _known(event: Any, leaving_out: str | None = None) -> dict[str, Any]:
+def _set_fields(event: Any, leaving_out: str | None = None) -> dict[str, Any]:
     """Return the fields of a dataclass that are not None."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     return {name: value for name, value in values.items() if value is not None and name != leaving_out}

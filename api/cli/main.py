@@ -204,9 +204,9 @@ def calibrate_command(
         from api.cli.calibration import calibrate
 
         check_writable(output)
-        written = calibrate(output, backend=backend)
-        if written is not None:
-            typer.echo(written, nl=False)
+        description = calibrate(output, backend=backend)
+        if description is not None:
+            typer.echo(description, nl=False)
             typer.echo(f"(written to {output}: give it as --cluster {output})", err=True)
 
 

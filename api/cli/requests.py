@@ -87,13 +87,13 @@ def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> t
     return plan, planner or what
 
 
-def refuse_options(names: Sequence[str], why: str, what_to_do: str) -> None:
+def refuse_options(names: Sequence[str], reason: str, what_to_do: str) -> None:
     """Raise a `JobError` that names the options, where there are any."""
     from planner.errors import JobError
 
     if names:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise JobError(f"{flags}{why}", what_to_do=what_to_do)
+        raise JobError(f"{flags}{reason}", what_to_do=what_to_do)
 
 
 CONFIGURATION_OPTIONS = ("cluster", "mesh", "batch", "seq", "ac", "optimizer", "dtype")

@@ -45,10 +45,10 @@ def alternatives_command(
     """Show the best plan for MODEL and the best plans of the meshes that come next."""
     time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, **options)
+        request = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import alternative_rows
 
-        _show(alternative_rows(opened, count, time_limit_s), output, as_json=as_json)
+        _show(alternative_rows(request, count, time_limit_s), output, as_json=as_json)
 
 
 @takes_job_options(without=_NOT_OF_PARETO)
@@ -59,10 +59,10 @@ def pareto_command(model: Model, options: dict[str, Any], output: Folder = None,
     """
     time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, **options)
+        request = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import pareto_rows
 
-        _show(pareto_rows(opened, options["mesh"], time_limit_s), output, as_json=as_json)
+        _show(pareto_rows(request, options["mesh"], time_limit_s), output, as_json=as_json)
 
 
 @takes_job_options(without=_NOT_OF_SWEEP)
@@ -84,10 +84,10 @@ def sweep_command(
     """
     time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, **options)
+        request = _opened(progress, output, model=model, **options)
         from api.render.tradeoff_rows import sweep_rows
 
-        rows = sweep_rows(opened, objective, within_s=within, price=price, time_limit_s=time_limit_s)
+        rows = sweep_rows(request, objective, within_s=within, price=price, time_limit_s=time_limit_s)
         _show(rows, output, as_json=as_json)
 
 
@@ -106,10 +106,10 @@ def batches_command(
     """
     time_limit_s = options.pop("time_limit_s")
     with reported(as_json), watched() as progress:
-        opened = _opened(progress, output, model=model, batch=1, **options)
+        request = _opened(progress, output, model=model, batch=1, **options)
         from api.render.tradeoff_rows import batch_rows
 
-        rows = batch_rows(opened, options["mesh"], most=most, within_s=within, time_limit_s=time_limit_s)
+        rows = batch_rows(request, options["mesh"], most=most, within_s=within, time_limit_s=time_limit_s)
         _show(rows, output, as_json=as_json)
 
 

@@ -17,9 +17,9 @@ from planner.progress import Planned
 def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outcome:
     """Return the outcome of a request that a client sent; after ``time_limit_s`` the best plan so far."""
     try:
-        asked = PlanRequest.model_validate(request)
+        request_model = PlanRequest.model_validate(request)
         plan = plan_request(
-            asked,
+            request_model,
             allow_local=False,
             progress=lambda event: report(event.to_dict()),
             time_limit_s=time_limit_s,

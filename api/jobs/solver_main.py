@@ -47,10 +47,10 @@ def serve_requests(pipe: Connection, solve: Solve, memory_bytes: int) -> None:
     _settle(memory_bytes)
     while True:
         try:
-            asked = json.loads(pipe.recv_bytes())
+            message = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        outcome = solve(asked["request"], lambda event: _send(pipe, {"event": event}), asked["time_limit_s"])
+        outcome = solve(message["request"], lambda event: _send(pipe, {"event": event}), message["time_limit_s"])
         _send(pipe, {"outcome": outcome})
 
 

@@ -37,12 +37,12 @@ class SolverProcess:
             return
         self.end()
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._solve, self._memory_bytes)
+        self._pipe, worker_pipe = context.Pipe()
+        arguments = (worker_pipe, self._solve, self._memory_bytes)
         process = context.Process(target=serve_requests, args=arguments, daemon=True)
         process.start()
         self._process = process
-        theirs.close()
+        worker_pipe.close()
 
     def ask(self, request_json: str, time_limit_s: float) -> None:
         """Send a request, whose search may take so long.

@@ -154,8 +154,8 @@ class JobStore:
                 changed = connection.scalar(insertion) is not None
             else:
                 requeue = update(JobRow).where(JobRow.number == earlier_job.number, JobRow.status == earlier_job.status)
-                nothing = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
-                changed = connection.execute(requeue.values({**nothing, **fresh})).rowcount > 0
+                cleared_columns = {"error": None, "started_at": None, "finished_at": None, "lease_until": None}
+                changed = connection.execute(requeue.values({**cleared_columns, **fresh})).rowcount > 0
             job = _one(connection, _jobs().where(own_job))
             assert job is not None, "it was inserted just now"
             if changed:  # not by a concurrent equal request, which has announced it
@@ -164,9 +164,9 @@ class JobStore:
 
     def get(self, job_id: str, *, owner: str | None = None) -> JobRecord | None:
         """Return the job of this id; None where there is none, or it is another owner's. ``owner`` None: any owner."""
-        mine = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
+        own_job = JobRow.id == job_id if owner is None else and_(JobRow.id == job_id, JobRow.owner == owner)
         with self._database.read() as connection:
-            return _one(connection, _jobs().where(mine))
+            return _one(connection, _jobs().where(own_job))
 
     def find(self, fingerprint: str, *, owner: str = "") -> JobRecord | None:
         """Return the owner's job of this fingerprint, or None."""
@@ -253,8 +253,10 @@ class JobStore:
     def cancel(self, job_id: str) -> bool:
         """Cancel a job that waits or runs; False where it does neither."""
         with self._database.write() as connection:
-            mine = and_(JobRow.id == job_id, JobRow.status.in_(_UNFINISHED))
-            statement = update(JobRow).where(mine).values(status="cancelled", finished_at=self._database.now())
+            unfinished_job = and_(JobRow.id == job_id, JobRow.status.in_(_UNFINISHED))
+            statement = (
+                update(JobRow).where(unfinished_job).values(status="cancelled", finished_at=self._database.now())
+            )
             number = connection.scalar(statement.returning(JobRow.number))
             if number is not None:
                 self._announce(connection, number, job_id, "cancelled")
@@ -276,10 +278,10 @@ class JobStore:
         waits = select(func.count()).select_from(JobRow).where(JobRow.status == "queued")
         if (connection.scalar(waits) or 0) >= self._limits.queued:
             raise TooManyJobsError("Too many jobs are waiting.", what_to_do="Try again later.")
-        mine = select(func.count()).select_from(JobRow)
-        mine = mine.where(JobRow.owner == owner, JobRow.status.in_(_UNFINISHED))
+        own_count = select(func.count()).select_from(JobRow)
+        own_count = own_count.where(JobRow.owner == owner, JobRow.status.in_(_UNFINISHED))
         most = self._limits.unfinished_per_owner
-        if (connection.scalar(mine) or 0) >= most:
+        if (connection.scalar(own_count) or 0) >= most:
             raise TooManyJobsError(f"{most} jobs of yours wait or run.", what_to_do="Wait for one of them to end.")
 
     def _claim(self, connection: Connection, worker: str, lease_s: float) -> JobRecord | None:
@@ -311,12 +313,12 @@ class JobStore:
 
     def _end(self, connection: Connection, job: JobRecord, status: JobStatus, error: dict[str, Any] | None) -> bool:
         """End a claimed job; equal requests of other owners that wait end the same way, unless we were at fault."""
-        ours = error is not None and error["status"] >= 500
+        is_server_fault = error is not None and error["status"] >= 500
         equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
         # Held: a job that is cancelled meanwhile would not end, but those that wait for its plan would.
         if connection.scalar(select(JobRow.number).where(_still(job)).with_for_update()) is None:
             return False
-        ending = update(JobRow).where(_still(job) if ours else or_(_still(job), equal))
+        ending = update(JobRow).where(_still(job) if is_server_fault else or_(_still(job), equal))
         ending = ending.values(
             status=status,
             error=None if error is None else json.dumps(error),

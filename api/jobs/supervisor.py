@@ -103,7 +103,7 @@ class Supervisor:
         """
         events: list[dict[str, Any]] = []
         searching = False
-        since = asked = renewed = time.monotonic()
+        since = last_check = renewed = time.monotonic()
         while True:
             message = self._process.next_message(_POLL_S)
             if message is not None and "outcome" in message:
@@ -124,16 +124,16 @@ class Supervisor:
                 self._persist(lambda: self._store.release(job))
                 return None
             now = time.monotonic()
-            if now - asked < _DATABASE_EVERY_S:
+            if now - last_check < _DATABASE_EVERY_S:
                 continue
-            asked = now
+            last_check = now
             if events or now - renewed > self._limits.lease_s / 3:
-                ours = self._try_to_renew(job, events)
+                is_claimed = self._try_to_renew(job, events)
                 renewed = now
                 events = []
             else:
-                ours = self._try(lambda: self._store.is_claimed(job)) is not False
-            if not ours:
+                is_claimed = self._try(lambda: self._store.is_claimed(job)) is not False
+            if not is_claimed:
                 self._process.end()
                 return None
 
@@ -151,11 +151,11 @@ class Supervisor:
 
     def _write(self, job: JobRecord, outcome: Outcome) -> str:
         if "plan" in outcome:
-            written = self._persist(lambda: self._store.succeed(job, outcome["plan"]))
+            is_recorded = self._persist(lambda: self._store.succeed(job, outcome["plan"]))
             self._metrics.planned(str((outcome["plan"].get("solver") or {}).get("status")))
-            return "succeeded" if written else "too late"
-        written = self._persist(lambda: self._store.fail(job, outcome["error"]))
-        return "failed" if written else "too late"
+            return "succeeded" if is_recorded else "too late"
+        is_recorded = self._persist(lambda: self._store.fail(job, outcome["error"]))
+        return "failed" if is_recorded else "too late"
 
     def _try_to_renew(self, job: JobRecord, events: list[dict[str, Any]]) -> bool:
         # An unreachable database may lose progress, but not the job: it is ours until the database says otherwise.

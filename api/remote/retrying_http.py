@@ -121,14 +121,14 @@ class Connection:
         except httpx2.TransportError:
             return  # the caller reads the job next, and that request reports what is wrong
 
-    def pause(self, seconds: float, why: str) -> None:
+    def pause(self, seconds: float, reason: str) -> None:
         """Wait for some seconds.
 
         Raises:
-            RemotePlanningError: the time limit would be exceeded; the message has ``why`` and the job.
+            RemotePlanningError: the time limit would be exceeded; the message has ``reason`` and the job.
         """
         if self._deadline_s is not None and self._clock() + seconds > self._deadline_s:
-            raise self._too_late(why)
+            raise self._too_late(reason)
         self._wait(seconds)
 
     def _left_s(self, most_s: float) -> float:
@@ -139,11 +139,11 @@ class Connection:
             raise self._too_late("no time is left")
         return min(most_s, left_s)
 
-    def _too_late(self, why: str) -> RemotePlanningError:
+    def _too_late(self, reason: str) -> RemotePlanningError:
         job = "no job was made" if self.job_id is None else f"job {self.job_id}"
         advice = "Ask again." if self.job_id is None else f"The job goes on: GET {self.url}/v1/plans/{self.job_id}."
         return RemotePlanningError(
-            f"{self.url} had no plan after {self._timeout_s:g} s ({job}; {why}).",
+            f"{self.url} had no plan after {self._timeout_s:g} s ({job}; {reason}).",
             what_to_do=advice,
             job_id=self.job_id,
         )

@@ -72,15 +72,15 @@ def _cells(alternative: Alternative, explanation: Explanation) -> tuple[str, str
     if alternative.estimate is None:
         return "-", "-", "-", "nothing around it can run so"
     slower_s = alternative.estimate.step_time_s - explanation.plan.step_time_s
-    why = "the plan's" if alternative.chosen else _reasons(alternative, explanation)
+    reason = "the plan's" if alternative.chosen else _reasons(alternative, explanation)
     if not alternative.fits:
-        why = f"does not fit{'; ' + why if why else ''}"
+        reason = f"does not fit{'; ' + reason if reason else ''}"
     sign = "-" if slower_s < 0 else ""
     return (
         duration(alternative.estimate.step_time_s),
         sign + duration(abs(slower_s)),
         size(alternative.estimate.peak_memory_bytes),
-        why,
+        reason,
     )
 
 
@@ -94,5 +94,5 @@ def _reasons(alternative: Alternative, explanation: Explanation) -> str:
 
 
 def _signed(parts: Mapping[str, float]) -> str:
-    noticed = [(name, s) for name, s in parts.items() if abs(s) > _NOTICED_S][:_PARTS_SHOWN]
-    return ", ".join(f"{'+' if s > 0 else '-'}{duration(abs(s))} {name}" for name, s in noticed)
+    largest_parts = [(name, s) for name, s in parts.items() if abs(s) > _NOTICED_S][:_PARTS_SHOWN]
+    return ", ".join(f"{'+' if s > 0 else '-'}{duration(abs(s))} {name}" for name, s in largest_parts)

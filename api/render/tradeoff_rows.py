@@ -73,30 +73,30 @@ class TradeoffRow:
         return None if self.plan is None else self.plan.job.items[0] / step_time_s(self.plan) / self.devices
 
 
-def _row(plan: ShardingPlan, opened: OpenedRequest, *, is_best: bool) -> TradeoffRow:
-    cluster = opened.cluster
-    return TradeoffRow(cluster=cluster.name, devices=cluster.size, plan=opened.noted(plan), is_best=is_best)
+def _row(plan: ShardingPlan, request: OpenedRequest, *, is_best: bool) -> TradeoffRow:
+    cluster = request.cluster
+    return TradeoffRow(cluster=cluster.name, devices=cluster.size, plan=request.noted(plan), is_best=is_best)
 
 
 @quiet_libraries()
-def alternative_rows(opened: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
+def alternative_rows(request: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
     """Return the best plan and those of the ``count`` meshes that come next."""
-    session = opened.session(time_limit_s=time_limit_s)
+    session = request.session(time_limit_s=time_limit_s)
     best = session.plan()
     other_plans = alternatives(session, best, count)
-    return [_row(plan, opened, is_best=plan is best) for plan in (best, *other_plans)]
+    return [_row(plan, request, is_best=plan is best) for plan in (best, *other_plans)]
 
 
 @quiet_libraries()
-def pareto_rows(opened: OpenedRequest, mesh: str | None, time_limit_s: float | None) -> list[TradeoffRow]:
+def pareto_rows(request: OpenedRequest, mesh: str | None, time_limit_s: float | None) -> list[TradeoffRow]:
     """Return the front of step time against memory, the fastest plan first."""
-    front = pareto_front(opened.session(time_limit_s=time_limit_s), mesh=mesh)
-    return [_row(plan, opened, is_best=plan is front[0]) for plan in front]
+    front = pareto_front(request.session(time_limit_s=time_limit_s), mesh=mesh)
+    return [_row(plan, request, is_best=plan is front[0]) for plan in front]
 
 
 @quiet_libraries()
 def batch_rows(
-    opened: OpenedRequest, mesh: str | None, *, most: int, within_s: float | None, time_limit_s: float | None
+    request: OpenedRequest, mesh: str | None, *, most: int, within_s: float | None, time_limit_s: float | None
 ) -> list[TradeoffRow]:
     """Return the fastest plan at each batch of the request's phase, and which has the most tokens per second.
 
@@ -104,18 +104,18 @@ def batch_rows(
         JobError: the limit is not above 0, or the phase is training.
     """
     _check_limits(within=within_s)
-    if opened.example_inputs is not None:
+    if request.example_inputs is not None:
         advice = "Name a preset or a Hugging Face config."
         raise JobError("batches are compared for models whose config tells their inputs.", what_to_do=advice)
-    spec = dataclasses.replace(opened.spec, mesh=mesh, micro_batches=None, ac=None, time_limit_s=time_limit_s)
-    sizes = batches(opened.model, spec=spec, tp_plan=opened.tp_plan, most=most, progress=opened.progress)
+    spec = dataclasses.replace(request.spec, mesh=mesh, micro_batches=None, ac=None, time_limit_s=time_limit_s)
+    sizes = batches(request.model, spec=spec, tp_plan=request.tp_plan, most=most, progress=request.progress)
     best = best_batch(sizes, within_s=within_s)
-    cluster = opened.cluster
+    cluster = request.cluster
     return [
         TradeoffRow(
             cluster=cluster.name,
             devices=cluster.size,
-            plan=None if size.plan is None else opened.noted(size.plan),
+            plan=None if size.plan is None else request.noted(size.plan),
             in_time=size.in_time,
             is_best=size is best,
             batch=size.batch,
@@ -132,7 +132,7 @@ def _check_limits(**limits: float | None) -> None:
 
 @quiet_libraries()
 def sweep_rows(
-    opened: OpenedRequest,
+    request: OpenedRequest,
     objective: Objective,
     *,
     within_s: float | None,
@@ -146,18 +146,18 @@ def sweep_rows(
     """
     _check_limits(within=within_s, price=price)
     sizes = sweep(
-        opened.model,
-        spec=dataclasses.replace(opened.spec, time_limit_s=time_limit_s),
-        example_inputs=opened.example_inputs,
-        tp_plan=opened.tp_plan,
-        progress=opened.progress,
+        request.model,
+        spec=dataclasses.replace(request.spec, time_limit_s=time_limit_s),
+        example_inputs=request.example_inputs,
+        tp_plan=request.tp_plan,
+        progress=request.progress,
     )
     best = best_size(sizes, objective, within_s=within_s)
     return [
         TradeoffRow(
             cluster=size.cluster.name,
             devices=size.cluster.size,
-            plan=None if size.plan is None else opened.noted(size.plan),
+            plan=None if size.plan is None else request.noted(size.plan),
             in_time=size.in_time,
             is_best=size is best,
             price=None if price is None or size.plan is None else size.device_s / 3600 * price,

@@ -63,8 +63,8 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
         return dataclasses.replace(config, fused_projections=bool(spec.get("fused_projections", False)))
     name = without_suffix(spec)
     if name != spec:
-        named = find_config(name, allow_local=allow_local)
-        return named and dataclasses.replace(named, fused_projections=True)
+        config_of_name = find_config(name, allow_local=allow_local)
+        return config_of_name and dataclasses.replace(config_of_name, fused_projections=True)
     if allow_local and spec.lower() not in preset_names():
         # What exists or ends in .json is a path; the rest is a misspelt preset, which read_preset reports best.
         if Path(spec).exists() or spec.endswith(".json"):
@@ -90,11 +90,11 @@ def read_preset(name: str) -> ModelConfig:
     Raises:
         ModelError: there is none of that name; the message lists those that there are, the closest first.
     """
-    wanted = name.lower()
-    if wanted not in preset_names():
+    preset = name.lower()
+    if preset not in preset_names():
         raise ModelError(f"there is no model {name!r}.", what_to_do=_advice(name))
-    text = _PRESETS.joinpath(f"{wanted}.json").read_text(encoding="utf-8")
-    return check_config(json.loads(text), name=wanted)
+    text = _PRESETS.joinpath(f"{preset}.json").read_text(encoding="utf-8")
+    return check_config(json.loads(text), name=preset)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -139,9 +139,9 @@ def check_config(values: object, *, name: str) -> ModelConfig:
 def _advice(name: str) -> str:
     names = preset_names()
     close = difflib.get_close_matches(name.lower().rpartition("/")[2], names, n=3, cutoff=0.5)
-    meant = f"Did you mean {' or '.join(close)}? " if close else ""
+    suggestion = f"Did you mean {' or '.join(close)}? " if close else ""
     return (
-        f"{meant}Give a preset ({', '.join(names)}), the path of a config.json or of its folder, "
+        f"{suggestion}Give a preset ({', '.join(names)}), the path of a config.json or of its folder, "
         "or package.module:factory; nothing is downloaded."
     )
 

@@ -207,17 +207,17 @@ def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], 
     """Return the class to build, and notes: the config's own where it computes a loss, else its model type's head."""
     import transformers
 
-    listed = hf_config.architectures
-    named = listed if isinstance(listed, list) else []
-    for name in named:
+    architectures = hf_config.architectures
+    names = architectures if isinstance(architectures, list) else []
+    for name in names:
         cls = getattr(transformers, name, None) if isinstance(name, str) else None
         is_model = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
         if cls is not None and is_model and cls.config_class is type(hf_config) and _has_loss(cls):
             return cls, ()
     cls = _default_class(config, hf_config)
-    if not named:
+    if not names:
         return cls, ()
-    class_names = ", ".join(map(str, named))
+    class_names = ", ".join(map(str, names))
     note = (
         f"{config.name} names {class_names}, which is no {hf_config.model_type} with a loss: {cls.__name__} is planned"
     )

@@ -60,10 +60,10 @@ def plan_request(
     """
     from api.requests.model_registry import quiet_libraries
 
-    opened = opened_request(request, allow_local=allow_local, progress=progress)
+    context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
-        session = opened.session(time_limit_s=time_limit_s, jobs=jobs)
-        return opened.noted(session.plan(planner=opened.spec.planner, mesh=opened.spec.mesh))
+        session = context.session(time_limit_s=time_limit_s, jobs=jobs)
+        return context.noted(session.plan(planner=context.spec.planner, mesh=context.spec.mesh))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

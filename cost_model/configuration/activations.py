@@ -41,23 +41,23 @@ class LayerBytes:
 def layer_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> LayerBytes:
     """Return the bytes of a layer with (``sparse``) or without experts on one rank, for one micro-batch."""
     saving = parallel.implementation.saving
-    everything = _attention_bytes(spec, parallel) + _mlp_bytes(spec, parallel, sparse=sparse)
+    all_bytes = _attention_bytes(spec, parallel) + _mlp_bytes(spec, parallel, sparse=sparse)
     boundary = 2.0 * parallel.tokens * spec.hidden / parallel.sequence_shards
     widest = _mlp_width(spec, parallel, sparse=sparse)
     # Gradients of the result (all-gathered under sequence parallelism) and of the input (not yet reduced) are whole.
     gradients = 2.0 * parallel.tokens * spec.hidden * 2 + 2.0 * 2 * widest
     saved = {
-        "none": everything,
-        "attention": everything - _scores_bytes(spec, parallel),
+        "none": all_bytes,
+        "attention": all_bytes - _scores_bytes(spec, parallel),
         "selective": _selective_mean_bytes(spec, parallel, sparse=sparse),
         "full": boundary + (_attention_result_bytes(spec, parallel) if saving.full_attention else 0.0),
     }[parallel.checkpointing]
-    saved = min(saved, everything)
+    saved = min(saved, all_bytes)
     weights = 0.0
     if parallel.checkpointing == "selective" and not sparse:
         weights = spec.attention_parameters + spec.dense_mlp_parameters
         weights *= saving.selective_weight_nbytes / parallel.tensor
-    transient = everything - saved + gradients + _dense_bytes(spec, parallel)
+    transient = all_bytes - saved + gradients + _dense_bytes(spec, parallel)
     ring = _ring_bytes(spec, parallel)
     if ring:  # the MLP's tensors are freed by then
         attention = _attention_bytes(spec, parallel) + 2.0 * parallel.tokens * spec.hidden * 2 + ring
@@ -135,9 +135,9 @@ def _mlp_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -
     residual = tokens * spec.hidden
     nbytes = _norm_bytes(spec, parallel)
     width = _mlp_width(spec, parallel, sparse=sparse)
-    read = 2.0 if spec.gated else 1.0  # by the activation
+    input_count = 2.0 if spec.gated else 1.0  # by the activation
     gate = 1.0 if spec.gated and not fused else 0.0
-    nbytes += width * (2.0 * (read + gate) + _input_nbytes(parallel))
+    nbytes += width * (2.0 * (input_count + gate) + _input_nbytes(parallel))
     if sparse and spec.experts is not None:
         # Tokens sorted by expert, before and after the experts (after: in float32 where a separate kernel weights them,
         # as in torchtitan's moe.py @f738a03bf), and the router's logits and scores.

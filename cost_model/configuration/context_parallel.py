@@ -72,10 +72,10 @@ def context_seconds(
     nbytes = 2.0 * parallel.tokens * width / parallel.tensor
     hop = group_time_s("send_recv", nbytes, size=parallel.context, stride=parallel.tensor, cluster=cluster)
     group = strided_group(parallel.context, parallel.tensor, cluster.devices_per_node)
-    hops, taken = parallel.context - 1, message_share(cluster.device, nodes=group.nodes)
+    hops, share = parallel.context - 1, message_share(cluster.device, nodes=group.nodes)
 
     def added(hop_s: float, attention_s: float) -> float:
         exposed = max(0.0, hop_s - attention_s / parallel.context)
-        return hops * (exposed + taken * (hop_s - exposed))
+        return hops * (exposed + share * (hop_s - exposed))
 
     return added(hop, attention[0]), added(2 * hop, attention[1])

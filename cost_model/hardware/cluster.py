@@ -212,9 +212,9 @@ class ClusterSpec:
 
 
 def _read_reserved(value: object, nodes: object, memory_bytes: int) -> tuple[float, ...]:
-    listed = isinstance(value, (list, tuple))
+    is_list = isinstance(value, (list, tuple))
     values = list(value) if isinstance(value, (list, tuple)) else [value]
-    if listed and len(values) not in (0, nodes):
+    if is_list and len(values) not in (0, nodes):
         raise ClusterError(
             f"cluster.reserved_gb has {len(values)} entries for {nodes} nodes; give one number, or one for each node"
         )

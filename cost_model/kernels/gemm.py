@@ -190,8 +190,8 @@ def _tiled_time_s(
         partial_s = 0.0
         while True:
             waves = tiles * splits / processors
-            counted = rounded * math.ceil(waves) + (1 - rounded) * max(waves, 1.0)
-            least_s = min(least_s, counted * k / splits * tile_s_per_k + partial_s)
+            rounded_waves = rounded * math.ceil(waves) + (1 - rounded) * max(waves, 1.0)
+            least_s = min(least_s, rounded_waves * k / splits * tile_s_per_k + partial_s)
             splits *= 2
             if tiles * splits > processors or splits > _MOST_SPLITS:
                 break

@@ -76,10 +76,10 @@ class _CrossEntropy(torch.autograd.Function):
         layout = tuple(logits.placements)
         first, classes = split_offset(redistributor, logits.shape[1], layout, 1)
         x = _in_full_precision(local_of(logits))
-        counted = labels != ignored
+        label_mask = labels != ignored
         log_sum, target = _row_terms(x, labels - first, classes, layout, redistributor)
-        losses = (log_sum - target).masked_fill(~counted, 0)
-        totals = torch.stack([losses.sum(), counted.sum().to(x.dtype)])
+        losses = (log_sum - target).masked_fill(~label_mask, 0)
+        totals = torch.stack([losses.sum(), label_mask.sum().to(x.dtype)])
         for axis in _sharding_axes(layout, 0):
             totals = redistributor.all_reduce(totals, "sum", axis)
         # The mean over no label is 0 / 0, as in torch.

@@ -289,9 +289,9 @@ class _CrossEntropy(torch.autograd.Function):
         sums = _run(fused_kernels.row_sums, x, labels - first, maxima)
         for axis in class_axes:
             sums = redistributor.all_reduce(sums, "sum", axis)
-        log_sums, counted = sums[0].log() + maxima, labels != ignored
-        losses = (log_sums - sums[1]).masked_fill(~counted, 0)
-        totals = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
+        log_sums, label_mask = sums[0].log() + maxima, labels != ignored
+        losses = (log_sums - sums[1]).masked_fill(~label_mask, 0)
+        totals = torch.stack([losses.sum(), label_mask.sum().to(losses.dtype)])
         for axis, placement in enumerate(layout):
             if placement == Shard(0):
                 totals = redistributor.all_reduce(totals, "sum", axis)

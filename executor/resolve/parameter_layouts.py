@@ -74,13 +74,13 @@ def named_layouts(plan: ShardingPlan, parameters: Collection[str]) -> dict[str, 
 
 def with_tied_names(names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return every name of every parameter that ``names`` name; ``parameters`` has each under all its names."""
-    named = {parameters[fqn] for fqn in names}
-    return [fqn for fqn, parameter in parameters.items() if parameter in named]
+    named_parameters = {parameters[fqn] for fqn in names}
+    return [fqn for fqn, parameter in parameters.items() if parameter in named_parameters]
 
 
 def resolve_parameters(
     module: nn.Module,
-    named: Mapping[str, Mapping[str, Layout]],
+    layouts_by_field: Mapping[str, Mapping[str, Layout]],
     *,
     axes: int,
     has_root_inputs: bool,
@@ -95,7 +95,7 @@ def resolve_parameters(
 
     Args:
         module: the root, not yet sharded.
-        named: of ``named_layouts``.
+        layouts_by_field: of ``named_layouts``.
         axes: number of axes of the mesh.
         has_root_inputs: whether the plan lays out the inputs of the root.
         replaced: modules that Sharders replace.
@@ -105,7 +105,7 @@ def resolve_parameters(
         PlanMismatchError: a parameter is a DTensor already.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    stored = _stored_layouts(parameters, named["plan"])
+    stored = _stored_layouts(parameters, layouts_by_field["plan"])
     if stored:
         in_sharders = {parameter for part in replaced for parameter in part.parameters()}
         named_in_plan = set(stored)
@@ -131,17 +131,19 @@ def resolve_parameters(
             owner=module.get_submodule(owner),
             attribute=attribute,
             stored=stored[parameter],
-            compute=named["compute_plan"].get(fqn, stored[parameter]),
-            gradient=named["gradient_plan"].get(fqn),
+            compute=layouts_by_field["compute_plan"].get(fqn, stored[parameter]),
+            gradient=layouts_by_field["gradient_plan"].get(fqn),
         )
     return layouts
 
 
-def _stored_layouts(parameters: Mapping[str, nn.Parameter], named: Mapping[str, Layout]) -> dict[nn.Parameter, Layout]:
+def _stored_layouts(
+    parameters: Mapping[str, nn.Parameter], layouts_by_name: Mapping[str, Layout]
+) -> dict[nn.Parameter, Layout]:
     """Return the stored layout of each parameter that the plan names, by any of its names."""
     layouts: dict[nn.Parameter, Layout] = {}
     first_name: dict[nn.Parameter, str] = {}
-    for fqn, layout in named.items():
+    for fqn, layout in layouts_by_name.items():
         parameter = parameters[fqn]
         other = first_name.setdefault(parameter, fqn)
         if layouts.setdefault(parameter, layout) != layout:

@@ -108,11 +108,11 @@ def resolve_plan(
     checkpointing = resolve_keys(
         plan.activation_checkpointing, modules, field="activation_checkpointing", what="module"
     )
-    named = named_layouts(plan, parameters)
-    check_layouts(parameters, named, plan.mesh)
+    layouts_by_field = named_layouts(plan, parameters)
+    check_layouts(parameters, layouts_by_field, plan.mesh)
     layouts = resolve_parameters(
         module,
-        named,
+        layouts_by_field,
         axes=len(plan.mesh.shape),
         has_root_inputs="" in boundaries.inputs,
         replaced=[modules[fqn] for fqn in sharder_names],
@@ -130,9 +130,9 @@ def resolve_plan(
         check_axis_names(plan.mesh, device_mesh)
     check_fingerprint(module, plan)
     names_by_field: dict[str, Iterable[str]] = {
-        "plan": [*with_tied_names(named["plan"], parameters), *sharder_names],
-        "compute_plan": named["compute_plan"],
-        "gradient_plan": named["gradient_plan"],
+        "plan": [*with_tied_names(layouts_by_field["plan"], parameters), *sharder_names],
+        "compute_plan": layouts_by_field["compute_plan"],
+        "gradient_plan": layouts_by_field["gradient_plan"],
         "fully_shard": [parameter.fqn for group in fsdp_groups for parameter in group.parameters],
         "input_plan": boundaries.inputs,
         "output_plan": boundaries.outputs,

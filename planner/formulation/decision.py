@@ -252,19 +252,19 @@ class _Reader:
         while changed:
             changed = False
             for producer, producer_slot, consumer, consumer_slot, port in links:
-                sent = [self._sent(s, producer_slot, port) for s in self._candidates[producer]]
-                wanted = [self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]]
+                producer_ports = [self._sent(s, producer_slot, port) for s in self._candidates[producer]]
+                consumer_ports = [self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]]
                 # Where no gradient comes back, its layout is nobody's concern.
-                both = set(sent) & set(wanted)
-                without = {f for f, g in wanted if g is None} & {f for f, _ in sent}
-                for index, shown in ((producer, sent), (consumer, wanted)):
+                both = set(producer_ports) & set(consumer_ports)
+                without = {f for f, g in consumer_ports if g is None} & {f for f, _ in producer_ports}
+                for index, ports in ((producer, producer_ports), (consumer, consumer_ports)):
                     agreeing = [
                         s
-                        for s, (forward, gradient) in zip(self._candidates[index], shown, strict=True)
+                        for s, (forward, gradient) in zip(self._candidates[index], ports, strict=True)
                         if (forward, gradient) in both
                         or (forward in without and (gradient is None or index == producer))
                     ]
-                    if len(agreeing) < len(shown):
+                    if len(agreeing) < len(ports):
                         self._candidates[index] = agreeing
                         changed = True
                         break

@@ -73,12 +73,12 @@ class _Itemiser:
     def _copies(self) -> Iterator[Price]:
         throughout = self._structure.timeline.throughout
         for multiplicity in self._structure.saved_tensors:
-            kept = (
+            layouts = (
                 p.layout
                 for p, q in self._wanted(multiplicity)
                 if multiplicity.in_producer_layout or saves_producer_layout(p, q)
             )
-            for layout in dict.fromkeys(layout for layout in kept if layout is not None):
+            for layout in dict.fromkeys(layout for layout in layouts if layout is not None):
                 yield self._pricer.live_bytes(self._value(multiplicity), layout, multiplicity, throughout)
         for multiplicity in self._structure.saved_copies:
             for source, target in self._wanted(multiplicity):

@@ -251,9 +251,9 @@ class Formulator:
             self._structure.representative(key.consumer).slots[key.consumer_slot].value
         )
         price = self.pricer.redistribution_pricer.both_ways
-        wanted = list(dict.fromkeys(consumer))
+        consumer_ports = list(dict.fromkeys(consumer))
         pairs: dict[tuple[int, int], Charge] = {
-            (p, q): {} for p in dict.fromkeys(producer) for q in wanted if price(exchanged, p, q) is not None
+            (p, q): {} for p in dict.fromkeys(producer) for q in consumer_ports if price(exchanged, p, q) is not None
         }
         return Edge(
             producer=key.producer,

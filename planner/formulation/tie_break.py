@@ -77,7 +77,7 @@ def _tidier(
     is_accepted: Callable[[Layout], bool],
 ) -> StorageOption:
     """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
-    wanted = _parameter_charge(formulator, parameter, choice, decision)
+    choice_charge = _parameter_charge(formulator, parameter, choice, decision)
     value = formulator.value_of(parameter)
     for layout in sorted(
         stored_layouts(value, formulator.pricer.run.mesh.shape), key=lambda layout: [str(p) for p in layout]
@@ -89,7 +89,7 @@ def _tidier(
         if not is_accepted(layout):
             continue
         charge = _parameter_charge(formulator, parameter, other, decision)
-        if charge is not None and wanted is not None and _same(charge, wanted):
+        if charge is not None and choice_charge is not None and _same(charge, choice_charge):
             return other
     return choice
 
@@ -119,15 +119,15 @@ def _input_strategy(
     formulator: Formulator, structure: Structure, index: int, decision: Decision, accepts: Accepts | None
 ) -> Strategy:
     """Return the way to take an input in that is split most, over the first dims, without communication."""
-    wanted: list[tuple[int, PortLayouts]] = []
+    consumer_ports: list[tuple[int, PortLayouts]] = []
     for edge in structure.edges:
         if edge.producer == index:
             consumer = decision.strategies[edge.consumer]
-            wanted.append((edge.producer_slot, consumer_port(consumer, edge.consumer_slot)))
+            consumer_ports.append((edge.producer_slot, consumer_port(consumer, edge.consumer_slot)))
     region = structure.representative(index)
 
     def is_free(strategy: Strategy) -> bool:
-        for slot, port in wanted:
+        for slot, port in consumer_ports:
             price = formulator.redistribution_price(region.slots[slot].value, producer_port(strategy, slot), port)
             if price is None or price.collectives:
                 return False

@@ -335,11 +335,14 @@ def _are_equal(whole: _Recording, short: _Recording, repeats: Sequence[RepeatedB
     if in_whole(short.outside, None) != whole.outside:
         return False
     for block, original in originals.items():
-        ours, theirs = short.blocks[block], whole.blocks[original]
+        short_block, whole_block = short.blocks[block], whole.blocks[original]
         repeat = _repeat_of(original, repeats)
-        if in_whole(ours.events, repeat) != theirs.events or in_whole(ours.arguments, repeat) != theirs.arguments:
+        if (
+            in_whole(short_block.events, repeat) != whole_block.events
+            or in_whole(short_block.arguments, repeat) != whole_block.arguments
+        ):
             return False
-        if ours.calls != theirs.calls:
+        if short_block.calls != whole_block.calls:
             return False
     return True
 

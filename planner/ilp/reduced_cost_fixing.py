@@ -87,9 +87,9 @@ def solve(
     if node_limit is None:
         answer = _narrowed(program, relaxed, raised, mip_gap, cutoff, deadline, solver)
     else:
-        kept = program.possible(relaxed.objective + raised <= cutoff)
-        part, root = _part(program, relaxed, kept)
-        answer = _whole(program, _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit), kept)
+        indices = program.possible(relaxed.objective + raised <= cutoff)
+        part, root = _part(program, relaxed, indices)
+        answer = _whole(program, _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit), indices)
     return dataclasses.replace(answer, root=relaxed.objective)
 
 
@@ -116,9 +116,9 @@ def _narrowed(
     while True:
         width = width if width <= _WIDEST else math.inf
         is_last = relaxed.objective + width * scale >= cutoff
-        kept = program.possible(raised <= width * scale)
-        wanted = cutoff if best.values is None else min(cutoff, best.objective)
-        part = _solve_part(program, relaxed, kept, wanted, mip_gap, deadline, solver)
+        indices = program.possible(raised <= width * scale)
+        best_cutoff = cutoff if best.values is None else min(cutoff, best.objective)
+        part = _solve_part(program, relaxed, indices, best_cutoff, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
         # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
@@ -145,45 +145,45 @@ def bounded(program: LinearProgram, cutoff: float) -> LinearProgram:
 def _solve_part(
     program: LinearProgram,
     relaxed: Answer,
-    kept: Indices,
+    indices: Indices,
     cutoff: float,
     mip_gap: float,
     deadline: float | None,
     solver: str | None,
 ) -> Answer:
-    """Return the answer of a program with the ``kept`` variables alone, as one of the whole: the others are 0.
+    """Return the answer of a program with the variables ``indices`` alone, as one of the whole: the others are 0.
 
     Args:
         relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
     """
-    part, root = _part(program, relaxed, kept)
+    part, root = _part(program, relaxed, indices)
     node_limit, deep = (_FEW, True) if part.cap_row is None else (_MORE, False)
     answer = _branch(part, root, cutoff, mip_gap, deadline, solver, node_limit, deep=deep)
     if answer.status == "limit":
-        wanted = cutoff if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
+        tighter_cutoff = cutoff if answer.values is None else answer.objective - mip_gap * abs(answer.objective)
         solver_answer = backends.solve(
-            bounded(part, wanted), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver
+            bounded(part, tighter_cutoff), mip_gap=mip_gap, time_limit_s=_left_s(deadline), solver=solver
         )
         if solver_answer.values is not None or answer.values is None:
             answer = solver_answer
         elif solver_answer.status == "infeasible":
-            answer = dataclasses.replace(answer, status="optimal", bound=wanted)
+            answer = dataclasses.replace(answer, status="optimal", bound=tighter_cutoff)
         else:
-            answer = dataclasses.replace(answer, bound=max(answer.bound, min(solver_answer.bound, wanted)))
-    return _whole(program, answer, kept)
+            answer = dataclasses.replace(answer, bound=max(answer.bound, min(solver_answer.bound, tighter_cutoff)))
+    return _whole(program, answer, indices)
 
 
-def _part(program: LinearProgram, relaxed: Answer, kept: Indices) -> tuple[LinearProgram, Answer]:
+def _part(program: LinearProgram, relaxed: Answer, indices: Indices) -> tuple[LinearProgram, Answer]:
     assert relaxed.values is not None
-    return program.part(kept), dataclasses.replace(relaxed, values=relaxed.values[kept])
+    return program.part(indices), dataclasses.replace(relaxed, values=relaxed.values[indices])
 
 
-def _whole(program: LinearProgram, answer: Answer, kept: Indices) -> Answer:
+def _whole(program: LinearProgram, answer: Answer, indices: Indices) -> Answer:
     """Return the answer to a part of a program as one to the whole."""
     if answer.values is None:
         return answer
     values = np.zeros(program.columns)
-    values[kept] = answer.values
+    values[indices] = answer.values
     return dataclasses.replace(answer, values=values)
 
 
@@ -221,20 +221,20 @@ def _branch(
     relaxations = backends.Relaxations(program, root=root.objective, solver=solver)
     for _ in range(node_limit):
         # What a relaxation comes to holds for those below it: most siblings need not be looked at.
-        wanted = cutoff if best.values is None else best.objective - mip_gap * abs(best.objective)
-        lowest = min([lowest, *(bound for bound, _, _ in open_ if bound >= wanted)])
-        open_ = [node for node in open_ if node[0] < wanted]
+        tighter_cutoff = cutoff if best.values is None else best.objective - mip_gap * abs(best.objective)
+        lowest = min([lowest, *(bound for bound, _, _ in open_ if bound >= tighter_cutoff)])
+        open_ = [node for node in open_ if node[0] < tighter_cutoff]
         if not open_:
             return best if best.values is None else dataclasses.replace(best, bound=min(lowest, best.objective))
         node = open_[-1] if deep or best.values is None else min(open_)
         fixed, relaxed = node[2], root
         if fixed:
             try:
-                relaxed = relaxations.at(fixed, cutoff=wanted, time_limit_s=_left_s(deadline), afresh=deep)
+                relaxed = relaxations.at(fixed, cutoff=tighter_cutoff, time_limit_s=_left_s(deadline), afresh=deep)
                 if relaxed.excess > _NONE and most_fractional(program, relaxed) is None:
                     # This one does not fit; others that cost more may.
                     relaxed = relaxations.at(
-                        fixed, cutoff=wanted, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
+                        fixed, cutoff=tighter_cutoff, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
                     )
             except SolverError:
                 break
@@ -245,7 +245,7 @@ def _branch(
             lowest = min(lowest, relaxed.bound)
         if relaxed.values is not None:
             variable = most_fractional(program, relaxed)
-            if relaxed.objective >= wanted:
+            if relaxed.objective >= tighter_cutoff:
                 lowest = min(lowest, relaxed.objective)
             elif variable is not None:
                 latest -= 2

@@ -52,24 +52,24 @@ class LiveRanges:
     def reads(self, region: Region, entry: int) -> tuple[int, int]:
         """Return the first and the last position at which ops of ``region`` read what enters it, or a view of that."""
         root = self._order.root(region.slots[entry].value.name)
-        read = [
+        positions = [
             self._order.position[region_op.op.name]
             for region_op in region.ops
             if any(self._order.root(region.slots[slot].value.name) == root for slot in region_op.inputs)
         ]
-        return min(read, default=NEVER), max(read, default=-1)
+        return min(positions, default=NEVER), max(positions, default=-1)
 
 
 def forward_timeline(order: OpOrder) -> Timeline:
     """Return the candidates at which the memory of a forward may be at its peak, and what is alive at each."""
-    candidates, handed = forward_peak_candidates(order), passed_through(order)
+    candidates, passthroughs = forward_peak_candidates(order), passed_through(order)
     return Timeline(
         candidates=candidates,
         classes=_classes(order, candidates),
         blocks={},
         uses=positions_of_uses(order),
-        savers=savers(order, handed),
-        passed_through=handed,
+        savers=savers(order, passthroughs),
+        passed_through=passthroughs,
         starts=order.starts,
         ends=order.ends,
         first_reads=first_reads(order),

@@ -96,8 +96,8 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
             if slot.origin == "parameter":
                 uses[slot.value.name][regions.class_of[region.index], position] += 1
     groups: dict[tuple[tuple[tuple[int, int], int], ...], list[str]] = defaultdict(list)
-    for value, counted in uses.items():
-        groups[tuple(sorted(counted.items()))].append(value)
+    for value, use_counts in uses.items():
+        groups[tuple(sorted(use_counts.items()))].append(value)
     return tuple(
         ParameterClass(
             values=tuple(values),

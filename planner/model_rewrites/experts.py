@@ -102,8 +102,8 @@ def experts_activation(module: nn.Module) -> str | None:
 
 def experts_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Return the experts modules in ``module`` that the op implements, each with its activation."""
-    named = [(part, experts_activation(part)) for part in module.modules()]
-    return [(part, activation) for part, activation in named if activation is not None]
+    activations = [(part, experts_activation(part)) for part in module.modules()]
+    return [(part, activation) for part, activation in activations if activation is not None]
 
 
 @contextmanager

@@ -245,11 +245,13 @@ def _with_fused_rotary(forward: Forward, ops: FusedOps) -> Forward:
         return wrapper
     unfused = forward.__globals__[_ROTARY_FUNCTION]
 
-    def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        has_defaults = not rest and named.get("unsqueeze_dim", 1) == 1 and set(named) <= {"unsqueeze_dim"}
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *rest: Any, **kwargs: Any
+    ) -> Any:
+        has_defaults = not rest and kwargs.get("unsqueeze_dim", 1) == 1 and set(kwargs) <= {"unsqueeze_dim"}
         if has_defaults and all(_takes_rotary(tensor, cos) for tensor in (q, k)):
             return ops.rotary(q, cos, sin), ops.rotary(k, cos, sin)
-        return unfused(q, k, cos, sin, *rest, **named)
+        return unfused(q, k, cos, sin, *rest, **kwargs)
 
     return _copy(forward, {**forward.__globals__, _ROTARY_FUNCTION: rotate}, forward.__closure__)
 

@@ -131,10 +131,10 @@ def _fuse_attention(attention: Any, uses: Mapping[int, int]) -> None:
 
 def _fusible_layers(part: Any, names: Sequence[str], uses: Mapping[int, int]) -> _Layers | None:
     """Return the linear layers of these names, None where they cannot be fused: they differ, or are used elsewhere."""
-    named = {name: part._modules.get(name) for name in names}
-    if any(type(layer) is not nn.Linear or _is_used_elsewhere(layer, uses) for layer in named.values()):
+    modules = {name: part._modules.get(name) for name in names}
+    if any(type(layer) is not nn.Linear or _is_used_elsewhere(layer, uses) for layer in modules.values()):
         return None
-    layers: dict[str, nn.Linear] = {name: layer for name, layer in named.items() if layer is not None}
+    layers: dict[str, nn.Linear] = {name: layer for name, layer in modules.items() if layer is not None}
     kinds = {
         (layer.in_features, weight.dtype, weight.device, weight.requires_grad, layer.bias is None)
         for layer in layers.values()

@@ -226,9 +226,9 @@ def run_forward(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     logits, labels, ignore_index, mean = args
     maxima = row_maxima(logits)
     sums, targets = row_sums(logits, labels, maxima)
-    log_sums, counted = sums.log() + maxima, labels != ignore_index
-    total = (log_sums - targets).masked_fill(~counted, 0).sum()
-    return (total / counted.sum() if mean else total), log_sums
+    log_sums, label_mask = sums.log() + maxima, labels != ignore_index
+    total = (log_sums - targets).masked_fill(~label_mask, 0).sum()
+    return (total / label_mask.sum() if mean else total), log_sums
 
 
 def run_backward(
@@ -251,8 +251,8 @@ def run_backward(
     if name == ROTARY:
         return (rotary_backward(gradient, *args[1:]),)
     logits, labels, ignore_index, mean = args
-    counted = labels != ignore_index
-    scales = (gradient / counted.sum() if mean else gradient) * counted
+    label_mask = labels != ignore_index
+    scales = (gradient / label_mask.sum() if mean else gradient) * label_mask
     return (logits_gradient(logits, labels, saved[0], scales),)
 
 
@@ -284,20 +284,20 @@ def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nb
         output_nbytes: bytes of the result.
     """
     shape, first_nbytes = inputs[0]
-    read = sum(nbytes for _, nbytes in inputs)
+    input_nbytes = sum(nbytes for _, nbytes in inputs)
     if name == RMS_NORM:
         rows = _ROW_NBYTES * math.prod(shape[:-1])
         # Backward reads the result's gradient and what was saved, and writes the gradients of both inputs.
-        return FusedWork((0, 1), rows, read + output_nbytes + rows, 2 * read + rows + output_nbytes)
+        return FusedWork((0, 1), rows, input_nbytes + output_nbytes + rows, 2 * input_nbytes + rows + output_nbytes)
     if name == GATED:
-        return FusedWork((0, 1), 0, read + output_nbytes, 2 * read + output_nbytes)
+        return FusedWork((0, 1), 0, input_nbytes + output_nbytes, 2 * input_nbytes + output_nbytes)
     if name == GATED_PAIRS:
-        return FusedWork((0,), 0, read + output_nbytes, 2 * read + output_nbytes)
+        return FusedWork((0,), 0, input_nbytes + output_nbytes, 2 * input_nbytes + output_nbytes)
     if name == ROTARY:
-        return FusedWork((1, 2), 0, read + output_nbytes, read + output_nbytes)
+        return FusedWork((1, 2), 0, input_nbytes + output_nbytes, input_nbytes + output_nbytes)
     if name == CROSS_ENTROPY:
         rows = _ROW_NBYTES * shape[0]
         # Forward reads the logits twice: the ranks exchange maxima before they sum, where classes are sharded.
-        passes = first_nbytes + read
+        passes = first_nbytes + input_nbytes
         return FusedWork((0, 1), rows, passes, passes + rows)
     raise ValueError(f"{name!r} is not a fused op")

@@ -37,9 +37,9 @@ def _structure(module: nn.Module) -> Iterator[list[object]]:
         kind = type(submodule).__qualname__
         yield ["module", fqn, _FORMER_NAMES.get(kind, kind), submodule.extra_repr(), numbers]
     first_name: dict[torch.Tensor, str] = {}
-    for kind, named in (
+    for kind, tensors in (
         ("parameter", module.named_parameters(remove_duplicate=False)),
         ("buffer", module.named_buffers(remove_duplicate=False)),
     ):
-        for fqn, tensor in named:
+        for fqn, tensor in tensors:
             yield [kind, fqn, list(tensor.shape), first_name.setdefault(tensor, fqn)]

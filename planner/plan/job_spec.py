@@ -328,8 +328,8 @@ def _check(item: SpecField, value: Any) -> None:
     """Raise a `JobError` where a number is outside its field's limits, or a choice does not exist."""
     limits = item.option.limits
     if not all(_keeps(key, value, limits[key]) for key in _BOUNDS if key in limits):
-        wanted = ", ".join(f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits)
-        raise JobError(f"{item.name} is {value!r}.", what_to_do=f"Give a number {wanted}.", field=item.name)
+        bounds = ", ".join(f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits)
+        raise JobError(f"{item.name} is {value!r}.", what_to_do=f"Give a number {bounds}.", field=item.name)
     if item.choices and value not in item.choices and not (value is None and item.default is None):
         advice = f"Choose one of {', '.join(item.choices)}."
         raise JobError(f"{item.name} is {value!r}.", what_to_do=advice, field=item.name)

@@ -114,9 +114,9 @@ def run_both_ways(op: Op, inputs: Sequence[torch.Tensor]) -> OpRun:
         for leaf in leaves:
             live.ignore(leaf)
         # Autograd does not let an in-place op write to a leaf: run its functional variant.
-        returned = pytree.tree_leaves(run_op(op, leaves, functional=bool(differentiable)))
-        results = [leaf for leaf in returned if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        del returned
+        leaves_of_result = pytree.tree_leaves(run_op(op, leaves, functional=bool(differentiable)))
+        results = [leaf for leaf in leaves_of_result if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        del leaves_of_result
         forward = live.dispatched()
         if not differentiable or not results:
             return OpRun(0, forward, NOTHING)

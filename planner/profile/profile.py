@@ -156,8 +156,8 @@ class _Profiler:
             lambda tensor: saved.pack(tensor, self.tensors), lambda tensor: tensor
         )
         with hooks, FlopCount() as count:
-            returned = run_op(op, args)
-        results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, torch.Tensor)]
+            op_result = run_op(op, args)
+        results = [leaf for leaf in pytree.tree_leaves(op_result) if isinstance(leaf, torch.Tensor)]
         is_flash = op.target is ATTENTION and self._flash
         if is_flash:
             results = [flash_result(self.tensors, results[0], args[0])]
@@ -230,10 +230,10 @@ class _Profiler:
     ) -> tuple[int, int]:
         """Return the bytes that an op reads and writes, forward and backward; 0 for the forward of a view."""
         # An expanded tensor (a mask for the whole batch, for example) is read as often as it is stored.
-        read = sum(min(value.nbytes, self.tensors.storage_nbytes[value.name]) for value in inputs)
-        written = sum(value.nbytes for value in outputs)
+        read_nbytes = sum(min(value.nbytes, self.tensors.storage_nbytes[value.name]) for value in inputs)
+        written_nbytes = sum(value.nbytes for value in outputs)
         if op.target_name == "aten.embedding.default":
-            read = written + inputs[1].nbytes
+            read_nbytes = written_nbytes + inputs[1].nbytes
         is_view = self._is_view(op)
         differentiable = _is_differentiable(inputs, outputs)
         gradient_nbytes = sum(value.nbytes for value in inputs if value.requires_grad)
@@ -243,10 +243,10 @@ class _Profiler:
             # Autograd writes the gradients of several views of a tensor side by side into one tensor.
             backward = 2 * gradient_nbytes if len(outputs) > 1 else 0
         elif flops > 0 or run.backward.nbytes > 0:
-            backward = written + sum(self._graph.values[name].nbytes for name in saved) + gradient_nbytes
+            backward = written_nbytes + sum(self._graph.values[name].nbytes for name in saved) + gradient_nbytes
         else:
             backward = 0  # the gradient of a sum is that of each addend: nothing runs
-        return 0 if is_view else read + written, backward
+        return 0 if is_view else read_nbytes + written_nbytes, backward
 
     def _is_view(self, op: Op) -> bool:
         root = self.tensors.root

@@ -26,25 +26,25 @@ def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
     kernel = job.attention_kernel
     if kernel is None:
         return
-    why = None
+    reason = None
     if not runs_kernel(kernel, device):
-        why = f"{device.name} does not run"
+        reason = f"{device.name} does not run"
     elif job.dtype == "fp32":
-        why = "does not run in fp32"
+        reason = "does not run in fp32"
     else:
         for op in graph.ops:
             if op.target is ATTENTION:
                 query, key, value, *masks = (graph.values[name] for name in op.inputs)
                 widths = {tensor.shape[-1] for tensor in (query, key, value)}
                 if dropout_of(op):
-                    why = f"has no dropout, as attention of this model has ({op.name})"
+                    reason = f"has no dropout, as attention of this model has ({op.name})"
                 elif masks:
-                    why = f"takes no mask, as attention of this model has ({op.name})"
+                    reason = f"takes no mask, as attention of this model has ({op.name})"
                 elif len(widths) > 1 or max(widths) > _LARGEST_HEAD_DIM or max(widths) % _HEAD_DIM_MULTIPLE:
-                    why = f"does not run these head dims: {', '.join(map(str, sorted(widths)))} ({op.name})"
-    if why is not None:
+                    reason = f"does not run these head dims: {', '.join(map(str, sorted(widths)))} ({op.name})"
+    if reason is not None:
         raise JobError(
-            f"attention_kernel is {kernel!r}, which {why}.",
+            f"attention_kernel is {kernel!r}, which {reason}.",
             what_to_do="Leave attention_kernel out: torch chooses a kernel that runs.",
             field="attention_kernel",
         )

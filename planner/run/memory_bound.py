@@ -90,7 +90,7 @@ def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, floa
     for multiplicity in structure.saved_copies:
         for edge in multiplicity.edges:
             copies[edge].append(multiplicity)
-    counted = set[int]()
+    copy_ids = set[int]()
     for multiplicity in structure.saved_tensors:
         key = structure.edges[multiplicity.edges[0]]
         value = structure.representative(key.consumer).slots[key.consumer_slot].value
@@ -99,14 +99,14 @@ def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, floa
         alive, saved = multiplicity.lifetime.counts, multiplicity.live_after_forward
         if not multiplicity.in_producer_layout:
             # One of the copies that an edge may save instead, and none of them twice.
-            uncounted_copies = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in counted]
+            uncounted_copies = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in copy_ids]
             if not uncounted_copies:
                 continue
             saved_copy = max(
                 uncounted_copies,
                 key=lambda copied: sum(_smaller_counts(multiplicity.lifetime.counts, copied.lifetime.counts).values()),
             )
-            counted.add(id(saved_copy))
+            copy_ids.add(id(saved_copy))
             alive, saved = _smaller_counts(alive, saved_copy.lifetime.counts), min(saved, saved_copy.live_after_forward)
         yield structure.representative(key.producer), float(value.nbytes), alive, saved
 

@@ -154,14 +154,14 @@ class ContextParallelWork(NamedTuple):
         gathered, query = self.gathered_nbytes, self.query_nbytes
         if self.own_keys_first:
             return max(self._backward_rise_on(rank) for rank in {0, 1, self.ranks - 1})
-        returned = self.own_keys_nbytes + query
+        gradient_nbytes = self.own_keys_nbytes + query
         if not self.causal:
             # Gathered keys and their gradients; or the gradient of queries, and its copy in their memory format.
-            return max(2 * gathered + query, 2 * query + self.own_keys_nbytes) - returned
+            return max(2 * gathered + query, 2 * query + self.own_keys_nbytes) - gradient_nbytes
         # Gathered keys, their gradients, and those of the current kernel; the same two for queries; the exchanged
         # gradient of the result. Later the gradient of queries is exchanged, in four copies as in the forward.
         kernels = 3 * gathered + 2 * query + self.result_nbytes
-        return max(kernels, gathered + self.result_nbytes + 4 * query) - returned
+        return max(kernels, gathered + self.result_nbytes + 4 * query) - gradient_nbytes
 
     def _backward_rise_on(self, rank: int) -> int:
         """Return the same for one rank where its own keys come first."""

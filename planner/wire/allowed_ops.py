@@ -101,9 +101,9 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
     """Return the op called ``name``, as in ``aten.linear.default``; None where none of the list is."""
     namespace, _, rest = name.partition(".")
     base, _, overload = rest.partition(".")
-    listed = f"{namespace}.{base}" in ALLOWED or f"{namespace}.{base.removesuffix('_')}" in ALLOWED
+    is_allowed = f"{namespace}.{base}" in ALLOWED or f"{namespace}.{base.removesuffix('_')}" in ALLOWED
     qualified = f"{namespace}::{base}" + ("" if overload == "default" else f".{overload}")
-    return _looked_up(namespace, base, overload) if listed and qualified in _registered() else None
+    return _looked_up(namespace, base, overload) if is_allowed and qualified in _registered() else None
 
 
 @functools.cache

@@ -127,9 +127,9 @@ class _Writer:
             args, kwargs = _arguments(op.args, op.kwargs)
         except (CannotWriteError, GraphFormatError) as error:
             fqn = self._graph.calls[op.call].fqn
-            why = error.detail if isinstance(error, GraphFormatError) else str(error)
+            reason = error.detail if isinstance(error, GraphFormatError) else str(error)
             raise ModelError(
-                f"the op {op.name} in module {fqn or '(root)'!r} cannot be sent: {why.rstrip('.')}.",
+                f"the op {op.name} in module {fqn or '(root)'!r} cannot be sent: {reason.rstrip('.')}.",
                 what_to_do=_LOCALLY,
                 module=fqn,
             ) from error

@@ -60,10 +60,10 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 def computes_tensors(op: torch._ops.OpOverload) -> bool:
     """Tell whether an op returns nothing but tensors and takes nothing that a document cannot hold."""
-    returned = {str(item.real_type) for item in op._schema.returns}
-    taken = [item for item in op._schema.arguments if str(item.real_type) not in _KINDS]
-    written = any(item.is_out for item in op._schema.arguments)
-    return returned <= {"Tensor", "List[Tensor]"} and bool(returned) and not taken and not written
+    result_types = {str(item.real_type) for item in op._schema.returns}
+    other_arguments = [item for item in op._schema.arguments if str(item.real_type) not in _KINDS]
+    has_out = any(item.is_out for item in op._schema.arguments)
+    return result_types <= {"Tensor", "List[Tensor]"} and bool(result_types) and not other_arguments and not has_out
 
 
 def check_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:

@@ -43,10 +43,10 @@ def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> li
     entries_by_block = _entries_by_block(plan, everyone, names)
     parts: dict[str, int] = {}
     starts: set[int] = set()
-    for listed in blocks.lists.values():
+    for block_names in blocks.lists.values():
         number = 0
-        for index, block in enumerate(listed):
-            before = listed[index - 1] if index else block
+        for index, block in enumerate(block_names):
+            before = block_names[index - 1] if index else block
             if (modes.get(block), entries_by_block[block]) != (modes.get(before), entries_by_block[before]):
                 starts.add(index)
                 number += 1

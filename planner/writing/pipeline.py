@@ -44,14 +44,14 @@ def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], modu
     entries, modes = NamedEntries(), dict[str, CheckpointingMode]()
     stage_modules: list[tuple[str, ...]] = [()] * len(pipeline_plan.pipeline.blocks_per_stage)
     for kind, candidate in pipeline_plan.kinds:
-        named = named_entries(candidate.structure, candidate.decision)
-        for ports in (named.inputs, named.outputs):
+        stage_entries = named_entries(candidate.structure, candidate.decision)
+        for ports in (stage_entries.inputs, stage_entries.outputs):
             ports[""] = {path: port for path, port in ports.get("", {}).items() if not is_boundary_path(path)}
             if not ports[""]:
                 del ports[""]
         for index in kind.indices:
             rename = _renaming(kind, index, pipeline_plan.pipeline, blocks)
-            own = named.renamed(rename)
+            own = stage_entries.renamed(rename)
             entries.update(own)
             modes |= {rename(block): mode for block, mode in candidate.run.grouping.modes}
             stage_modules[index] = _modules(own.stored, module)

@@ -40,17 +40,17 @@ def estimate_plan(
         PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
         MeshError: its mesh is not the whole cluster.
     """
-    opened = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
-    read = opened.read
-    with opened.clock.stage("costs_s"):
-        priced = estimate(read.formulator, read.structure, read.decision)
-    timings = dict(opened.clock.spent)
+    context = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
+    plan_contents = context.plan_contents
+    with context.clock.stage("costs_s"):
+        priced = estimate(plan_contents.formulator, plan_contents.structure, plan_contents.decision)
+    timings = dict(context.clock.spent)
     notes = dict.fromkeys(without_fused_ops_note(plan.notes))
-    if plan.job.training and opened.returns_no_loss:
+    if plan.job.training and context.returns_no_loss:
         notes[NO_LOSS_NOTE] = None
     if plan.job.fused_ops:
-        notes[fused_ops_note(opened.search.model.graph)] = None
-    where = read.run.cluster.to_dict()
+        notes[fused_ops_note(context.search.model.graph)] = None
+    where = plan_contents.run.cluster.to_dict()
     plan_notes = with_reallgather_note(notes, plan.input_plan, plan.job)
     return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=plan_notes)
 
@@ -80,12 +80,14 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
     *coarser, finest = plan_groupings(plan, search.model.blocks, names)
     for grouping in coarser:
         try:
-            read = _read(search, plan, names, grouping)
+            plan_contents = _read(search, plan, names, grouping)
         except PlanMismatchError:
             continue
-        rewritten = dataclasses.replace(plan, **decision_entries(read.structure, read.decision, names).by_field())
+        rewritten = dataclasses.replace(
+            plan, **decision_entries(plan_contents.structure, plan_contents.decision, names).by_field()
+        )
         if json.loads(rewritten.to_json()) == document:
-            return read
+            return plan_contents
     return _read(search, plan, names, finest)
 
 
@@ -128,7 +130,7 @@ class PricingContext:
     """
 
     search: RunPlanner
-    read: ReadPlan
+    plan_contents: ReadPlan
     clock: Clock
     returns_no_loss: bool
 
@@ -178,5 +180,7 @@ def open_for_pricing(
         zigzag=plan.zigzag is not None or plan.job.zigzag,
     )
     search = RunPlanner(model_traced, plan.job, cluster, batch, clock)
-    read = read_plan(search, plan, ModuleNames.from_module(model))
-    return PricingContext(search=search, read=read, clock=clock, returns_no_loss=returns_no_loss(model_traced))
+    plan_contents = read_plan(search, plan, ModuleNames.from_module(model))
+    return PricingContext(
+        search=search, plan_contents=plan_contents, clock=clock, returns_no_loss=returns_no_loss(model_traced)
+    )

@@ -32,8 +32,8 @@ Reader = Annotated[Caller, Depends(needs("read"))]
 )
 async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
     """Price a parallel configuration by its degrees, from the model's dimensions only."""
-    asked = await body_of(EstimateRequest, request)
-    return await run_in_threadpool(_price, asked)
+    estimate_request = await body_of(EstimateRequest, request)
+    return await run_in_threadpool(_price, estimate_request)
 
 
 @router.post(
@@ -44,18 +44,18 @@ async def estimate(request: Request, caller: Reader) -> dict[str, Any]:
 )
 async def diff(request: Request, caller: Reader) -> dict[str, Any]:
     """Compare two plans, each given as it is or by the id of the job that made it."""
-    asked = await body_of(DiffRequest, request)
-    return await run_in_threadpool(_diff, service_of(request), caller, asked)
+    diff_request = await body_of(DiffRequest, request)
+    return await run_in_threadpool(_diff, service_of(request), caller, diff_request)
 
 
-def _price(asked: EstimateRequest) -> dict[str, Any]:
-    read_client_cluster(asked.cluster)
-    options = asked.model_dump(exclude={"model"})
-    return price_configuration(asked.model_spec, allow_local=False, **options).to_dict()
+def _price(estimate_request: EstimateRequest) -> dict[str, Any]:
+    read_client_cluster(estimate_request.cluster)
+    options = estimate_request.model_dump(exclude={"model"})
+    return price_configuration(estimate_request.model_spec, allow_local=False, **options).to_dict()
 
 
-def _diff(service: Service, caller: Caller, asked: DiffRequest) -> dict[str, Any]:
-    left, right = (_plan(service, caller, value) for value in (asked.left, asked.right))
+def _diff(service: Service, caller: Caller, diff_request: DiffRequest) -> dict[str, Any]:
+    left, right = (_plan(service, caller, value) for value in (diff_request.left, diff_request.right))
     return diff_plans(left, right).to_dict()
 
 

@@ -71,15 +71,15 @@ def _submit(service: Service, caller: Caller, body: bytes, key: str | None) -> J
 
 def _job_of_request(service: Service, caller: Caller, body: bytes) -> JobRecord:
     """Return the job of a request: an existing one of the same fingerprint, or a new one."""
-    asked = parse(PlanRequest, body)
-    check_request(asked, allow_local=False)
-    name = fingerprint(asked, allow_local=False)
+    plan_request = parse(PlanRequest, body)
+    check_request(plan_request, allow_local=False)
+    name = fingerprint(plan_request, allow_local=False)
     assert name is not None, "only factories have no fingerprint, and a client cannot name one"
     job = service.store.find(name, owner=caller.owner)
     if job is not None and not job.may_be_tried_again:
         service.metrics.submitted("cached" if job.ended else "known")
         return job
-    job = service.store.add(name, asked.model_dump(mode="json"), owner=caller.owner, label=_label(asked))
+    job = service.store.add(name, plan_request.model_dump(mode="json"), owner=caller.owner, label=_label(plan_request))
     service.metrics.submitted("cached" if job.ended else "new")
     structlog.get_logger().info("job submitted", job=job.id, owner=caller.owner, status=job.status)
     return job

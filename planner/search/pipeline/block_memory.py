@@ -36,11 +36,11 @@ class BlockMemory:
         """Return the bytes of a block of a model, counted in a stage that has one block."""
         role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
         model = stages.model(StageKind(role=role, blocks=1, indices=(0,)))
-        listed = set(listed_blocks(stages.whole))
+        blocks = set(listed_blocks(stages.whole))
         saved, alive, state_bytes, gradient_bytes = {}, {}, 0.0, 0.0
         for ac in modes:
             structure = model.structure(batch, model.grouping(ac))
-            saved[ac], alive[ac] = least_saved_bytes(structure, listed), least_alive_bytes(structure)
+            saved[ac], alive[ac] = least_saved_bytes(structure, blocks), least_alive_bytes(structure)
             state_bytes, gradient_bytes = least_state_bytes(structure, job), least_gradient_bytes(structure, job)
         return cls(
             batch=batch, state_bytes=state_bytes, gradient_bytes=gradient_bytes, saved_bytes=saved, alive_bytes=alive

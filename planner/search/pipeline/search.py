@@ -271,9 +271,9 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
     def _stage_may_fit(self, kind: StageKind, pipeline: PipelineRun) -> bool:
         batch = self._planner.batch // pipeline.micro_batches
         if (batch == 1) not in self._block_memory:  # for a single sample autograd may save other tensors
-            counted = 1 if batch == 1 else self._planner.batch // self.spec.micro_batch_counts[0]
+            measured_batch = 1 if batch == 1 else self._planner.batch // self.spec.micro_batch_counts[0]
             self._block_memory[batch == 1] = BlockMemory.of_model(
-                self.stages, counted, self.spec.modes, self._planner.job
+                self.stages, measured_batch, self.spec.modes, self._planner.job
             )
         run = self.stages.run(self._planner, kind, pipeline)
         bytes_per_device = self._block_memory[batch == 1].of_stage(kind.blocks, run, batch) / run.mesh.size

@@ -38,25 +38,25 @@ class SingleDeviceTime:
             fewest: number of micro-batches.
             modes: of checkpointing.
         """
-        one, listed = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(planner))
+        one, blocks = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(planner))
         run = planner.run_of(one, fewest, "none")
         batch = planner.micro_batch(run)
         graph = planner.model.graph_at(batch)
         blocks_s = first_s = last_s = 0.0
         seconds = op_seconds(planner.model, planner.op_times, run, batch)
         for op in graph.ops:
-            if block_of(graph.calls[op.call].fqn) in listed:
+            if block_of(graph.calls[op.call].fqn) in blocks:
                 blocks_s += seconds.get(op.name, 0.0)
             elif blocks_s:
                 last_s += seconds.get(op.name, 0.0)
             else:
                 first_s += seconds.get(op.name, 0.0)
         recompute_s = {
-            ac: least_recompute_s(planner.model, planner.op_times, planner.run_of(one, fewest, ac), batch) / len(listed)
+            ac: least_recompute_s(planner.model, planner.op_times, planner.run_of(one, fewest, ac), batch) / len(blocks)
             for ac in modes
         }
         return cls(
-            block_s=blocks_s * fewest / len(listed),
+            block_s=blocks_s * fewest / len(blocks),
             first_s=first_s * fewest,
             last_s=last_s * fewest,
             recompute_s=recompute_s,

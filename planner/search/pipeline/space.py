@@ -117,8 +117,8 @@ class PipelineSpace:
         costs less than recomputing them. Not where its first axis does not divide the batch: all three axes would be
         free, and programs many times as large.
         """
-        wanted = self.planner.batch < self.planner.cluster.size or self.planner.job.async_tp
-        pairs = node_pairs(cluster) if self.axes == 2 and wanted else None
+        is_useful = self.planner.batch < self.planner.cluster.size or self.planner.job.async_tp
+        pairs = node_pairs(cluster) if self.axes == 2 and is_useful else None
         if pairs is not None and self.planner.batch_axes(pairs):
             yield pairs
 

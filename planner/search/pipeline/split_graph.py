@@ -33,21 +33,21 @@ def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str
     """
     if len(blocks.lists) != 1:
         return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and exactly one can be split"
-    (listed,) = blocks.lists.values()
-    stage_of = {block: number for number, block in enumerate(listed, start=int(ends_alone))}
-    placed = _StagesOfOps.of(graph, stage_of, len(listed) + 1 if ends_alone else len(listed) - 1)
-    if placed is None:
+    (block_names,) = blocks.lists.values()
+    stage_of = {block: number for number, block in enumerate(block_names, start=int(ends_alone))}
+    stages_of_ops = _StagesOfOps.of(graph, stage_of, len(block_names) + 1 if ends_alone else len(block_names) - 1)
+    if stages_of_ops is None:
         return "its blocks do not run one after the other"
     users: dict[str, set[int]] = {}
     for op in graph.ops:
         for value in op.inputs:
-            for stage in placed.stages[op.name]:
+            for stage in stages_of_ops.stages[op.name]:
                 users.setdefault(value, set()).add(stage)
     for value, names in graph.parameters.items():
         if len(users.get(value, ())) > 1:
             return f"{names[0]} is used at both ends of the model, or in several blocks"
     for value, stages in users.items():
-        home = placed.stage_of_value.get(value)
+        home = stages_of_ops.stage_of_value.get(value)
         if home is not None and max(stages) > home + 1:
             return "a block reads what another than the one before it computes"
     if not any(output.is_loss for output in graph.outputs):
@@ -104,19 +104,19 @@ def split(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) ->
         counts: blocks of each stage; the first and the last may have none.
         which: from 0, in order; no two that follow each other.
     """
-    (listed,) = blocks.lists.values()
-    assert sum(counts) == len(listed)
+    (block_names,) = blocks.lists.values()
+    assert sum(counts) == len(block_names)
     assert all(after > stage + 1 for stage, after in itertools.pairwise(which))
     numbers = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    placed = _StagesOfOps.of(graph, dict(zip(listed, numbers, strict=True)), len(counts) - 1)
-    assert placed is not None
-    return _graph_of_stages(graph, placed, which, len(counts))
+    stages_of_ops = _StagesOfOps.of(graph, dict(zip(block_names, numbers, strict=True)), len(counts) - 1)
+    assert stages_of_ops is not None
+    return _graph_of_stages(graph, stages_of_ops, which, len(counts))
 
 
-def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int], stages: int) -> OpGraph:
-    ops = [op for op in graph.ops if not placed.stages[op.name].isdisjoint(which)]
-    received = [_boundary_values(graph, placed, stage - 1) for stage in which if stage]
-    sent = [_boundary_values(graph, placed, stage) for stage in which if stage < stages - 1]
+def _graph_of_stages(graph: OpGraph, stages_of_ops: _StagesOfOps, which: Sequence[int], stages: int) -> OpGraph:
+    ops = [op for op in graph.ops if not stages_of_ops.stages[op.name].isdisjoint(which)]
+    received = [_boundary_values(graph, stages_of_ops, stage - 1) for stage in which if stage]
+    sent = [_boundary_values(graph, stages_of_ops, stage) for stage in which if stage < stages - 1]
     paths = {value: f"{PATH}.{number}" for values in received for number, value in enumerate(values)}
     ops = [_receiving(graph, op, paths) for op in ops]
     op_inputs = {value for op in ops for value in op.inputs}
@@ -129,7 +129,7 @@ def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int],
     outputs = [
         output
         for output in graph.outputs
-        if output.value in op_outputs and placed.stage_of_value.get(output.value) in which
+        if output.value in op_outputs and stages_of_ops.stage_of_value.get(output.value) in which
     ]
     return OpGraph(
         digraph=build_digraph(ops),
@@ -141,11 +141,16 @@ def _graph_of_stages(graph: OpGraph, placed: _StagesOfOps, which: Sequence[int],
     )
 
 
-def _boundary_values(graph: OpGraph, placed: _StagesOfOps, stage: int) -> tuple[str, ...]:
+def _boundary_values(graph: OpGraph, stages_of_ops: _StagesOfOps, stage: int) -> tuple[str, ...]:
     """Return the values that a stage computes and the next one reads, in the order of computation."""
-    read: AbstractSet[str] = {value for op in graph.ops if stage + 1 in placed.stages[op.name] for value in op.inputs}
+    stage_inputs: AbstractSet[str] = {
+        value for op in graph.ops if stage + 1 in stages_of_ops.stages[op.name] for value in op.inputs
+    }
     return tuple(
-        value for op in graph.ops for value in op.outputs if value in read and placed.stage_of_value.get(value) == stage
+        value
+        for op in graph.ops
+        for value in op.outputs
+        if value in stage_inputs and stages_of_ops.stage_of_value.get(value) == stage
     )
 
 
@@ -170,10 +175,10 @@ def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
 def _from_root(graph: OpGraph, op: Op, row: tuple[Crossing, ...], path: str) -> tuple[Crossing, ...]:
     """Return the boundaries from the root's argument to ``op``, given those from where the value is computed."""
     inward = next((i for i, crossing in enumerate(row) if crossing.direction == "input"), len(row))
-    kept = row[inward:]
-    frame: int | None = graph.calls[kept[0].call].parent if kept else op.call
+    inner_crossings = row[inward:]
+    frame: int | None = graph.calls[inner_crossings[0].call].parent if inner_crossings else op.call
     around = []
     while frame is not None:
         around.append(frame)
         frame = graph.calls[frame].parent
-    return (*(Crossing(call=call, direction="input", path=path) for call in reversed(around)), *kept)
+    return (*(Crossing(call=call, direction="input", path=path) for call in reversed(around)), *inner_crossings)

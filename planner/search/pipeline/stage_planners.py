@@ -261,5 +261,5 @@ def _by_samples(slot: Slot, layouts: Collection[Layout], mesh: MeshSpec) -> list
 
 def listed_blocks(planner: RunPlanner) -> tuple[str, ...]:
     """Return the FQNs of the blocks of a model that can be split into stages, in order."""
-    (listed,) = planner.model.blocks.lists.values()
-    return listed
+    (blocks,) = planner.model.blocks.lists.values()
+    return blocks
