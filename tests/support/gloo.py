@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support.fast_process import make_fast
 
 # A fork server is not told where the tests are, so that what they import is named here.
 _FAMILIES = ("bert", "gpt2", "llama", "mixtral", "t5", "vit")
@@ -69,6 +70,7 @@ def _rank_main(
     rank: int, source: tuple[str, str, str], world_size: int, folder: str, timeout_s: float, call: bytes
 ) -> None:
     torch.set_num_threads(1)
+    make_fast()
     # A file store, because ports clash.
     dist.init_process_group(
         "gloo",
