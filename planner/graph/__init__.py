@@ -1,4 +1,4 @@
-"""What is computed? A module is traced to an `OpGraph`; of equal blocks only three are traced.
+"""The traced model: `trace_module` turns a module into an `OpGraph`. Of equal blocks, only three are traced.
 
 the graph: ops, values, module calls    op_graph.OpGraph
 a traced module, without the module     trace_module.TracedModule, .trace_module

@@ -1,4 +1,4 @@
-"""Graph capture: a module and its inputs to a `torch.fx` graph in which module boundaries are marked.
+"""Graph capture: converts a module and its inputs to a `torch.fx` graph in which module boundaries are marked.
 
 `torch.export` runs the forward on meta tensors. Where it fails, `torch.fx` traces the module and `torch.export` runs
 the resulting graph. Hooks on every module pass each tensor that crosses a module boundary through a marker op, so the
@@ -58,7 +58,7 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def module_names(module: nn.Module) -> dict[nn.Module, str]:
-    """Return module -> FQN for every submodule; of a module that is registered twice, the first FQN."""
+    """Return module -> FQN for every submodule. A module that is registered twice has its first FQN."""
     return {submodule: name for name, submodule in module.named_modules()}
 
 
@@ -67,8 +67,8 @@ def to_meta(module: nn.Module, dtype: torch.dtype | None, *, trained: bool = Tru
 
     Args:
         module: any module.
-        dtype: of the copy's floating-point parameters; None keeps their dtypes.
-        trained: False returns a copy in evaluation mode without gradients.
+        dtype: dtype of the copy's floating-point parameters; None keeps the dtypes of ``module``.
+        trained: False returns a copy in evaluation mode, whose parameters need no gradients.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -87,13 +87,13 @@ def to_meta(module: nn.Module, dtype: torch.dtype | None, *, trained: bool = Tru
 
 
 def _has_default_deepcopy(kind: type[nn.Module]) -> bool:
-    """Tell whether ``copy.deepcopy`` of a module of this class copies its ``__dict__`` entry by entry, and no more."""
+    """Return whether ``copy.deepcopy`` of a module of this class copies its ``__dict__`` and nothing else."""
     methods = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
     return all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in methods)
 
 
 def _deepcopy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return ``copy.deepcopy(value, memo)``, faster for what most attributes are: scalars and empty containers."""
+    """Return ``copy.deepcopy(value, memo)``, with a fast path for scalars and empty containers (most attributes)."""
     kind = type(value)
     if kind in (bool, int, float, str, type(None)):
         return value
@@ -111,7 +111,7 @@ class _BoundaryMarkers:
         self.calls: list[Call] = []
 
     def enter_root(self) -> None:
-        """Number the root's call: torch.fx runs its forward without its hooks."""
+        """Record the call of the root module, whose hooks torch.fx does not run."""
         self.calls.append(Call(index=0, fqn="", parent=None))
         self._stack.append(0)
 
@@ -165,7 +165,7 @@ class CapturedGraph:
 
 
 def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph that torch.export captures; exceptions of torch.export and of the forward pass through."""
+    """Return the graph that torch.export captures. Exceptions of torch.export and of the forward propagate."""
     markers = _BoundaryMarkers(module)
     with (
         markers.attached(),
@@ -180,7 +180,7 @@ def export(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
 
 @contextmanager
 def _without_code_generation() -> Iterator[None]:
-    """Within this context, torch.export generates no Python code and records no stack traces: a third of its time."""
+    """Within this context, torch.export is a third faster: it generates no Python code and records no stack traces."""
     with _use_lazy_graph_module(True), mock.patch.object(torch.fx.config, "do_not_emit_stack_traces", True):
         yield
 
@@ -204,7 +204,7 @@ class _TracerWithoutLeaves(torch.fx.Tracer):
 
 
 def symbolic_trace(module: nn.Module, inputs: ExampleInputs) -> CapturedGraph:
-    """Return the graph of a module that torch.fx traces first; exceptions of both tracers pass through."""
+    """Return the graph that torch.export captures from the torch.fx trace of ``module``; errors of both propagate."""
     markers = _BoundaryMarkers(module)
     markers.enter_root()
     with markers.attached():

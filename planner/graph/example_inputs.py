@@ -1,4 +1,4 @@
-"""Example inputs of a model: those of the caller on the meta device, or those that a Hugging Face config describes."""
+"""Example inputs of a model, on the meta device: the caller's, or inputs made from the Hugging Face config."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GivenInputs = tuple[Any, ...] | Mapping[str, Any] | None
 
 
 def meta_inputs(arguments: tuple[Any, ...] | Mapping[str, Any]) -> ExampleInputs:
-    """Return the given arguments on the meta device; a tensor that occurs twice becomes two tensors."""
+    """Return ``arguments`` on the meta device; a tensor that occurs twice becomes two tensors."""
     args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
     return ExampleInputs(args=args, kwargs=kwargs)
 
 
 def batch_size_of(inputs: ExampleInputs) -> int:
-    """Return the global batch: the first dim of the first tensor that has one.
+    """Return the global batch size: the first dim of the first input tensor that is not a scalar.
 
     Raises:
         ModelError: no tensor of the inputs has a dim.
@@ -54,7 +54,7 @@ def with_batch(inputs: ExampleInputs, current_batch: int, batch: int) -> Example
 
 
 def with_dtype(inputs: ExampleInputs, dtype: torch.dtype | None) -> ExampleInputs:
-    """Return ``inputs`` with floating-point tensors in ``dtype``."""
+    """Return ``inputs`` with floating-point tensors in ``dtype``; None changes nothing."""
     if dtype is None:
         return inputs
     args, kwargs = pytree.tree_map_only(
@@ -68,14 +68,14 @@ def inputs_from_config(
 ) -> ExampleInputs:
     """Return the arguments of a Hugging Face model, on the meta device.
 
-    Training has labels. Prefill asks for the logits of the last token only, where the model allows it. Decoding feeds
-    one token per sequence; the KV cache is not among the arguments.
+    Training inputs include labels. Prefill inputs ask for the logits of the last token only, if the model allows it.
+    Decoding inputs have one token per sequence; the KV cache is not among them.
 
     Args:
         module: the model.
         batch: samples in the global batch.
-        seq: tokens in a sequence; images have none.
-        phase: what a step is.
+        seq: tokens per sequence; image models do not use it.
+        phase: the phase that the arguments are for.
 
     Raises:
         ModelError: the module has no config.
@@ -113,7 +113,7 @@ def inputs_from_config(
 
 
 def has_kv_cache(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a Hugging Face decoder whose cache holds keys and values (not MLA's latents)."""
+    """Return whether ``module`` is a Hugging Face decoder whose cache holds keys and values (not MLA's latents)."""
     config = getattr(module, "config", None)
     if config is None or getattr(config, "is_encoder_decoder", False) or mla_modules(module):
         return False

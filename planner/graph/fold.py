@@ -1,10 +1,10 @@
 """Repeated blocks of a model, of which only three are traced.
 
 The model runs once on meta tensors, while the ops and tensors of every block in a ``ModuleList`` are recorded.
-Consecutive blocks are repeated if they run equal ops on corresponding tensors: tensors from outside, or from the
-preceding block. The first three are traced and stand for the rest. To prove that this is safe, the model runs again
-without the others, and every recorded op must be the same as before, inside the blocks and outside. `unroll` adds the
-other blocks to the traced graph.
+Consecutive blocks are repeated if they run equal ops on corresponding tensors: tensors from outside the blocks, or
+tensors from the preceding block. The first three repeated blocks are traced and stand for the rest. As a check, the
+model runs a second time without the other blocks: every recorded op must be the same as in the first run, inside the
+blocks and outside. `planner.graph.unroll` adds the other blocks to the traced graph.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from planner.model_rewrites.experts import experts_as_one_op
 from planner.model_rewrites.mla import mla_keys_concatenated
 
 TRACED_BLOCKS = 3
-"""Repeated blocks that are traced: the first reads from outside, the second from it, the third shows what continues."""
+"""Repeated blocks that are traced. The first reads tensors from outside the blocks, and the second reads tensors of the
+first. Every further block reads the same tensors as the third, or corresponding tensors of its preceding block."""
 
 _FEWEST_BLOCKS = TRACED_BLOCKS + 2
-"""Fewer repeated blocks are all traced."""
+"""Fewest repeated blocks that are folded; fewer are all traced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class RepeatedBlocks:
 
 
 def find_repeated_blocks(module: nn.Module, inputs: ExampleInputs) -> tuple[RepeatedBlocks, ...]:
-    """Return the repeated blocks of ``module``; none where the shortened model would differ in any op."""
+    """Return the repeated blocks of ``module``; () if any op of the shortened model would differ."""
     lists = _block_lists(module)
     if not lists:
         return ()
@@ -85,7 +86,7 @@ def _restore(blocks: dict[str, nn.Module | None], original: Mapping[str, nn.Modu
 
 
 def _traced_indices(length: int, repeats: Sequence[RepeatedBlocks], container: str) -> list[int]:
-    """Return the indices of the blocks that remain in a list of ``length`` blocks."""
+    """Return the indices of the blocks that remain in the shortened model, of a list of ``length`` blocks."""
     removed = {
         index
         for repeat in repeats
@@ -96,7 +97,7 @@ def _traced_indices(length: int, repeats: Sequence[RepeatedBlocks], container: s
 
 
 def _block_lists(module: nn.Module) -> list[str]:
-    """Return the FQNs of module lists with enough blocks, without those that are inside a block of another."""
+    """Return the FQNs of module lists with at least `_FEWEST_BLOCKS` blocks that are not inside a block of another."""
     lists: list[str] = []
     for name, submodule in module.named_modules():
         inside = any(re.match(re.escape(outer) + r"\.\d+(\.|$)" if outer else r"\d+(\.|$)", name) for outer in lists)
@@ -116,10 +117,10 @@ Block = tuple[str, int]
 
 @dataclass(slots=True)
 class _BlockRecord:
-    """What one block does in a forward.
+    """Record of one block in a forward.
 
     Attributes:
-        events: every op, with its tensors under their names in the block, and the block's results.
+        events: the non-tensor arguments, every op, and the block's results. Tensors have their names in the block.
         arguments: path of an argument -> name of the tensor in the model.
         calls: how often the block is called.
     """
@@ -131,7 +132,7 @@ class _BlockRecord:
 
 @dataclass(slots=True)
 class _Recording:
-    """What a model does in a forward: in its blocks, and outside of them."""
+    """Record of a model's forward: of each block, and of the ops outside of blocks."""
 
     blocks: dict[Block, _BlockRecord] = field(default_factory=dict)
     outside: list[Hashable] = field(default_factory=list)
@@ -140,8 +141,9 @@ class _Recording:
 class _Recorder(TorchDispatchMode):
     """Records every op of a forward, with names of its tensors.
 
-    In the model, a tensor is an input, a parameter or buffer, or the n-th result in a block or outside of the blocks.
-    In a block, it is an argument, a parameter or buffer of the block, or the n-th result in the block, if it is any.
+    A tensor's name in the model identifies it as an input, a parameter, a buffer, or the n-th result of a block (or of
+    the code outside of blocks). Its name in a block identifies it as an argument, a parameter, a buffer or the n-th
+    result of that block. A tensor that is none of these in the block is recorded under its name in the model.
     """
 
     def __init__(self, module: nn.Module, inputs: ExampleInputs, lists: Sequence[str]) -> None:
@@ -290,7 +292,7 @@ def _repeats_in(container: str, recording: _Recording) -> Iterator[RepeatedBlock
 
 
 def _continues(container: str, recording: _Recording, first: int, index: int) -> bool:
-    """Tell whether block ``index`` does what the preceding block does; ``first`` is the first of the equal blocks."""
+    """Return whether block ``index`` repeats the preceding block; ``first`` is the first block of the run."""
     before, block = recording.blocks[container, index - 1], recording.blocks[container, index]
     if block.events != before.events or block.calls != 1 or before.calls != 1:
         return False
@@ -303,7 +305,7 @@ def _continues(container: str, recording: _Recording, first: int, index: int) ->
 
 
 def _relative(container: str, name: Any, index: int) -> Hashable:
-    """Return a tensor's name relative to block ``index``: a result of a block by its distance in blocks."""
+    """Return a tensor's name relative to block ``index``: a block's result is named by its distance in blocks."""
     if name[0] == "result" and name[1] is not None and name[1][0] == container:
         return "result", index - name[1][1], name[2]
     return name, index  # unequal for any two blocks
@@ -313,7 +315,7 @@ def _relative(container: str, name: Any, index: int) -> Hashable:
 
 
 def _are_equal(whole: _Recording, short: _Recording, repeats: Sequence[RepeatedBlocks]) -> bool:
-    """Tell whether the shortened model does the same as the whole, in the remaining blocks and outside."""
+    """Return whether the shortened model runs the same ops as the whole, in the remaining blocks and outside."""
     lengths = Counter(container for container, _ in whole.blocks)
     originals = {
         (container, short_index): (container, index)
@@ -325,7 +327,7 @@ def _are_equal(whole: _Recording, short: _Recording, repeats: Sequence[RepeatedB
     indices = {block: original[1] for block, original in originals.items()}
 
     def in_whole(item: Any, repeat: RepeatedBlocks | None) -> Any:
-        """Return an item of the short recording under the whole model's names, as seen from a block of ``repeat``."""
+        """Return an item of the short recording with the whole model's names; ``repeat``: the run that has the item."""
         return _renamed(
             item,
             lambda block: _last_block_for(originals[block], [other for other in repeats if other != repeat]),
@@ -353,7 +355,7 @@ def _repeat_of(block: Block, repeats: Sequence[RepeatedBlocks]) -> RepeatedBlock
 
 
 def _last_block_for(block: Block, repeats: Sequence[RepeatedBlocks]) -> Block:
-    """Return the whole model's block that code after ``repeats`` reads where the short model's code reads ``block``."""
+    """Return the whole model's block that code after ``repeats`` reads in place of the short model's ``block``."""
     for repeat in repeats:
         if block == (repeat.container, repeat.first + TRACED_BLOCKS - 1):
             return repeat.container, repeat.first + repeat.length - 1
@@ -361,7 +363,7 @@ def _last_block_for(block: Block, repeats: Sequence[RepeatedBlocks]) -> Block:
 
 
 def fqn_in_whole(fqn: str, indices: Mapping[Block, int]) -> str:
-    """Return the whole model's FQN for one of the shortened model; ``indices`` gives the index of each block there."""
+    """Return the whole model's FQN for the short model's ``fqn``; ``indices``: block -> index in the whole model."""
     for container in {name for name, _ in indices}:
         match = re.match(re.escape(container + "." if container else "") + r"(\d+)(?=\.|$)", fqn)
         if match:

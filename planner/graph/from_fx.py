@@ -1,4 +1,4 @@
-"""`trace`: a module and its inputs to an `OpGraph`."""
+"""`trace`: converts a module and its inputs to an `OpGraph`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
         inputs: the arguments of the call, on the meta device.
 
     Raises:
-        ModelError: neither torch.export nor torch.fx can capture it; names the submodule and both reasons.
+        ModelError: neither torch.export nor torch.fx can capture it. The message names the submodule and both reasons.
     """
     folded = _trace_folded(module, inputs)
     if folded is not None:
@@ -64,7 +64,7 @@ def trace(module: nn.Module, inputs: ExampleInputs) -> OpGraph:
 
 
 def _trace_folded(module: nn.Module, inputs: ExampleInputs) -> OpGraph | None:
-    """Return the op graph of a module with repeated blocks, tracing only a few of them; None where that fails."""
+    """Return the op graph, traced with only three of the repeated blocks; None if there are none, or if that fails."""
     repeats = find_repeated_blocks(module, inputs)
     if not repeats:
         return None
@@ -90,7 +90,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _failing_module(module: nn.Module, error: BaseException) -> str:
-    """Return text that names the innermost submodule whose forward raised ``error``; "" where none did."""
+    """Return text that names the innermost submodule whose forward raised ``error``; "" if no forward did."""
     names = module_names(module)
     text, frame = "", error.__traceback__
     while frame is not None:
@@ -267,7 +267,7 @@ class _GraphBuilder:
     def _add_results(
         self, node: torch.fx.Node, target: Any, result: Any, inputs: list[_ValueInModule], grad_enabled: bool
     ) -> tuple[str, ...]:
-        """Add the tensors that an op returns to the values, and return their names."""
+        """Return the names of the tensors that an op returns, which are added to the graph's values."""
         sources = [self._values[value.name] for value in inputs]
         names: list[str] = []
 

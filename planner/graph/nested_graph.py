@@ -1,7 +1,7 @@
 """Nested graphs: several ops that a graph runs as one op, without gradients.
 
 torch.export captures the body of ``with torch.no_grad():`` as a submodule. `NestedGraph` is that submodule as plain
-data, which can be written to a document.
+data, which `planner.wire` can write to JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class NestedOp:
     """One op of a nested graph: ``target`` applied to ``args`` and ``kwargs``, in which ``Ref`` names a value.
 
     Attributes:
-        name: of the result.
-        target: the op; None stands for ``args[0][args[1]]``, one of the results of an earlier op.
+        name: name of the result.
+        target: the op; None stands for ``args[0][args[1]]``, which selects one result of an earlier op.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -45,12 +45,12 @@ class NestedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NestedGraph:
-    """A callable made of ops, and the target of an op. Equal for equal ``code``.
+    """A callable that runs a list of ops; the target of an `Op`. Nested graphs with equal ``code`` are equal.
 
     Attributes:
         inputs: names of the arguments.
         ops: in the order of execution.
-        outputs: tree of ``Ref``s to values.
+        outputs: the results, as a tree of ``Ref``s to values.
         code: the nested graph as text.
     """
 

@@ -12,12 +12,13 @@ import networkx as nx
 import torch
 
 ValueKind = Literal["input", "parameter", "plain", "activation"]
-"""``plain`` values depend on no input and no parameter (masks, positions, buffers); they are never sharded."""
+"""An ``activation`` is computed from inputs or parameters. A ``plain`` value depends on neither (masks, positions,
+buffers): it stays unsharded, except as a module input of an op that reads only plain values and parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Refers to a value inside an argument template: the arguments of an op, with a `Ref` for each tensor."""
+    """A reference to a value. An argument template is the arguments of an op, with a `Ref` in place of each tensor."""
 
     value: str
 
@@ -44,8 +45,8 @@ class Call:
 
     Attributes:
         index: position among the calls of the forward, in the order in which they begin.
-        fqn: of the module.
-        parent: index of the call that contains this one; None for the root module's.
+        fqn: FQN of the module.
+        parent: index of the call that contains this one; None for the call of the root module.
     """
 
     index: int
@@ -60,7 +61,7 @@ class Crossing:
     Attributes:
         call: index of the module call.
         direction: "input" where the value enters the call, "output" where it leaves.
-        path: of the argument or result, as in `planner.graph.capture.path_text`.
+        path: path of the argument or result, such as ``position_embeddings.0`` (`planner.graph.capture.path_text`).
     """
 
     call: int
@@ -80,7 +81,7 @@ class Op:
 
     Attributes:
         name: unique in the graph.
-        target: an op of torch or of ours, or a `planner.graph.nested_graph.NestedGraph`.
+        target: an op of torch, a custom op of shardplan, or a `planner.graph.nested_graph.NestedGraph`.
         args: positional arguments.
         kwargs: keyword arguments.
         call: index of the innermost module call that contains the op.
@@ -88,7 +89,8 @@ class Op:
         crossings: for each input, the module boundaries between its producer and this op, in order.
         outputs: names of the results.
         grad_enabled: False inside ``torch.no_grad()``.
-        is_zigzag: whether an attention op gets its sequences in zigzag order (`planner.plan.token_order`).
+        is_zigzag: of an attention op, whether its sequences are in zigzag token order wherever they are sharded
+            (`planner.plan.token_order`).
     """
 
     name: str
@@ -113,7 +115,7 @@ class Op:
 def output_value(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, target: Any, grad_enabled: bool, sources: Sequence[Value]
 ) -> Value:
-    """Return a tensor that an op returns; ``kind`` and ``requires_grad`` follow from the op's inputs, ``sources``."""
+    """Return the `Value` of one output of an op; its kind and ``requires_grad`` follow from the inputs, ``sources``."""
     kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
     differentiable = grad_enabled and any(source.requires_grad for source in sources)
     requires_grad = differentiable and dtype.is_floating_point and "detach" not in str(target)
@@ -134,11 +136,11 @@ class ModelOutput:
 
     Attributes:
         value: the name of the value.
-        path: of the result.
+        path: path of the result, as in `Crossing`.
         crossings: the module boundaries between the producer and the caller of the root module.
-        is_loss: whether training differentiates this scalar.
+        is_loss: whether the value is the scalar loss that training differentiates.
         is_sent: whether a pipeline stage sends the value to the next stage, and receives its gradient.
-        is_result: whether an inference forward is run for this value, which must not be ``Partial`` then.
+        is_result: whether an inference forward has to return the value, whose layout must then not be ``Partial``.
     """
 
     value: str
@@ -154,12 +156,12 @@ class OpGraph:
     """A traced model.
 
     Attributes:
-        digraph: made by `build_digraph`: a node for every op, an edge for every tensor between two ops.
+        digraph: a node for every op, an edge for every tensor between two ops (`build_digraph`).
         values: every tensor by name.
         calls: every module call, by index.
-        inputs: of the root module.
-        outputs: of the root module.
-        parameters: parameter value -> its FQNs, several where it is tied.
+        inputs: tensor arguments of the root module.
+        outputs: tensors that the root module returns.
+        parameters: parameter value -> its FQNs; a tied parameter has several.
     """
 
     digraph: nx.MultiDiGraph[str]
@@ -190,9 +192,9 @@ def build_digraph(ops: list[Op]) -> nx.MultiDiGraph[str]:
 
 
 def later_uses(graph: OpGraph) -> dict[str, tuple[int, ...]]:
-    """Return op -> positions of its inputs that need a gradient and that an earlier op, or argument, uses too.
+    """Return op -> positions of its inputs whose gradient the backward adds to the gradient of an earlier use.
 
-    Each such use adds one gradient to another in the backward.
+    The earlier use is an earlier op, or an earlier argument of the same op. Only ops with a backward count.
     """
     used: set[str] = set()
     positions: dict[str, tuple[int, ...]] = {}
@@ -209,14 +211,14 @@ def later_uses(graph: OpGraph) -> dict[str, tuple[int, ...]]:
 
 
 def leaves_of(template: Any) -> list[Any]:
-    """Return the leaves of an argument template, in order: all that is no tuple, list or mapping."""
+    """Return the leaves of an argument template, in order: all parts that are not a tuple, list or mapping."""
     leaves: list[Any] = []
     _collect(template, leaves)
     return leaves
 
 
 _LEAF_TYPES = frozenset({Ref, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
-"""The common types of leaves, checked first: ``isinstance(x, Mapping)`` is slow for what is no mapping."""
+"""The common types of leaves. They are checked first, because ``isinstance(x, Mapping)`` is slow for other objects."""
 
 
 def _collect(template: Any, into: list[Any]) -> None:
@@ -247,7 +249,7 @@ def with_refs(template: Any, substitute: Callable[[Ref], Any]) -> Any:
 
 
 def _scaled(item: Any, traced_batch: int, batch: int) -> Any:
-    """Return a shape, size or argument of a trace at batch ``traced_batch`` as it would be at ``batch``."""
+    """Return a shape, size or argument with every multiple of ``traced_batch`` rescaled to ``batch``."""
     if isinstance(item, (tuple, list)):
         return type(item)(_scaled(part, traced_batch, batch) for part in item)
     if isinstance(item, Mapping):
@@ -262,9 +264,9 @@ def at_batch(graph: OpGraph, traced_batch: int, batch: int) -> OpGraph:
 
     Args:
         graph: traced at a batch of ``traced_batch``.
-        traced_batch: a prime of which no other size in the model is a multiple. So every multiple of it is a multiple
-            of the batch, and one trace serves all numbers of micro-batches.
-        batch: samples.
+        traced_batch: a prime of which no other size in the model is a multiple. Every size that is a multiple of the
+            prime is therefore proportional to the batch, and one trace serves all numbers of micro-batches.
+        batch: samples in the returned graph.
     """
     ops = [
         replace(op, args=_scaled(op.args, traced_batch, batch), kwargs=_scaled(dict(op.kwargs), traced_batch, batch))

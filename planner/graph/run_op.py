@@ -33,7 +33,7 @@ def run_op(op: Op, tensors: list[torch.Tensor], *, functional: bool = False) -> 
     Args:
         op: the op.
         tensors: in the order of ``op.inputs``.
-        functional: whether an in-place op runs out of place.
+        functional: whether an in-place op is replaced by its out-of-place variant.
     """
     args, kwargs = with_tensors((op.args, dict(op.kwargs)), tensors)
     kwargs = _on_meta(kwargs)

@@ -1,6 +1,6 @@
 """`TracedModule`: a module's graph and the facts about the module that planning needs, without the module itself.
 
-`trace_module` makes it from a module; `planner.wire` reads it from a document that was traced elsewhere.
+`trace_module` makes one from a module. `planner.wire` reads one from JSON, which another machine may have written.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from planner.plan.job_spec import JobPhase
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TRACE_BATCH = 99_991
-"""Batch of a trace that serves any batch: a prime of which no other size in a model is a multiple (see `at_batch`)."""
+"""Batch size at which a graph for any batch is traced: a prime that divides no other size in a model (`at_batch`)."""
 
 BASE_BATCH = 12
-"""Batch at which strategies of such a trace are enumerated: divisible by 2, 3 and 4 ranks."""
+"""Batch size at which the strategies of a graph for any batch are enumerated: divisible by 2, 3 and 4 ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """The FQNs in a module, in the module's order; shared parameters and submodules have several.
+    """The FQNs in a module, in the module's order. A shared parameter or submodule occurs under each of its FQNs.
 
     Attributes:
         parameters: FQNs of all parameters, used or not.
@@ -67,18 +67,19 @@ class TracedModule:
     """A module's graph, and the facts about the module that planning needs.
 
     Attributes:
-        name: of the module's class.
+        name: name of the module's class.
         names: FQNs of its parameters and submodules.
         fingerprint: structural hash of the module.
-        tp_plan: FQN pattern of modules -> tensor-parallel style, where the module carries such a plan (Hugging Face).
-        graph: of one call.
-        dtype: of parameters and activations: "bf16", "fp16" or "fp32".
-        samples: the global batch of the example inputs, their first dim.
-        traced_batch: the batch of the graph.
+        tp_plan: FQN pattern of modules -> tensor-parallel style, from the module's ``tp_plan`` (Hugging Face); None if
+            it has none.
+        graph: graph of one forward call.
+        dtype: dtype of parameters and activations: "bf16", "fp16" or "fp32".
+        samples: global batch size of the example inputs (their first dim).
+        traced_batch: batch size of the graph.
         any_batch: whether the graph serves any batch (`at_batch`); otherwise it serves ``traced_batch`` only.
-        phase: what the graph is for; outside training no value needs a gradient.
+        phase: phase that the graph is for; in a graph for inference no value needs a gradient.
         has_kv_cache: whether the module is a decoder with a KV cache.
-        fused_ops: whether fused ops replace the module's code where they compute the same.
+        fused_ops: whether fused ops replace chains of small ops (`planner.model_rewrites.fuse_ops`).
     """
 
     name: str
@@ -107,18 +108,22 @@ def trace_module(
     phase: JobPhase = "training",
     fused_ops: bool = False,
 ) -> TracedModule:
-    """Return the graph of ``module``, which is not changed and may be on the meta device.
+    """Return the graph of ``module`` and the facts that planning needs; ``module`` may be on the meta device.
+
+    ``module`` is not changed.
 
     Args:
         module: any module.
         example_inputs: arguments of one call with the global batch (tuple or dict); None makes them from the Hugging
             Face config.
-        batch: samples in the global batch; None takes that of the example inputs.
+        batch: samples in the global batch; None takes the batch size of the example inputs.
         seq: tokens per sample, for models that read tokens.
-        micro_batches: per step. None makes a graph that serves any number of them, unless the batch is odd.
-        dtype: of parameters and activations.
-        phase: of the jobs that the graph is for. Only training has micro-batches; other graphs serve any batch.
-        fused_ops: of the jobs that the graph is for, as in `planner.plan.job.Job`.
+        micro_batches: micro-batches per step. None makes a graph that serves any number of micro-batches, unless the
+            global batch is 1.
+        dtype: dtype of parameters and activations.
+        phase: phase of the jobs that the graph is for. Only training has micro-batches; a graph for inference serves
+            any batch.
+        fused_ops: whether the jobs that the graph is for use fused ops, as in `planner.plan.job.Job`.
 
     Raises:
         PlannerError: the module cannot be traced, or its inputs cannot be made.
@@ -140,7 +145,9 @@ def resolve_inputs(
     seq: int | None,
     phase: JobPhase,
 ) -> ExampleInputs:
-    """Return the arguments of one call: the given ones, or those of the module's config; none for a `TracedModule`.
+    """Return the arguments of one call: ``example_inputs``, or arguments made from the module's config.
+
+    A `TracedModule` needs no arguments: the result is empty.
 
     Raises:
         PlannerError: the config describes no inputs, inputs are given where none are accepted, or the module cannot
@@ -168,7 +175,7 @@ def trace_at_batch(
     *,
     fused_ops: bool = False,
 ) -> TracedModule:
-    """Return the graph of ``module`` for ``micro_batch`` samples; None makes a graph that serves any batch.
+    """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
     Raises:
         ModelError: the module cannot be traced.
@@ -199,7 +206,7 @@ def trace_at_batch(
 
 
 def _with_results(graph: OpGraph) -> OpGraph:
-    """Return ``graph`` with its activations among the outputs marked as results (``ModelOutput.is_result``)."""
+    """Return ``graph`` with every output that is an activation marked as a result (``ModelOutput.is_result``)."""
     outputs = tuple(
         dataclasses.replace(output, is_result=graph.values[output.value].kind == "activation")
         for output in graph.outputs
@@ -210,8 +217,8 @@ def _with_results(graph: OpGraph) -> OpGraph:
 def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int]:
     """Return the numbers of micro-batches to try, in ascending order.
 
-    These are ``micro_batches`` alone where it is given. Otherwise they are the powers of two that divide ``batch``, and
-    the numbers for which micro-batch sizes are powers of two.
+    If ``micro_batches`` is given, it is the only one. Otherwise these are the powers of two that divide ``batch``, and
+    the numbers for which the micro-batch size is such a power.
 
     Raises:
         JobError: ``batch`` is not divisible by ``micro_batches``.
@@ -229,7 +236,7 @@ def micro_batch_counts(batch: int, micro_batches: int | None = None) -> list[int
 
 
 def divisor_chains(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return numbers of micro-batches, as `micro_batch_counts` gives them, in chains: each number divides the next."""
+    """Return ``counts`` (see `micro_batch_counts`), grouped into chains in which each count divides the next."""
     by_odd_part: dict[int, list[int]] = {}
     for count in counts:
         by_odd_part.setdefault(count // (count & -count), []).append(count)
@@ -240,13 +247,13 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
     """Check that ``module`` was traced for ``job``.
 
     Args:
-        module: the graph.
+        module: the traced model.
         batch: samples in the global batch.
         counts: numbers of micro-batches that are tried.
         job: the job.
 
     Raises:
-        JobError: the graph has another dtype, phase, micro-batch, or other fused ops.
+        JobError: the graph was traced for another phase, dtype, ``fused_ops`` setting or micro-batch size.
     """
     advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=..., "
     advice += "fused_ops=...)."

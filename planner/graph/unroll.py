@@ -1,13 +1,14 @@
-"""Unrolling: the graph of a whole model from that of the model with fewer repeated blocks (`planner.graph.fold`).
+"""Unrolling: converts the graph of a shortened model to the graph of the whole model.
 
-The traced graph has blocks A, B and C of each run of repeated blocks. Every further block is a copy of C:
+The shortened model has only the first three of each run of repeated blocks (`planner.graph.fold`): A, B and C. Every
+further block is a copy of C:
 
 - the copy has its own results and its own parameters;
 - where C reads a value of B, the copy reads the corresponding value of the preceding block;
 - where C reads a value from elsewhere, the copy reads the same value; if the value crosses the boundary of B on its way
   to C, it crosses the boundaries of all preceding copies too.
 
-Code after the repeated blocks reads values of the last copy where the traced graph reads those of C.
+Code after the repeated blocks reads values of the last copy where the traced graph reads values of C.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _A, _B, _C = range(TRACED_BLOCKS)
 Crossings = tuple[Crossing, ...]
 
 CopiedInput = Callable[[int], tuple[str, Crossings]]
-"""Number of a copy -> the value that the copy reads where C reads a given one, and the boundaries that it crosses."""
+"""Number of a copy -> the value that the copy reads in place of an input of C, and the boundaries that it crosses."""
 
 
 class CannotUnrollError(ValueError):
@@ -34,9 +35,9 @@ def unroll(graph: OpGraph, repeats: Sequence[RepeatedBlocks], parameters: Sequen
     """Return the graph of the whole model.
 
     Args:
-        graph: of the model with only `TRACED_BLOCKS` blocks of each repeat, with the FQNs of that model.
+        graph: the graph of the shortened model, with the FQNs of the shortened model.
         repeats: the repeated blocks of the whole model.
-        parameters: the FQNs of each parameter of the whole model, several where it is tied.
+        parameters: the FQNs of each parameter of the whole model; a tied parameter has several.
 
     Raises:
         CannotUnrollError: a part of a block does not repeat.
@@ -77,7 +78,7 @@ def _with_parameters(graph: OpGraph, parameters: Sequence[tuple[str, ...]]) -> O
     """Return the graph with its parameters in the module's order.
 
     Raises:
-        CannotUnrollError: a parameter of the graph is none of the module's ``parameters``.
+        CannotUnrollError: a parameter of the graph is not among the module's ``parameters``.
     """
     value_of = {names[0]: value for value, names in graph.parameters.items()}
     if not set(parameters).issuperset(graph.parameters.values()):
@@ -112,7 +113,10 @@ class _Unrolling:
         return calls
 
     def _owners(self) -> dict[str, int]:
-        """Return value -> the traced block (0 to 2) that owns it: its producer; for parameters, the only user."""
+        """Return value -> the traced block (0 to 2) that owns it.
+
+        The block that computes a value owns it. A parameter or buffer is owned by the only block that uses it.
+        """
         owner: dict[str, int] = {}
         produced = {name for op in self._graph.ops for name in op.outputs}
         for block, ops in enumerate(self._ops):
@@ -173,7 +177,7 @@ class _Unrolling:
         return [dataclasses.replace(c, call=self._calls[_C][self._places[c.call][1]]) for c in crossings]
 
     def _input(self, name: str, crossings: Crossings) -> CopiedInput:
-        """Return the inputs of the copies that correspond to an input of an op of C."""
+        """Return what each copy reads in place of the value ``name``, which an op of C reads through ``crossings``."""
         owner = self._owner.get(name)
         into = [c for c in crossings if self._block(c) == _C]
         through = [c for c in crossings if self._block(c) == _B]
@@ -201,7 +205,10 @@ class _Unrolling:
         return from_elsewhere
 
     def _from_last(self, name: str, crossings: Crossings) -> tuple[str, Crossings]:
-        """Return the whole graph's form of an input of an op, or of a model output, after the repeated blocks."""
+        """Return the value and the crossings that replace ``name`` and ``crossings`` in the whole graph.
+
+        The value is an input of an op after the repeated blocks, or a model output.
+        """
         owner = self._owner.get(name)
         through = [c for c in crossings if self._block(c) == _C]
         if owner == _C:
