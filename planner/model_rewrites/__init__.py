@@ -1,4 +1,4 @@
-"""Which modules are replaced, both for tracing and for running? Experts, MLA, fused ops, fused projections.
+"""Module rewrites, applied alike for tracing and for running: experts, MLA, fused ops, fused projections.
 
 experts as one op                experts.experts_as_one_op
 fused QKV, fused gate-up         fuse_projections.fuse_projections

@@ -1,8 +1,8 @@
 """The routed experts of a mixture-of-experts block as one op, and the FLOPs and bytes of that op.
 
 The number of tokens per expert depends on the data, which a trace does not see. So experts modules are traced as one
-op, whose shapes do not depend on the routing. `planner` prices it, assuming balanced experts; `executor.ops.experts`
-runs it.
+op, whose shapes do not depend on the routing. `planner` prices the op, assuming balanced experts;
+`executor.ops.experts` runs the op.
 
 The modules are those of transformers 5.0 and later: they are called as ``experts(hidden, index, weights)`` and hold
 all experts' weights in two 3-dim parameters. Routers and shared experts are modules like any other.
@@ -88,7 +88,7 @@ def _(
 
 
 def experts_activation(module: nn.Module) -> str | None:
-    """Return the activation of an experts module that the op implements; None of any other module."""
+    """Return the activation ("silu" or "gelu") of an experts module; None if the op does not implement the module."""
     if not hasattr(module, "num_experts") or any(
         getattr(module, name, None) != value for name, value in _OPTIONS.items()
     ):
@@ -138,7 +138,7 @@ class ExpertsWork(NamedTuple):
     A *row* is one token at one of its experts. Backward saves the gate-up GEMM's output and recomputes the rest.
 
     Attributes:
-        rows: rows that this rank computes: the tokens of all ``ranks`` at its own experts.
+        rows: rows that this rank computes: the rows of all ``ranks`` ranks that belong to this rank's experts.
         tokens: tokens on this rank.
         experts: experts on this rank.
         inner: an expert's hidden size on this rank.
@@ -162,8 +162,8 @@ class ExpertsWork(NamedTuple):
         """Return the work on one rank.
 
         Args:
-            shapes: of this rank's shards of hidden, index, weights, gate_up and down.
-            all_experts: experts of the block on all ranks.
+            shapes: shapes of this rank's shards of hidden, index, weights, gate_up and down.
+            all_experts: number of experts of the block, on all ranks together.
             itemsize: bytes of an element.
             ranks: ranks that exchange tokens.
         """
@@ -189,21 +189,24 @@ class ExpertsWork(NamedTuple):
     def backward_flops(self, hidden: bool, gate_up: bool, down: bool) -> float:
         """Return the FLOPs of the backward; the arguments say which inputs need a gradient.
 
-        In units of one matrix: 2 each for ``hidden`` and ``gate_up``, 1 for ``down``, 1 always to pass through
-        ``down``.
+        One unit is the forward FLOPs of one of the three matrices. The gradient that passes through ``down`` always
+        takes 1 unit. The gradients of ``hidden`` and ``gate_up`` take 2 units each, the gradient of ``down`` takes 1.
         """
         matrices = (2 * hidden + 2 * gate_up + down + 1) / 3
         return self.flops * matrices
 
     @property
     def forward_nbytes(self) -> int:
-        """Bytes moved outside the GEMMs, forward: rows gathered, activation, routing weights, rows summed."""
+        """Bytes read and written outside the forward GEMMs: gather and sum of rows, activation, routing weights."""
         sorting = 4 * self.received_nbytes  # rows are sorted by expert, and back
         return (self.rows * (3 * self.width + 8 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + sorting
 
     @property
     def backward_nbytes(self) -> int:
-        """Bytes moved outside the GEMMs, backward: rows gathered twice and summed, activation, weights, gradients."""
+        """Bytes read and written outside the backward GEMMs.
+
+        These are two gathers and one sum of rows, the activation, the routing weights, and the gradients of both.
+        """
         sorting = 4 * self.received_nbytes
         return (self.rows * (5 * self.width + 16 * self.inner) + 2 * self.tokens * self.width) * self.itemsize + sorting
 
@@ -214,7 +217,10 @@ class ExpertsWork(NamedTuple):
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes saved for backward: the gate-up GEMM's output, each row's token, received rows with their positions."""
+        """Bytes saved for backward: the gate-up GEMM's output and the index of each row's token.
+
+        With a token exchange, the received rows are saved as well, with their routing weights and positions.
+        """
         received = self.received_nbytes + (self.rows * (self.itemsize + _INDEX_NBYTES) if self.ranks > 1 else 0)
         return self.rows * (2 * self.inner * self.itemsize + _INDEX_NBYTES) + received
 
@@ -235,7 +241,7 @@ class ExpertsWork(NamedTuple):
 
     @property
     def backward_rise_nbytes(self) -> int:
-        """Bytes live at the op's backward peak, less what was saved for it and the gradients that it returns."""
+        """Bytes live at the op's backward peak, less the bytes saved for backward and the gradients that it returns."""
         matrix, hidden = self.experts * self.width * self.inner, self.tokens * self.width
         exchanged = self.ranks > 1
         peak_candidates = (

@@ -1,8 +1,8 @@
 """Replacement of modules whose forward is a chain of small ops by fused ops.
 
 Candidates are RMSNorm, gated MLPs, rotary embeddings in attention, and the loss of causal language models, as
-transformers writes them. Names do not decide: the code of a class runs on small random tensors, and is replaced only
-where its result equals the op's in float32, up to rounding.
+transformers writes them. A class is recognised by its results, not by its name: its code runs on small random tensors,
+and is replaced only if its result equals the op's in float32, up to rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOps:
-    """The functions that modules call, with the arguments of the ops in `planner.model_rewrites.fused_kernels`."""
+    """The functions that rewritten modules call, with the arguments of the ops in `fused_kernels`."""
 
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
@@ -46,21 +46,21 @@ TRACED_OPS = FusedOps(
     rotary=fused_kernels.rotary_op,
     cross_entropy=fused_kernels.cross_entropy_op,
 )
-"""The custom ops, for tracing; they do not run."""
+"""The custom ops, for tracing only: they raise an error when they run."""
 
 
 def fuse_ops(module: nn.Module, ops: FusedOps, *, opaque: Collection[nn.Module] = ()) -> nn.Module:
-    """Return ``module``, changed in place to call ``ops`` where they compute the same.
+    """Return ``module``, changed in place to call ``ops`` wherever they compute the same as the module's code.
 
     Args:
         module: any module.
         ops: the functions to call.
-        opaque: submodules to leave as they are, with all that is inside them.
+        opaque: submodules that stay unchanged, with all of their submodules.
     """
     rotary_forwards: dict[Forward, Forward] = {}
     excluded = {part for outer in opaque for part in outer.modules()}
     for part in module.modules():
-        # A forward that is set on the instance was put there by a user; the class's code says nothing of it.
+        # A forward that is set on the instance comes from a user, and may differ from the class's forward.
         if part in excluded or "forward" in vars(part):
             continue
         forward = type(part).forward
@@ -111,7 +111,7 @@ def _eps_of(module: nn.Module) -> Any:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """Tell whether a module is an RMSNorm written as a chain of ops (``nn.RMSNorm`` is one op already)."""
+    """Return whether a module is an RMSNorm written as a chain of ops (``nn.RMSNorm`` is one op already)."""
     weights, eps = module._parameters, _eps_of(module)
     weight = weights.get("weight")
     if isinstance(module, nn.RMSNorm) or module._modules or len(weights) != 1 or weight is None or weight.dim() != 1:
@@ -138,7 +138,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def gated_mlp_activation(module: nn.Module) -> str | None:
-    """Return the activation of a gated MLP, a key of `fused_kernels.ACTIVATIONS`; None of any other module."""
+    """Return the activation of a gated MLP, a key of `fused_kernels.ACTIVATIONS`; None for any other module."""
     parts = module._modules
     if any(not isinstance(parts.get(name), nn.Module) for name in _PROJECTIONS) or not hasattr(module, "act_fn"):
         return None
@@ -165,7 +165,7 @@ class _Activation:
 
 @functools.lru_cache(maxsize=256)
 def _computed_activation(kind: Any, activation: _Activation) -> str | None:
-    """Return the activation with which the op equals the forward of the class ``kind``; None where none does."""
+    """Return the activation with which the op equals the forward of class ``kind``; None if there is none."""
     x, gate, up, down = _random(0, 2, 3, 8), _random(1, 12, 8), _random(2, 12, 8), _random(3, 8, 12)
     stand_in = types.SimpleNamespace(
         gate_proj=functools.partial(nn.functional.linear, weight=gate),
@@ -198,7 +198,7 @@ def _fused_gate_up_mlp(module: FusedGateUpMLP, ops: FusedOps, *args: Any, **kwar
 
 
 def uses_rotary(forward: Forward) -> bool:
-    """Tell whether a forward calls its Python module's ``apply_rotary_pos_emb``, and that equals the op."""
+    """Return whether ``forward`` calls its Python module's ``apply_rotary_pos_emb`` and the op equals that function."""
     inner = forward
     while isinstance(inner, types.FunctionType) and hasattr(inner, "__wrapped__"):
         if _cell_of_wrapped(inner) is None:
@@ -212,7 +212,7 @@ def uses_rotary(forward: Forward) -> bool:
 
 
 def _cell_of_wrapped(wrapper: types.FunctionType) -> int | None:
-    """Return the index of the closure cell in which a decorator holds the wrapped function; None if not exactly one."""
+    """Return the index of the closure cell that holds a decorator's wrapped function; None unless exactly one does."""
     wrapped, indices = wrapper.__dict__["__wrapped__"], list[int]()
     for index, cell in enumerate(wrapper.__closure__ or ()):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -259,7 +259,7 @@ def _with_fused_rotary(forward: Forward, ops: FusedOps) -> Forward:
 def _copy(
     function: types.FunctionType, names: dict[str, Any], closure: tuple[types.CellType, ...] | None
 ) -> types.FunctionType:
-    """Return a function of the same code, with other globals or another closure."""
+    """Return a copy of ``function`` with the globals ``names`` and the given closure."""
     copied = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     copied.__kwdefaults__ = function.__kwdefaults__
     copied.__dict__.update(function.__dict__)
@@ -267,7 +267,7 @@ def _copy(
 
 
 def _takes_rotary(x: torch.Tensor, cos: torch.Tensor) -> bool:
-    """Tell whether the op accepts ``x``: all of its last dim is rotated, and in its own dtype."""
+    """Return whether the op accepts ``x``: ``cos`` has its dtype and rotates the whole last dim of ``x``."""
     whole = x.dim() == 4 and cos.dim() == 3 and x.shape[3] == cos.shape[2] and x.shape[2] == cos.shape[1]
     return whole and x.dtype == cos.dtype and x.shape[3] % 2 == 0 and cos.shape[0] in (1, x.shape[0])
 
@@ -276,7 +276,7 @@ def _takes_rotary(x: torch.Tensor, cos: torch.Tensor) -> bool:
 
 
 def _has_causal_loss(module: nn.Module) -> bool:
-    """Tell whether a module is a transformers model with the default loss of causal language models."""
+    """Return whether a module is a transformers model with the default loss of causal language models."""
     loss_property = getattr(type(module), "loss_function", None)
     if not isinstance(loss_property, property) or loss_property.fset is None:
         return False
@@ -322,10 +322,10 @@ def _random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def _are_equal(module_code: Callable[[], Any], op: Callable[[], Any]) -> bool:
-    """Tell whether a module's code returns what the op returns, up to rounding."""
+    """Return whether a module's code returns what the op returns, up to rounding."""
     try:
         with torch.no_grad():
             torch.testing.assert_close(module_code(), op(), rtol=1e-5, atol=1e-6)
-    except Exception:  # noqa: BLE001  code that does not run on these arguments is not what the op computes
+    except Exception:  # noqa: BLE001  code that fails on these arguments does not compute the op
         return False
     return True

@@ -1,8 +1,8 @@
 """Fused projections: Q, K and V as one linear layer, gate and up of a gated MLP as another.
 
-One GEMM replaces two or three, and one gradient with respect to the input replaces two or three. The model's parameters
-have other names afterwards (see `fused_projection_modules`); it is planned, sharded and saved under those. Modules are
-recognised as in `fuse_ops`. Only plain linear layers that are used nowhere else are fused.
+One GEMM replaces two or three, and one gradient of the input replaces two or three. Fusing changes the names of the
+model's parameters (see `fused_projection_modules`); the model is planned, sharded and saved under the new names.
+Modules are recognised as in `fuse_ops`. Only plain linear layers that are used nowhere else are fused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Layers = Mapping[str, nn.Linear]
 
 
 class _FusedLayer(NamedTuple):
-    """How a module's linear layers were fused: the new layer's name, each old layer's rows, and the groups of rows."""
+    """A module's fused layer: its name, old layer -> number of rows, and the number of groups of interleaved rows."""
 
     name: str
     rows: Mapping[str, int]
@@ -44,9 +44,9 @@ class _FusedLayer(NamedTuple):
 def fuse_projections(module: nn.Module) -> nn.Module:
     """Return ``module``, changed in place: linear layers that read the same tensor become one layer.
 
-    The forward computes the same, up to rounding. Call it before the optimizer is made, and before `build_plan` and
-    `shard_module`. ``load_state_dict`` accepts weights under the old names; `unfuse_state_dict` gives them back.
-    Layers with hooks, adapters or shared weights stay as they are.
+    The forward computes the same, up to rounding. Call this function before the optimizer is made, and before
+    `build_plan` and `shard_module`. ``load_state_dict`` accepts weights under the old names, and `unfuse_state_dict`
+    returns weights under the old names. Layers with hooks, adapters or shared weights stay unchanged.
     """
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     for part in list(module.modules()):
@@ -93,7 +93,7 @@ def count_fused_projections(module: nn.Module) -> int:
 def carried_tp_plan(module: nn.Module) -> dict[str, str] | None:
     """Return the tensor-parallel styles by FQN pattern in ``module.tp_plan`` (Hugging Face); None without any.
 
-    A fused layer gets the style of the layers that it was made from, if they all have the same.
+    A fused layer gets the style of the layers that it replaces, if all of them have the same style.
     """
     carried = getattr(module, "tp_plan", None)
     if not isinstance(carried, Mapping) or not carried:
@@ -130,7 +130,7 @@ def _fuse_attention(attention: Any, uses: Mapping[int, int]) -> None:
 
 
 def _fusible_layers(part: Any, names: Sequence[str], uses: Mapping[int, int]) -> _Layers | None:
-    """Return the linear layers of these names, None where they cannot be fused: they differ, or are used elsewhere."""
+    """Return the linear layers of these names; None if they cannot be fused: they differ, or are used elsewhere."""
     modules = {name: part._modules.get(name) for name in names}
     if any(type(layer) is not nn.Linear or _is_used_elsewhere(layer, uses) for layer in modules.values()):
         return None
@@ -144,7 +144,7 @@ def _fusible_layers(part: Any, names: Sequence[str], uses: Mapping[int, int]) ->
 
 
 def _is_used_elsewhere(layer: Any, uses: Mapping[int, int]) -> bool:
-    """Tell whether a layer has hooks, a forward of its own (adapters), or a weight that other modules share."""
+    """Return whether a layer has hooks, a forward of its own (adapters), or a weight that other modules share."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return any(hooks) or "forward" in vars(layer) or any(uses[id(weight)] > 1 for weight in layer.parameters())
 

@@ -188,7 +188,7 @@ def row_sums(logits: torch.Tensor, labels: torch.Tensor, maxima: torch.Tensor) -
     Args:
         logits: this rank's classes, ``[rows, classes]``.
         labels: class indices, less the index of this rank's first class.
-        maxima: of whole rows, over all ranks.
+        maxima: ``[rows]``, the largest logit of each whole row, over all ranks.
     """
     wide = logits.to(torch.float32)
     is_local = (labels >= 0) & (labels < logits.shape[1])
@@ -204,7 +204,7 @@ def logits_gradient(
     Args:
         logits: this rank's classes, ``[rows, classes]``.
         labels: class indices, less the index of this rank's first class.
-        log_sums: log-sum-exp of whole rows, over all ranks.
+        log_sums: ``[rows]``, the log-sum-exp of each whole row, over all ranks.
         row_scales: ``[rows]``, in float32; 0 where the label is ignored.
     """
     softmax = (logits.to(torch.float32) - log_sums.unsqueeze(1)).exp()
@@ -214,7 +214,7 @@ def logits_gradient(
 
 
 def run_forward(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Return the result of the op ``name`` on unsharded tensors, followed by what it saves for backward."""
+    """Return the result of the op ``name`` on unsharded tensors, and the extra tensors that it saves for backward."""
     if name == RMS_NORM:
         return rms_norm_forward(*args)
     if name == GATED:
@@ -237,10 +237,10 @@ def run_backward(
     """Return the gradients of the op's tensor arguments, except labels, cosines and sines.
 
     Args:
-        name: of the op.
-        gradient: of the result.
-        args: of the forward.
-        saved: what `run_forward` returned after the result.
+        name: name of the op.
+        gradient: gradient of the result.
+        args: arguments of the forward.
+        saved: the tensors that `run_forward` returned after the result.
     """
     if name == RMS_NORM:
         return rms_norm_backward(gradient, args[0], args[1], *saved)
@@ -260,7 +260,7 @@ def run_backward(
 
 
 class FusedWork(NamedTuple):
-    """What a fused op saves for backward, and the bytes that it moves.
+    """Bytes that a fused op saves for backward, reads and writes.
 
     Attributes:
         saved: positions of the inputs that are saved for backward.
@@ -276,10 +276,10 @@ class FusedWork(NamedTuple):
 
 
 def fused_work(name: str, inputs: Sequence[tuple[Sequence[int], int]], output_nbytes: int) -> FusedWork:
-    """Return what the op ``name`` saves and moves.
+    """Return the bytes that the op ``name`` saves for backward, reads and writes.
 
     Args:
-        name: of the op.
+        name: name of the op.
         inputs: (shape, bytes) of each tensor input.
         output_nbytes: bytes of the result.
     """

@@ -41,7 +41,7 @@ class FusedGateUpMLP(nn.Module):
 
         Args:
             mlp: the module that is replaced.
-            gate_up_proj: the fused layer, in as many groups as the gate has rows.
+            gate_up_proj: the fused layer, with rows interleaved in as many groups as the gate has rows.
             activation: the name of ``mlp.act_fn``, a key of `planner.model_rewrites.fused_kernels.ACTIVATIONS`.
         """
         super().__init__()

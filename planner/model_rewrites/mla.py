@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA) with keys that are concatenated instead of copied into an empty tensor.
 
-transformers allocates the keys and copies their non-rotary and rotary parts into it. An op graph has no in-place writes
-into a slice, and DTensor cannot differentiate them. `torch.cat` computes the same keys.
+transformers allocates an empty key tensor and copies the non-rotary and the rotary part of the keys into slices of it.
+An op graph has no in-place writes into a slice, and DTensor cannot differentiate such writes. `torch.cat` computes the
+same keys.
 """
 
 from __future__ import annotations
