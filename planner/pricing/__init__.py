@@ -1,4 +1,4 @@
-"""What does each choice cost? Seconds and bytes of strategies, redistributions and stored layouts.
+"""Prices of choices, in seconds and bytes: of strategies, redistributions and stored layouts.
 
 a redistribution                    redistribution_costs.RedistributionPricer.both_ways
 a strategy of a region              region_costs.RegionPricer.price
@@ -7,5 +7,5 @@ a stored parameter, and its use     parameter_costs.ParameterPricer.storage, .us
 an FSDP group's collectives         fsdp_group_costs.FsdpGroupPricer
 overlap with compute, with GEMMs    overlap.Overlap, async_tp
 the stored layouts to choose from   storage_options.storage_options
-what all prices are for             run_spec.Run
+the run that is priced              run_spec.Run
 """

@@ -41,7 +41,7 @@ class ActivationPricer:
         """Return ``value`` as an activation that is redistributed once per micro-batch.
 
         Args:
-            gemms: the GEMMs that its communication overlaps with in async tensor parallelism; None: it blocks.
+            gemms: the GEMMs that the communication overlaps with in async tensor parallelism; None: it is blocking.
         """
         has_backward = value.requires_grad and self.run.job.training
         return RedistributedTensor(value.shape, value.dtype.itemsize, self.run.passes, has_backward, gemms)
@@ -60,7 +60,7 @@ class ActivationPricer:
     def recomputed_redistribution(
         self, value: Value, source: PortLayouts, target: PortLayouts, count: int, gemms: AdjacentGemms | None = None
     ) -> Price:
-        """Return the price of ``count`` forward redistributions that checkpointed blocks repeat, in seconds."""
+        """Return the price of ``count`` redistributions per micro-batch in the recompute of blocks, in seconds."""
         assert source.layout is not None
         assert target.layout is not None
         price = self.redistribution_pricer.one_way(
@@ -89,10 +89,11 @@ class ActivationPricer:
         *,
         reallgather: bool = False,
     ) -> Price:
-        """Return the price of tensors like ``value`` in ``layout``, in bytes at the times that ``multiplicity`` states.
+        """Return the price of saved tensors like ``value`` in ``layout``, in bytes by lifetime.
 
         Args:
-            throughout: the lifetime of tensors of other micro-batches in flight.
+            multiplicity: number of the tensors at each peak candidate.
+            throughout: lifetime of tensors of other micro-batches in flight.
             reallgather: whether the tensors are not saved, but all-gathered again in the backward.
         """
         nbytes = self._memory.local_nbytes(value, layout)

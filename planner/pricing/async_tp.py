@@ -1,21 +1,21 @@
-"""Async tensor parallelism: the GEMMs that tensor-parallel communication overlaps with, where a job assumes it.
+"""Async tensor parallelism: the GEMMs that overlap with tensor-parallel communication, in jobs with ``async_tp``.
 
-A collective is cut into as many pieces as there are ranks; one of them is local. An all-gather overlaps with the GEMMs
+A collective is cut into as many pieces as there are ranks; one piece is local. An all-gather overlaps with the GEMMs
 that read its result. A reduction overlaps with the GEMM whose partial result it sums, except for its last piece. This
-is Transformer Engine's userbuffers (``tp_comm_overlap`` in Megatron) and torch's async tensor parallelism. What remains
-exposed:
+is Transformer Engine's userbuffers (``tp_comm_overlap`` in Megatron) and torch's async tensor parallelism. The exposed
+seconds are:
 
     all-gather     max(0, gather - GEMMs)
     reduction      max(reduction / ranks, reduction - GEMM)
 
-`cost_model.configuration.tensor_parallel` states the same for configurations. Overlapped communication still occupies
+`cost_model.configuration.tensor_parallel` has the same rule for configurations. Overlapped communication still occupies
 its link and slows the GEMMs (`planner.pricing.overlap`). `RedistributionPricer.overlap_with_gemms` applies the rule.
 
-The assumption holds for redistributions that are a single collective on the innermost mesh axis, inside a node. No GEMM
-then has both an all-gather and a reduction to overlap with. The seconds of a GEMM are a lower bound: its FLOPs divided
-over all devices, at the rate of the fastest tiles. They are in proportion to the samples of a micro-batch, so that a
-lower bound for large micro-batches holds for small ones. The buffers of the pieces are not counted as memory. The
-executor does not run async tensor parallelism.
+The rule applies to redistributions that are a single collective on the innermost mesh axis, inside a node. No GEMM then
+has both an all-gather and a reduction to overlap with. The seconds of a GEMM are a lower bound: its FLOPs divided over
+all devices, at the rate of the fastest tiles. These seconds are proportional to the samples of a micro-batch, so a
+lower bound for large micro-batches also holds for small micro-batches. The buffers of the pieces are not counted as
+memory. The executor does not run async tensor parallelism.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NO_WORK = GemmWork(0.0, 0.0)
 class AdjacentGemmFinder:
     """Finds the GEMMs before and after each redistribution of one run.
 
-    The GEMMs of consumers count only where linear layers alone read the tensor, directly or through modules that pass
-    it on to them.
+    The GEMMs of consumers count only if linear layers are the only readers of the tensor. They may read it directly, or
+    through modules that pass it on unchanged.
     """
 
     def __init__(self, structure: Structure, run: Run) -> None:
@@ -62,9 +62,9 @@ class AdjacentGemmFinder:
             self._links_of_edge[key].append(link)
 
     def redistribution(self, multiplicity: Multiplicity) -> AdjacentGemms:
-        """Return the GEMMs around the redistributions of ``multiplicity``, in seconds; of several tensors the smallest.
+        """Return the GEMMs around the redistributions of ``multiplicity``, in seconds: the smallest over all tensors.
 
-        All GEMMs that read a tensor count, whichever layout each of them needs: while keys and values wait for an
+        All GEMMs that read a tensor count, even if they need it in different layouts: while keys and values wait for an
         all-gather, the GEMM of the queries can run.
         """
         consumers: dict[tuple[int, int], list[GemmWork]] = defaultdict(list)
@@ -77,9 +77,9 @@ class AdjacentGemmFinder:
         return AdjacentGemms(self._least_s(reading), self._least_s(producing))
 
     def recomputed(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
-        """Return the GEMMs around the redistributions that a checkpointed block repeats, in seconds.
+        """Return the GEMMs around the redistributions that a checkpointed block recomputes, in seconds.
 
-        None where the block does not recompute GEMMs.
+        None if the block does not recompute GEMMs.
         """
         key, structure = self._structure.edges[multiplicity.edges[0]], self._structure
         if structure.mode(structure.representative(key.consumer)) != "full":
@@ -93,7 +93,7 @@ class AdjacentGemmFinder:
         return least.times(self._s_per_flop)
 
     def _consumers_flops(self, region_index: int, slot: int) -> GemmWork:
-        """Return the FLOPs of the GEMMs that read a slot; no work where anything else reads it as well."""
+        """Return the FLOPs of the GEMMs that read a slot; `NO_WORK` if any other op reads it as well."""
         region = self._structure.regions.regions[region_index]
         works = [self._linear_flops(region, op) for op in region.ops if slot in op.inputs]
         works += [
@@ -102,7 +102,7 @@ class AdjacentGemmFinder:
         return _sum(works) if all(work.forward for work in works) else NO_WORK
 
     def _producer_flops(self, region_index: int, slot: int) -> GemmWork:
-        """Return the FLOPs of the GEMM that computes the tensor of a slot."""
+        """Return the FLOPs of the GEMM that computes the tensor of a slot; `NO_WORK` if another op computes it."""
         region = self._structure.regions.regions[region_index]
         if region.slots[slot].origin == "entry":
             link = self._link_to.get((region_index, slot))
@@ -111,7 +111,7 @@ class AdjacentGemmFinder:
         return self._linear_flops(region, producers[0]) if producers else NO_WORK
 
     def _linear_flops(self, region: Region, region_op: RegionOp) -> GemmWork:
-        """Return the FLOPs of an op that is a linear layer; no work for any other op."""
+        """Return the FLOPs of an op that is a linear layer; `NO_WORK` for any other op."""
         if not is_linear(region, region_op, self._structure.profile):
             return NO_WORK
         profile = self._structure.profile.ops[region_op.op.name]

@@ -5,8 +5,8 @@ compute of the neighbouring block, except for the model's first all-gather and i
 says when a block frees its unsharded parameters: after its forward (they are all-gathered again in the backward), after
 its backward, or after the last backward of the step.
 
-A collective's seconds are a straight line in its bytes (`CollectiveLine`), so that they can be charged linearly:
-`FsdpGroupPricer.bandwidth` is charged to each parameter of a group, `FsdpGroupPricer.latency` once to the group.
+A collective's seconds are a linear function of its bytes (`CollectiveLine`), as the integer program needs it:
+`FsdpGroupPricer.bandwidth` is charged for each parameter of a group, `FsdpGroupPricer.latency` once for the group.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from planner.pricing.run_spec import Run
 class CollectiveLine:
     """A collective's seconds as ``latency_s + nbytes * seconds_per_byte``.
 
-    The line goes through two points of the cost model: the bytes of all parameters of a block, and the bytes that
-    remain of them where the other mesh axes split them. Between and near these points the cost model is nearly
-    straight.
+    The line goes through two points of the cost model: the bytes of all parameters of a block, and these bytes divided
+    by the number of ranks on the other mesh axes (at least 2). Between and near these points the cost model is nearly
+    linear.
     """
 
     latency_s: float
@@ -54,10 +54,10 @@ class FsdpGroupPricer:
 
     @property
     def reshard_options(self) -> tuple[ReshardAfter, ...]:
-        """The times at which blocks may reshard in this run.
+        """The `ReshardAfter` modes that blocks can use in this run.
 
-        After the backward only without a pipeline: a pipeline stage runs several backwards in a row, and no forward
-        before each of them that would all-gather. After the step only if that has several micro-batches.
+        ``BACKWARD`` is not possible in a pipeline: a stage runs several backwards in a row, without a forward before
+        each of them that all-gathers the parameters. ``STEP`` needs several micro-batches.
         """
         options = [ReshardAfter.FORWARD]
         if self._run.place is None:
@@ -73,12 +73,14 @@ class FsdpGroupPricer:
         groups: tuple[tuple[FsdpGroup, int], ...],
         gradients: tuple[float, Lifetime],
     ) -> Price:
-        """Return the price of using parameters of FSDP groups: the bytes of gradients on their way to the reduction.
+        """Return the price of one use of parameters in FSDP groups: the bytes of gradients that are not reduced yet.
 
         Args:
-            port: the layouts of parameter and gradient in the use.
-            groups: each kind of block that such parameters are in, and how many of them one such block has.
-            gradients: bytes of one reduced gradient; and the lifetime of unreduced ones, which wait for their block.
+            value: one of the parameters.
+            port: layouts of parameter and gradient in the use.
+            groups: for each kind of block with these parameters, the group and their number in one such block.
+            gradients: bytes of one reduced gradient, and the lifetime of unreduced gradients, which wait until all
+                gradients of their block exist.
         """
         assert port.layout is not None
         numel = value.nbytes // value.dtype.itemsize // split_factor(port.layout, self._run.mesh.shape)
@@ -87,7 +89,7 @@ class FsdpGroupPricer:
             buffer_nbytes = numel * parameter_count * self._reduce_itemsize
             prices.append(Price(charge=group.reduce_buffers.charge(float(buffer_nbytes))))
         if self._run.micro_batches == 1:
-            # An unreduced gradient takes the place of the reduced shard that `ParameterPricer.storage` counts.
+            # An unreduced gradient replaces the reduced shard that `ParameterPricer.storage` charges.
             reduced_nbytes, unreduced = gradients
             prices.append(Price(charge=unreduced.charge(max(numel * value.dtype.itemsize - reduced_nbytes, 0.0))))
         return add_prices(prices)
@@ -95,10 +97,11 @@ class FsdpGroupPricer:
     def bandwidth(
         self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return the price of ``numel`` elements of each group of a kind, in proportion: seconds and bytes of a step.
+        """Return the price of ``numel`` elements in each block of a kind, in seconds and bytes of a step.
 
-        Unsharded parameters take memory as long as ``reshard`` says: while their block or the next one runs, from the
-        block's forward to its backward, or for the whole step. In the last case unreduced gradients do as well.
+        The price is proportional to ``numel``; `latency` prices the rest. ``reshard`` decides how long unsharded
+        parameters take memory. ``FORWARD``: while their block or the block that prefetches them runs. ``BACKWARD``:
+        from the block's forward to its backward. ``STEP``: for the whole step; unreduced gradients take memory as well.
 
         Args:
             itemsize: bytes per element of the all-gather.
@@ -119,10 +122,11 @@ class FsdpGroupPricer:
     def _unsharded_for_the_step(
         self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int
     ) -> dict[Quantity, float]:
-        """Return the bytes from the first forward to the last backward, and the seconds of accumulating gradients.
+        """Return the charge of ``ReshardAfter.STEP``: bytes for the whole step, and seconds of accumulating gradients.
 
-        Unreduced gradients take the place of the shards that `ParameterPricer.storage` counts. While a block runs
-        backward, the gradients of its micro-batch exist one by one as well, unless they accumulate in place.
+        Unreduced gradients replace the shards that `ParameterPricer.storage` charges. While a block's backward runs,
+        the gradients of the current micro-batch are live as well, unless gradients accumulate in place (because the
+        all-gather and the reduction have the same dtype size).
         """
         reduce_itemsize = self._reduce_itemsize
         stored_itemsize = BYTES_PER_ELEMENT[self._run.job.master_dtype or self._run.job.dtype]
@@ -138,14 +142,14 @@ class FsdpGroupPricer:
         return charge
 
     def latency(self, group: FsdpGroup, axes: tuple[int, ...], itemsize: int, reshard: ReshardAfter) -> Price:
-        """Return the latencies of the collectives of all groups of a kind, in seconds of a step."""
+        """Return the price of the latencies of the collectives of all blocks of a kind, in seconds of a step."""
         gather, reduce = self._line("all_gather", axes, group, itemsize), self._reduce_line(axes, group)
         return Price(charge=self._seconds(group, axes, gather.latency_s, reduce.latency_s, reshard))
 
     def collectives(
         self, group: FsdpGroup, axes: tuple[int, ...], numel: int, itemsize: int, reshard: ReshardAfter
     ) -> Price:
-        """Return the collectives of all groups of a kind that gather ``numel`` elements each, without a charge."""
+        """Return the collectives of all blocks of a kind with ``numel`` elements each, as a price without a charge."""
         axis, for_step = ",".join(self._run.mesh.names[axis] for axis in axes), reshard is ReshardAfter.STEP
         calls = group.count * (1 if for_step else self._run.passes)
         rows: list[tuple[CollectiveKind, Phase, int]] = [
@@ -170,10 +174,11 @@ class FsdpGroupPricer:
     def _seconds(
         self, group: FsdpGroup, axes: tuple[int, ...], gather_s: float, reduce_s: float, reshard: ReshardAfter
     ) -> dict[Quantity, float]:
-        """Return the charge of the collectives of all groups of a kind, given the seconds of one call of each.
+        """Return the charge of the collectives of all blocks of a kind, given the seconds of one call of each.
 
-        Exposed are one all-gather per micro-batch and the last reduce-scatter if the kind is the model's first, and one
-        all-gather per micro-batch before each later chunk of the model. All others overlap with compute.
+        The model's first kind has one exposed all-gather per micro-batch and an exposed last reduce-scatter. Each later
+        chunk of the model begins with one exposed all-gather per micro-batch. With ``STEP``, each block has one
+        all-gather per step, and only the first kind exposes one. All other collectives overlap with compute.
         """
         link, for_step = self._redistribution_pricer.flat_link(axes), reshard is ReshardAfter.STEP
         passes = 1 if for_step else self._run.passes
@@ -197,9 +202,9 @@ class FsdpGroupPricer:
 
     @property
     def _copy_s_per_byte(self) -> float:
-        """Seconds per byte of copying parameters out of a flat buffer, or gradients into one, in new memory.
+        """Seconds per byte of copying parameters out of a flat buffer, or gradients into a flat buffer, in new memory.
 
-        0.0 where the host's work is not charged per op: the collective's time then includes the copy.
+        0.0 if the host's work is not charged per op: the collective's time then includes the copy.
         """
         device = self._run.cluster.device
         return 2 / stream_bytes_per_s(device) + device.first_touch_s_per_byte if device.host_op_s else 0.0

@@ -1,8 +1,9 @@
 """Seconds of one op on one device's shards: `OpTimes.op_time`.
 
 GEMMs and attention are timed by their shapes (`cost_model.kernels.gemm`, `.attention`). All other ops are timed by a
-roofline of FLOPs and bytes (`cost_model.kernels.compute`). All times are those inside a training step: the time of the
-kernel alone, divided by the fraction of its stand-alone rate that is reached there (`cost_model.kernels.in_step`).
+roofline of FLOPs and bytes (`cost_model.kernels.compute`). All times are times inside a training step: the stand-alone
+time of the kernel, divided by the fraction of its stand-alone rate that it reaches inside a step
+(`cost_model.kernels.in_step`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ROW_NBYTES = 16
 """A GEMM reads operands at full speed if their rows are multiples of this many bytes."""
 
 _NO_BYTES = UnfusedEfficiency(forward_bytes=0, backward_bytes=0, causal_forward_bytes=0, causal_backward_bytes=0)
-"""Efficiency of unfused attention where its bytes are those that torch dispatches, and not those of a formula."""
+"""Efficiency of unfused attention without bytes, for devices whose attention bytes come from the dispatched ops."""
 
 Shape = tuple[int, ...]
 
@@ -61,13 +62,13 @@ class LocalOp(NamedTuple):
     """An op and one device's part of it.
 
     Attributes:
-        inputs, output: global tensors; of several outputs the first.
-        shapes, output_shape: shapes of the device's shards of them.
-        profile: the unsplit op's.
+        inputs, output: global tensors; ``output`` is the first of several.
+        shapes, output_shape: shapes of the device's shards of ``inputs`` and ``output``.
+        profile: profile of the unsharded op.
         bytes_fraction: bytes of the shards per byte of the global tensors.
         flops_split: number of equal parts into which the op's FLOPs are divided.
-        context_work: the device's part of attention whose sequence is split; None for any other op.
-        exchange_ranks: number of ranks among which the experts' op exchanges tokens.
+        context_work: the device's part of context-parallel attention; None for any other op.
+        exchange_ranks: number of ranks among which the experts op exchanges tokens; 1 means no exchange.
     """
 
     op: Op
@@ -83,7 +84,7 @@ class LocalOp(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The name of the output's dtype in the cost model."""
+        """The cost model's name of the output's dtype; "fp32" if it has none."""
         return _DTYPE_NAMES.get(self.output.dtype, "fp32")
 
     @property
@@ -100,7 +101,7 @@ class LocalOp(NamedTuple):
 
 
 def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> GemmShape | None:
-    """Return the GEMM that an op runs; None where it runs none, or of a kind that this function does not cover.
+    """Return the GEMM that an op runs; None if it runs none, or a kind that this function does not cover.
 
     Args:
         target_name: the op, such as ``aten.linear.default``.
@@ -123,10 +124,10 @@ def gemm_shape(target_name: str, shapes: Sequence[Shape], output: Shape) -> Gemm
 
 
 class OpTimes:
-    """Seconds of ops on one kind of device, each computed once.
+    """Seconds of ops on one kind of device; each time is computed once.
 
-    A device that waits for its host (``host_op_s``) pays for every op that torch dispatches, views and the parts of a
-    backward included. Any other device pays for one kernel per op and pass.
+    On a device that waits for its host (``host_op_s`` > 0), every op that torch dispatches takes host time, including
+    views and the ops of a backward. On any other device, each op takes one kernel launch per pass.
     """
 
     def __init__(
@@ -167,12 +168,12 @@ class OpTimes:
         )
 
     def least_fraction(self, op: Op, inputs: Sequence[Value]) -> float:
-        """Return a lower bound on the seconds of all ranks together, per second of the unsplit op, for any split.
+        """Return a lower bound on the seconds of all ranks together, as a fraction of the unsharded op's seconds.
 
-        It is below 1 only for causal attention whose sequence may be split. Its local kernels compute few of the scores
-        that the mask hides. An unfused kernel computes all scores, so that nearly half of them go. A fused kernel
-        computes no more than it needs, but the triangular rest keeps processors busy for unequal times; local kernels
-        are mostly rectangular.
+        The bound holds for any layout. It is below 1 only for causal attention whose sequence can be sharded: the local
+        kernels of context parallelism compute few masked scores. An unfused kernel on one device computes all scores,
+        nearly half of which are masked. A fused kernel skips masked scores, but its triangular work is unevenly spread
+        over the processors, while the local kernels are mostly rectangular.
         """
         if op.target is not ATTENTION or not is_causal(op) or not may_split(op, inputs):
             return 1.0
@@ -186,7 +187,7 @@ class OpTimes:
         return stream_s + (self._host_op_s or self._device.kernel_launch_s)
 
     def gemm_sum_s(self, nbytes: float) -> float:
-        """Return the seconds that a GEMM takes longer if it adds to a gradient of ``nbytes``, which it then reads."""
+        """Return the extra seconds of a GEMM that accumulates into a gradient of ``nbytes``, which it has to read."""
         return nbytes / self._stream_bytes_per_s
 
     @property
@@ -197,7 +198,7 @@ class OpTimes:
     # --- GEMMs ---------------------------------------------------------------------------------------------------
 
     def _gemm(self, local: LocalOp, shape: GemmShape) -> OpTime:
-        """Return the seconds of an op that is a GEMM; backward has one GEMM for each factor that needs a gradient."""
+        """Return the seconds of an op that is a GEMM; backward has one GEMM for each operand that needs a gradient."""
         m, n, k, batch = shape
         forward_s = self._gemm_s(m, n, k, batch, local)
         backward_s = 0.0
@@ -218,10 +219,10 @@ class OpTimes:
     def _experts(
         self, inputs: Sequence[Value], shapes: Sequence[Shape], dtype: str, backward: bool, ranks: int
     ) -> OpTime:
-        """Return the seconds of the experts on this rank, each of which has the same number of tokens.
+        """Return the seconds of the experts on one rank, with the same number of tokens for each expert.
 
-        Forward runs a grouped GEMM up and one down. Backward runs the GEMMs of their gradients: of their inputs, and of
-        the weights that are trained.
+        Forward runs two grouped GEMMs, gate-up and down. Backward runs the GEMMs of the gradients that are needed, with
+        respect to inputs and to weights.
         """
         work = experts.ExpertsWork.from_shapes(shapes, inputs[4].shape[0], inputs[0].dtype.itemsize, ranks)
         up, down = (2 * work.inner, work.width), (work.width, work.inner)
@@ -265,7 +266,7 @@ class OpTimes:
         return self._attention_kernels(kernels, kernels, query, value, local)
 
     def _context_parallel_attention(self, work: ContextParallelWork, local: LocalOp) -> OpTime:
-        """Return the seconds of attention whose sequence is split: its kernels, and copies that reorder its chunks."""
+        """Return the seconds of context-parallel attention: its kernels, and the copies that reorder its chunks."""
         kernels = self._attention_kernels(work.kernels, work.backward_kernels, work.query, work.value, local)
         bytes_per_s = self._stream_bytes_per_s
         backward_s = kernels.backward_s + work.backward_nbytes / bytes_per_s if kernels.backward_s else 0.0
@@ -304,7 +305,7 @@ class OpTimes:
         """Return the seconds of one call of an attention kernel.
 
         Args:
-            query, value: shapes of the device's shards, [batch, heads, seq, head_dim]; batch and head_dim are read.
+            query, value: shapes of the device's shards, [batch, heads, seq, head_dim]; seq and heads are not used.
         """
         shipped = shipped_efficiency()
         return attention_time_s(
@@ -324,7 +325,7 @@ class OpTimes:
         )
 
     def _cached_attention(self, local: LocalOp) -> OpTime:
-        """Return the seconds of attention over a key-value cache, and of writing the new keys and values into it."""
+        """Return the seconds of attention over a KV cache, and of writing the new keys and values into the cache."""
         batch, heads, _, head_dim = local.shapes[0]
         _, kv_heads, new, head_dim_v = local.shapes[2]
         tokens, dtype = local.profile.cached_tokens, local.dtype
@@ -347,7 +348,7 @@ class OpTimes:
     # --- other ops -----------------------------------------------------------------------------------------------
 
     def _roofline(self, local: LocalOp) -> OpTime:
-        """Return the seconds of an op by its FLOPs and bytes."""
+        """Return the seconds of an op by the roofline of its FLOPs and bytes."""
         profile, matmul, device = local.profile, local.profile.flops > 0, self._device
         nbytes, backward_nbytes = profile.nbytes, profile.backward_nbytes
         if self._host_op_s and not matmul:
@@ -373,5 +374,5 @@ class OpTimes:
 
 
 def _is_causal(op: Op) -> bool:
-    """Tell whether ``op`` is attention whose kernel applies a causal mask."""
+    """Return whether ``op`` is attention whose kernel applies a causal mask."""
     return op.target is ATTENTION and is_causal(op)

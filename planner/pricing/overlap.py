@@ -1,8 +1,9 @@
-"""Overlap of communication with compute: the quantities that it is charged to, and by how much it slows compute.
+"""Overlap of communication with compute: the quantities that communication is charged to, and the slowdown of compute.
 
 Communication that a device overlaps with compute is charged to a prefetch quantity of its phase and link
-(`planner.ilp.step_cost`). Its kernels take processors and memory bandwidth from compute: it also adds a fraction of its
-seconds to the slowdown quantity of the phase. On a device that overlaps nothing, all communication is blocking.
+(`planner.ilp.step_cost`). The kernels of collectives take processors and memory bandwidth from compute. A fraction of
+the seconds is therefore charged to the slowdown quantity of the phase as well. On a device that overlaps nothing, all
+communication is blocking.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ class Overlap:
     """How a device overlaps communication with compute.
 
     Attributes:
-        forward, backward: quantities of overlapped communication; those of blocking communication where
-            the device overlaps nothing.
-        once_forward, once_backward: likewise for what runs once a step, in the first forward or the last backward.
+        forward, backward: quantities of overlapped communication. If the device overlaps nothing, the quantities of
+            blocking communication.
+        once_forward, once_backward: likewise, for communication that runs once a step, in the first forward or the last
+            backward.
         taken_share: seconds that compute takes longer, per second of overlapped communication.
-        message_share: the same per second of pipeline messages between nodes.
+        message_share: seconds that compute takes longer, per second of overlapped pipeline messages between nodes.
     """
 
     forward: LinkQuantities
@@ -65,7 +67,7 @@ class Overlap:
     def overlapped_messages(
         self, phase: Literal["forward", "backward"], group: AxisGroup, seconds: float
     ) -> dict[Quantity, float]:
-        """Return the charge of ``seconds`` of pipeline messages that overlap with compute of the phase, if they can."""
+        """Return the charge of ``seconds`` of overlapped pipeline messages; blocking if the device overlaps nothing."""
         if not seconds:
             return {}
         slowdown = (FORWARD if phase == "forward" else BACKWARD).slowdown

@@ -1,9 +1,9 @@
-"""Prices of parameters: their state, the all-gathers of those in no FSDP group, and the reduction of their gradients.
+"""Prices of parameters: state, all-gathers of parameters in no FSDP group, and the reduction of gradients.
 
 `ParameterPricer.storage` prices a parameter between its uses: the bytes of parameter, optimizer state and gradient, and
-the seconds of the optimizer's update. `ParameterPricer.use` prices one use of a parameter that is gathered by itself:
-its module waits for the all-gather (blocking), and the reduction of its gradient overlaps with the backward. Parameters
-in FSDP groups are priced in `planner.pricing.fsdp_group_costs`.
+the seconds of the optimizer's update. `ParameterPricer.use` prices one use of a parameter that is all-gathered by
+itself: the module waits for the all-gather (blocking), and the reduction of the gradient overlaps with the backward.
+Parameters in FSDP groups are priced in `planner.pricing.fsdp_group_costs`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class ParameterClassUse:
 
     Attributes:
         value: one of the parameters.
-        count: uses per micro-batch, over all of them.
-        saved: whether autograd saves the parameter for backward, so that backward gathers it again.
+        count: uses per micro-batch, of all parameters of the class together.
+        saved: whether autograd saves the parameter for backward, so that the backward all-gathers it again.
         recomputed: whether the use is inside a checkpointed block.
-        last_in_backward: whether no compute is left in the backward for its gradient's reduction to overlap with.
-        working: lifetime of the compute copies: while an op uses them in the backward, or in the forward in inference.
-        pending: lifetime of gradients of this use that wait for those of other uses.
+        last_in_backward: whether the use comes last in the backward, so that its gradient's reduction has no compute to
+            overlap with.
+        working: lifetime of all-gathered parameters, while an op uses them in the backward (in inference: the forward).
+        pending: lifetime of gradients of this use while they wait for the gradients of the parameter's other uses.
         gradients: lifetime of the parameters' gradients.
     """
 
@@ -55,8 +56,8 @@ class ParameterPricer:
     """Prices of parameters in one `Run`.
 
     Attributes:
-        stored_dtype: the dtype of stored parameters: that of the master copy if there is one, which is cast to the
-            compute dtype and gathered in it.
+        stored_dtype: dtype of stored parameters: the dtype of the master copy if the job has one. Master copies are
+            cast to the compute dtype before they are all-gathered.
     """
 
     def __init__(self, run: Run, redistribution_pricer: RedistributionPricer) -> None:
@@ -70,10 +71,10 @@ class ParameterPricer:
     def storage(self, value: Value, option: StorageOption, count: int, gradients: Lifetime) -> Price | None:
         """Return the price of storing and updating ``count`` equal parameters, in bytes and seconds of a step.
 
-        None where no redistribution leads from the accumulated layout of their gradients to the stored one.
+        None if no redistribution leads from the gradients' accumulated layout to the stored layout.
 
         Args:
-            gradients: lifetime of their gradients.
+            gradients: lifetime of the gradients.
         """
         price = self.state(value, option.stored, count)
         if self._run.job.training and value.requires_grad:
@@ -103,7 +104,7 @@ class ParameterPricer:
             gradient_dtype=self.stored_dtype,
             training=trained,
         )
-        nbytes["gradients"] = 0  # priced where it is known when they exist, and in which layout
+        nbytes["gradients"] = 0  # `storage` and `reduce` price gradients, by layout and lifetime
         charge = {persistent(role): float(amount) for role, amount in nbytes.items()}
         if trained:
             # One fused kernel updates all parameters, so that no parameter pays for its launch.
@@ -124,11 +125,11 @@ class ParameterPricer:
     def _gradients_of_backward(
         self, value: Value, option: StorageOption, count: int, gradients: Lifetime
     ) -> dict[Quantity, float]:
-        """Return the bytes of the gradients that a backward leaves, by peak candidate.
+        """Return the charge of the gradients that a backward computes, in bytes by lifetime.
 
-        Gradients of cast parameters stay in the compute dtype until the backward of the casts, which comes last because
-        the casts come first in the forward. Gradients in the stored dtype then take the place of the compute copies,
-        which `_compute_copies` charges throughout.
+        Gradients of cast parameters are in the compute dtype until the backward of the casts. That comes last, because
+        the casts come first in the forward. At the update, the gradients are in the stored dtype, and the compute
+        copies are freed. `_compute_copies` charges the copies for the whole step, so they are subtracted here.
         """
         one_micro_batch = self._run.micro_batches == 1
         if option.fsdp_axes is not None or not self._is_cast(value):
@@ -143,7 +144,7 @@ class ParameterPricer:
         return BYTES_PER_ELEMENT[self.stored_dtype] != value.dtype.itemsize
 
     def _compute_copies(self, value: Value, stored: Layout, count: int) -> Price:
-        """Return the price of copies in the compute dtype: they exist for all modules at once, saved by autograd."""
+        """Return the price of copies in the compute dtype, which autograd saves of all parameters at once."""
         if not self._is_cast(value):
             return FREE
         nbytes = value.nbytes / split_factor(stored, self._run.mesh.shape)
@@ -154,15 +155,15 @@ class ParameterPricer:
     ) -> Price:
         """Return the price, in bytes, of gradients that accumulate over micro-batches in ``layout``.
 
-        They accumulate in the dtype of the reduction where one is still to come. ``fully_shard`` leaves gradients in
-        the stored dtype.
+        Gradients that are reduced later accumulate in ``reduce_dtype``. All other gradients, and all gradients under
+        ``fully_shard``, accumulate in the stored dtype.
         """
         final_nbytes = self.gradient_nbytes(value, option.stored)
         nbytes = self.gradient_nbytes(value, layout)
         if option.fsdp_axes is None and layout != option.stored:
             nbytes *= BYTES_PER_ELEMENT[self._run.job.reduce_dtype] / BYTES_PER_ELEMENT[self.stored_dtype]
         charge = {persistent("gradients"): count * nbytes}
-        if final_nbytes > nbytes:  # the final gradients are larger: those of cast parameters exist at the update alone
+        if final_nbytes > nbytes:  # final gradients are larger; for cast parameters they exist at the update only
             more = final_nbytes - nbytes
             at_update = {UPDATE.quantity("gradients"): count * more}
             charge |= at_update if self._is_cast(value) else gradients.charge(more)
@@ -174,7 +175,7 @@ class ParameterPricer:
         """Return the price of reducing gradients from ``source`` to ``target``; None where there is no path.
 
         Args:
-            once: whether they are reduced once a step; otherwise in every micro-batch.
+            once: whether the gradients are reduced once a step; otherwise they are reduced in every micro-batch.
         """
         price = self._redistribution_pricer.one_way(
             value.shape,
@@ -207,7 +208,7 @@ class ParameterPricer:
         return add_prices(possible) if len(possible) == len(prices) else None
 
     def gather(self, use: ParameterClassUse, stored: Layout, layout: Layout | None) -> Price | None:
-        """Return the price of redistributing parameters from their stored layout to ``layout``, each by itself."""
+        """Return the price of redistributing each parameter from ``stored`` to ``layout``; None if there is no path."""
         assert layout is not None
         value, calls = use.value, use.count * self._run.passes
         forward = self._one_way(value, stored, layout, "forward", calls, FORWARD.blocking)
@@ -229,8 +230,10 @@ class ParameterPricer:
     def reduce(self, use: ParameterClassUse, option: StorageOption, gradient: Layout | None) -> Price | None:
         """Return the price of reducing a use's gradients to the layout in which they accumulate or are stored.
 
+        None if there is no path.
+
         Args:
-            gradient: the layout in which the op leaves them.
+            gradient: layout of the gradients as the op computes them; None if there are no gradients.
         """
         if gradient is None or not self._run.job.training:
             return FREE
@@ -245,7 +248,7 @@ class ParameterPricer:
         return add_prices(prices)
 
     def _inference_copy(self, value: Value, stored: Layout, layout: Layout, calls: float, working: Lifetime) -> Price:
-        """Return the price of the compute copy in inference: its bytes, and the seconds of a slice if that makes it."""
+        """Return the price of the compute copy in inference: its bytes, and the seconds of a slice if there is one."""
         nbytes = value.nbytes / split_factor(layout, self._run.mesh.shape)
         charge = working.charge(nbytes)
         path = self._redistribution_pricer.path(value.shape, value.dtype.itemsize, stored, layout)

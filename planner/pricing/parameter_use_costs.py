@@ -1,7 +1,7 @@
 """Prices of one use of a parameter class under every storage option and port, with each part priced once.
 
-There are thousands of (option, port) pairs. The price of a pair is the sum of two parts: that of the all-gather, which
-depends on the stored and the compute layout, and that of the reduction, which depends on the gradient's layouts.
+There are thousands of (option, port) pairs. The price of a pair is a sum of two parts. The price of the all-gather
+depends on the stored and the compute layout. The price of the reduction depends on the gradient's layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from planner.pricing.storage_options import StorageOption
 
 
 class ParameterUsePrices:
-    """Prices of one use, at each of ``ports``, of parameters that are gathered by themselves."""
+    """Prices of one use of parameters in no FSDP group, at each of ``ports``."""
 
     def __init__(self, pricer: ParameterPricer, use: ParameterClassUse, ports: Sequence[PortLayouts]) -> None:
         self._pricer = pricer
@@ -28,7 +28,7 @@ class ParameterUsePrices:
         self._charges: dict[tuple[int, ...], Charge | None] = {}
 
     def charges(self, option: StorageOption) -> Iterator[Charge | None]:
-        """Yield the charge of `ParameterPricer.use` at each port; None where it has no price."""
+        """Yield the charge of `ParameterPricer.use` at each port; None if there is no price."""
         pricer, use = self._pricer, self._use
         stored, accumulated = self._number(option.stored), self._number(option.accumulated)
         for port, layout, gradient in self._ports:
@@ -43,7 +43,7 @@ class ParameterUsePrices:
         return self._numbers.setdefault(layout, len(self._numbers))
 
     def _once(self, key: tuple[int, ...], price_part: Callable[..., Price | None], *args: object) -> Charge | None:
-        """Return the charge of one part; keys of all-gathers have two numbers, those of reductions three."""
+        """Return the charge of one part; a key of an all-gather has two numbers, of a reduction three."""
         if key not in self._charges:
             price = price_part(*args)
             self._charges[key] = None if price is None else price.charge

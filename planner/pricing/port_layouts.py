@@ -12,10 +12,10 @@ class PortLayouts(NamedTuple):
     """The layouts of one tensor at the producer's or at the consumer's end of an edge.
 
     Attributes:
-        layout: layout of the tensor; None where it is a plain tensor.
-        gradient: layout of its gradient; None where it has none.
-        reallgather: whether the consumer all-gathers the tensor again in the backward instead of saving the gathered
-            copy. False at the producer's end.
+        layout: layout of the tensor; None for a plain tensor.
+        gradient: layout of the gradient; None if there is no gradient.
+        reallgather: whether the consumer all-gathers the tensor again in the backward instead of saving the
+            all-gathered copy. False at the producer's end.
     """
 
     layout: Layout | None
@@ -24,12 +24,12 @@ class PortLayouts(NamedTuple):
 
 
 def producer_port(strategy: Strategy, slot: int) -> PortLayouts:
-    """Return the layouts in which a region that runs ``strategy`` gives the tensor of ``slot`` to its consumers."""
+    """Return the port at which a region that runs ``strategy`` produces the tensor of ``slot``."""
     return PortLayouts(strategy.forward[slot], strategy.gradient[slot])
 
 
 def consumer_port(strategy: Strategy, slot: int) -> PortLayouts:
-    """Return the layouts in which a region that runs ``strategy`` takes the tensor of ``slot``."""
+    """Return the port at which a region that runs ``strategy`` consumes the tensor of ``slot``."""
     return PortLayouts(strategy.forward[slot], strategy.gradient[slot], slot in strategy.reallgathered)
 
 
@@ -41,7 +41,7 @@ class PortNumbers:
         self._ports: list[PortLayouts] = []
 
     def number(self, port: PortLayouts) -> int:
-        """Return the number of ``port``; a port that is new gets the next one."""
+        """Return the number of ``port``; a new port gets the next number."""
         number = self._numbers.get(port)
         if number is None:
             number = self._numbers[port] = len(self._ports)
@@ -53,9 +53,10 @@ class PortNumbers:
         return self._ports[number]
 
     def agree(self, a: int, b: int) -> bool:
-        """Tell whether one key of a plan can state both ports.
+        """Return whether one key of a plan can state both ports, numbers ``a`` and ``b``.
 
-        Layouts have to be equal. So have gradients, unless one of the ports has none: a key then states the other's.
+        The layouts and ``reallgather`` have to be equal. The gradients' layouts have to be equal unless one port has no
+        gradient: the key then states the gradient's layout of the other port.
         """
         (layout, gradient, reallgather), (other_layout, other_gradient, other_reallgather) = (
             self._ports[a],

@@ -1,4 +1,4 @@
-"""A `Price`: what one decision adds to the quantities of a step, in seconds and bytes, and its collectives."""
+"""`Price`: the seconds and bytes that one decision adds to the quantities of a step, and its collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Collective:
     Attributes:
         axis: name of the mesh axis; names joined by commas where several axes act as one.
         nbytes: bytes of the full buffer of one call.
-        count: calls in a step. In a pipeline stage the idle time counts as further micro-batches
-            (`planner.pricing.run_spec.Run.passes`), so that the number need not be whole.
+        count: calls per step. In a pipeline stage, idle time counts as additional micro-batches
+            (`planner.pricing.run_spec.Run.passes`), so the number may be fractional.
         time_s: seconds of one call.
     """
 
@@ -33,7 +33,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What one decision adds to a step.
+    """Seconds and bytes that one decision adds to a step.
 
     Attributes:
         charge: quantity -> seconds or bytes.

@@ -1,9 +1,9 @@
-"""Strategies with re-all-gather: an all-gathered input of a linear layer is not saved, but gathered again in backward.
+"""Strategies with re-all-gather: the backward all-gathers a linear layer's input again, instead of saving the copy.
 
-A linear layer saves its input for the gradient of its weight. Where tensor parallelism has all-gathered that input, the
-gathered copy is as many times larger than the local shard as there are ranks. Megatron's sequence parallelism saves the
-shard and gathers it again in the backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Linear layers that
-read the same copy share the second all-gather as well.
+A linear layer saves its input for the gradient of its weight. If tensor parallelism on n ranks has all-gathered that
+input, the copy is n times as large as the local shard. Megatron's sequence parallelism saves the shard and all-gathers
+it again in the backward (Korthikanti et al., arXiv 2205.05198, section 4.2.2). Linear layers that read the same copy
+share the second all-gather as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from planner.strategies.enumerate import Strategy
 
 
 def is_linear(region: Region, region_op: RegionOp, profile: GraphProfile) -> bool:
-    """Tell whether an op multiplies one activation with parameters."""
+    """Return whether an op is a GEMM of exactly one activation with parameters."""
     slots = [region.slots[i] for i in region_op.inputs]
     is_gemm = profile.ops[region_op.op.name].flops > 0 and len(slots) > 1
     return is_gemm and sum(slot.origin != "parameter" for slot in slots) == 1
@@ -31,7 +31,7 @@ def is_linear(region: Region, region_op: RegionOp, profile: GraphProfile) -> boo
 def with_reallgather_variants(
     structure: Structure, region: Region, strategies: Sequence[Strategy]
 ) -> tuple[Strategy, ...]:
-    """Return ``strategies``, each followed by its variant with re-all-gather where it has one."""
+    """Return ``strategies``, each followed by its variant with re-all-gather if it has one."""
     slots = tuple(_reallgather_slots(structure, region))
     return tuple(variant for strategy in strategies for variant in _variants(strategy, slots))
 
@@ -48,9 +48,9 @@ def _may_be_gathered(layout: Layout | None) -> bool:
 
 
 def _reallgather_slots(structure: Structure, region: Region) -> Iterator[int]:
-    """Yield the inputs of a region's module that a single linear layer of the region saves, and no other op.
+    """Yield the slots of module inputs that a single op of the region saves for backward, if that is a linear layer.
 
-    None in a checkpointed block: it saves no inputs of its linear layers.
+    Yield nothing in a checkpointed block, which saves no inputs of its linear layers.
     """
     if region.call == OUTSIDE or structure.mode(region) is not None:
         return

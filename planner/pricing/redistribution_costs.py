@@ -2,8 +2,8 @@
 
 A redistribution runs the cheapest path of collectives from one layout to another
 (`cost_model.redistribute.RedistributionPlanner`). Each collective is priced by the cost model of collectives
-(`cost_model.dispatched_collective_time_s`) on the ranks of its mesh axis. The consumer waits for it, so its seconds are
-blocking. With asynchronous tensor parallelism a part of them is overlapped (`planner.pricing.async_tp` states the
+(`cost_model.dispatched_collective_time_s`) on the ranks of its mesh axis. The consumer waits for the collective, so the
+seconds are blocking. Async tensor parallelism overlaps a part of the seconds (`planner.pricing.async_tp` states the
 rule).
 """
 
@@ -29,9 +29,10 @@ class RedistributedTensor(NamedTuple):
     Attributes:
         shape: global shape.
         itemsize: bytes per element.
-        calls: redistributions in a step.
-        has_backward: whether its gradient is redistributed as well.
-        adjacent_gemms: the GEMMs that the communication overlaps with, in async tensor parallelism; None: it blocks.
+        calls: redistributions per step.
+        has_backward: whether the gradient is redistributed as well.
+        adjacent_gemms: the GEMMs that the communication overlaps with in async tensor parallelism; None: all of the
+            communication is blocking.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +43,10 @@ class RedistributedTensor(NamedTuple):
 
 
 class RedistributionPricer:
-    """Prices of collectives and redistributions on one mesh of one cluster, each computed once.
+    """Prices of collectives and redistributions on one mesh of one cluster; each price is computed once.
 
     Attributes:
-        ports: numbers of the ports that redistributions lead from and to.
+        ports: numbers of the ports between which tensors are redistributed.
     """
 
     def __init__(self, mesh: MeshSpec, cluster: ClusterSpec) -> None:
@@ -63,7 +64,7 @@ class RedistributionPricer:
     # --- collectives ---------------------------------------------------------------------------------------------
 
     def time_s(self, kind: CollectiveKind, axis: int, nbytes: int) -> float:
-        """Return the seconds of one collective on the mesh axis of index ``axis``, the host's work included.
+        """Return the seconds of one collective on the mesh axis of index ``axis``, including the host's work.
 
         Args:
             nbytes: bytes of the full buffer.
@@ -89,10 +90,11 @@ class RedistributionPricer:
     def collective(
         self, kind: CollectiveKind, axis: int, nbytes: int, phase: Phase, calls: float, quantities: LinkQuantities
     ) -> Price:
-        """Return the price of ``calls`` equal collectives on one axis.
+        """Return the price of ``calls`` equal collectives on the mesh axis of index ``axis``.
 
         Args:
-            quantities: by link, what their seconds are charged to.
+            nbytes: bytes of the full buffer of one call.
+            quantities: link -> quantity that the seconds are charged to.
         """
         time_s = self.time_s(kind, axis, nbytes)
         name = self._mesh.names[axis]
@@ -121,7 +123,7 @@ class RedistributionPricer:
         Args:
             shape: global shape of the tensor.
             itemsize: bytes per element.
-            quantities: by link, what the seconds are charged to.
+            quantities: link -> quantity that the seconds are charged to.
         """
         key = (shape, itemsize, source, target, phase, calls, quantities)
         try:
@@ -141,10 +143,10 @@ class RedistributionPricer:
         ])  # fmt: skip
 
     def both_ways(self, tensor: RedistributedTensor, source: int, target: int) -> Price | None:
-        """Return the price of redistributing an activation forward and its gradient backward.
+        """Return the price of redistributing an activation in the forward and its gradient in the backward.
 
-        None where there is no path, where only one of the ports has a layout, or where the target port asks for a
-        re-all-gather and the forward redistribution is no all-gather.
+        None if one of the two redistributions has no path, or if one of two different ports has no layout. None as well
+        if the target port asks for a re-all-gather, but the forward redistribution has a step that is no all-gather.
 
         Args:
             source, target: numbers of the producer's and the consumer's port (`ports`).
@@ -195,12 +197,12 @@ class RedistributionPricer:
             return price
         path = self.path(shape, itemsize, source, target)
         # A re-all-gather overlaps with the GEMM of the input's gradient, which takes as long as the forward's GEMM. The
-        # gradient's redistribution overlaps with what is left: the GEMM of the weight's gradient.
+        # gradient's redistribution then overlaps with the other GEMM only, which computes the weight's gradient.
         consumers_s = gemms.consumers.backward - (gemms.consumers.forward if reallgather else 0.0)
         return self.overlap_with_gemms(price, path, BACKWARD, gemms.producer.backward, consumers_s)
 
     def _reallgather(self, tensor: RedistributedTensor, source: Layout, target: Layout) -> Price | None:
-        """Return the price of all-gathering an activation again in the backward; None where it is not all-gathered."""
+        """Return the price of all-gathering an activation again in the backward; None if its path has other steps."""
         path = self.path(tensor.shape, tensor.itemsize, source, target)
         if path is None or not path.steps or any(step.kind != "all_gather" for step in path.steps):
             return None
@@ -219,11 +221,12 @@ class RedistributionPricer:
         after_s: float,
         before_s: float,
     ) -> Price:
-        """Return a redistribution's price with a part of it overlapped with GEMMs (rule: `planner.pricing.async_tp`).
+        """Return a redistribution's price with a part overlapped with GEMMs (`planner.pricing.async_tp` has the rule).
 
         Args:
-            price: the price with all of it blocking.
+            price: the price with all seconds blocking.
             path: the redistribution.
+            phase: quantities of the phase that runs the redistribution.
             after_s: seconds of the GEMMs that read the result of an all-gather.
             before_s: seconds of the GEMM whose partial result a reduction sums.
         """
@@ -239,7 +242,7 @@ class RedistributionPricer:
         return self.overlap(price, phase, overlapped_s)
 
     def overlap(self, price: Price, phase: PhaseQuantities, overlapped_s: float) -> Price:
-        """Return the price of one kind of blocking collective with ``overlapped_s`` seconds of each call overlapped."""
+        """Return ``price``, of one kind of blocking collective, with ``overlapped_s`` seconds per call overlapped."""
         if not overlapped_s:
             return price
         ((collective,), (blocking,)) = price.collectives, price.charge
@@ -254,6 +257,6 @@ class RedistributionPricer:
 
     @property
     def _axis_in_pieces(self) -> int | None:
-        """The mesh axis whose communication runs in pieces: the innermost one, if it is inside a node."""
+        """Index of the axis whose collectives are cut into pieces: the innermost, if inside a node; None otherwise."""
         inner = max((axis for axis, size in enumerate(self._mesh.shape) if size > 1), default=None)
         return inner if inner is not None and self._groups[inner].nodes == 1 else None

@@ -64,13 +64,16 @@ class RegionPricer:
         """Return the price of ``count`` equal regions under ``strategy``, in seconds and bytes of a step.
 
         Args:
-            checkpointing: how the regions' block is checkpointed; None where it is not.
-            timeline: how many tensors of the regions are live at each peak candidate; None: no peak is asked for.
-            throughout: the lifetime of activations of other micro-batches in flight.
-            boundary_slots: slots of the model's inputs, which live for every micro-batch in flight. In a
-                pipeline stage also those of its results, which live until their gradients arrive.
-            autograd_sums: for each op, input -> regions in which autograd adds its gradient to that of another use.
-            gemm_sums: for each op, input -> regions in which the op's GEMM adds to a gradient that exists.
+            count: number of the regions.
+            checkpointing: how the regions' blocks are checkpointed; None if they are not.
+            timeline: number of live tensors of the regions at each peak candidate; None: peak memory is not priced.
+            throughout: lifetime of activations of other micro-batches in flight.
+            boundary_slots: slots of the model's inputs, which are live for every micro-batch in flight. In a pipeline
+                stage also the slots of its outputs, which are live until their gradients arrive.
+            autograd_sums: for each op, position of an input -> number of regions in which autograd adds the input's
+                gradient to the gradient of another use.
+            gemm_sums: for each op, position of an input -> number of regions in which the op's GEMM adds to an existing
+                gradient.
         """
         charge: dict[Quantity, float] = defaultdict(float)
         for slot in boundary_slots:
@@ -131,10 +134,10 @@ class RegionPricer:
         autograd_sums: Mapping[int, int],
         gemm_sums: Mapping[int, int],
     ) -> float:
-        """Return the seconds of adding gradients of an op's inputs to those of other uses, in all regions.
+        """Return the seconds per micro-batch, over all regions, of adding input gradients of an op to other gradients.
 
-        GEMMs that accumulate the gradient of one tensor are priced as if all read it in the same layout. (Where two
-        layouts are read, autograd adds the two gradients.)
+        GEMMs that accumulate the gradient of one tensor are priced as if all of them read the tensor in the same
+        layout. (If they read it in two layouts, autograd adds the two gradients.)
         """
         sums = ((autograd_sums, self._op_times.autograd_sum_s), (gemm_sums, self._op_times.gemm_sum_s))
         return sum(
@@ -166,7 +169,7 @@ class RegionPricer:
                 phases.append(("backward", BACKWARD))
             for phase, names in phases:
                 price = self._collectives.collective(inner.kind, inner.axis, inner.nbytes, phase, calls, names.blocking)
-                # Selective checkpointing saves attention's result: its kernel does not run again to overlap with.
+                # Selective checkpointing saves attention's result: no kernel runs again that could overlap.
                 computes = phase != "recompute" or checkpointing == "full"
                 overlapped_s = self._overlapped_s(region, region_op, strategy, inner, price) if computes else 0.0
                 prices.append(self._collectives.overlap(price, names, overlapped_s))
@@ -189,10 +192,10 @@ class RegionPricer:
     # --- pipeline messages ---------------------------------------------------------------------------------------
 
     def _pipeline_messages(self, region: Region, strategy: Strategy, count: int) -> Iterator[Price]:
-        """Yield the prices of what a pipeline stage sends: activations forward, and their gradients backward.
+        """Yield the prices of a pipeline stage's messages: activations in the forward, gradients in the backward.
 
         Args:
-            count: messages per micro-batch: the number of the stage's chunks that have the region.
+            count: messages per micro-batch, which is the number of the stage's chunks that have the region.
         """
         if self._run.place is None:
             return

@@ -1,4 +1,4 @@
-"""Bytes that a region has on one device: activations saved for backward, gradients, and what is live inside its ops."""
+"""Bytes of a region on one device: activations saved for backward, gradients, and live tensors inside its ops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class InnerNbytes(NamedTuple):
 
     Attributes:
         saved: saved for backward.
-        gemm_outputs: results of GEMMs that are no results of the op; selective checkpointing saves them.
+        gemm_outputs: GEMM outputs that are not outputs of the op; selective checkpointing saves them.
         backward_rise: peak in the backward, beyond the bytes at its start and the gradients that it returns.
         forward_peak: peak in the forward, beyond the inputs.
     """
@@ -50,18 +50,21 @@ class RegionMemory:
         self._mesh_shape = run.mesh.shape
 
     def local_nbytes(self, value: Value, layout: Layout | None) -> float:
-        """Return the bytes of one device's shard of ``value``; a plain value (layout None) is whole everywhere."""
+        """Return the bytes of one device's shard of ``value``; a plain value (layout None) is unsharded."""
         if layout is None:
             return min(value.nbytes, self._profile.storage_nbytes[value.name])
         return value.nbytes / split_factor(layout, self._mesh_shape)
 
     def gradient_nbytes(self, region: Region, slot: int, strategy: Strategy) -> float:
-        """Return the bytes of one device's shard of the gradient of a slot."""
+        """Return the bytes of one device's shard of a slot's gradient.
+
+        A gradient without a layout counts with the layout of its tensor.
+        """
         gradient = strategy.gradient[slot]
         return self.local_nbytes(region.slots[slot].value, strategy.forward[slot] if gradient is None else gradient)
 
     def kv_cache_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
-        """Return the bytes of an attention op's key-value cache on one device: split as its keys and values are."""
+        """Return the bytes of an attention op's KV cache on one device, which is sharded like its keys and values."""
         tokens = self._profile.ops[region_op.op.name].cached_tokens
         if not tokens:
             return 0.0
@@ -75,7 +78,7 @@ class RegionMemory:
 
         Args:
             timeline: how many of the class's tensors are live at each peak candidate.
-            throughout: the lifetime of activations of other micro-batches in flight.
+            throughout: lifetime of activations of other micro-batches in flight.
         """
         tensors = np.array([
             self.local_nbytes(slot.value, layout) for slot, layout in zip(region.slots, strategy.forward, strict=True)
@@ -106,7 +109,7 @@ class RegionMemory:
         return nbytes
 
     def largest_op_nbytes(self, region: Region, strategy: Strategy) -> float:
-        """Return the bytes of the inputs, results and inner tensors of the region's largest op, in a forward alone."""
+        """Return the bytes that the region's largest op needs in a forward: inputs, outputs and inner tensors."""
         return max((self._op_nbytes(region, region_op, strategy) for region_op in region.ops), default=0.0)
 
     def _op_nbytes(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
@@ -138,7 +141,7 @@ class RegionMemory:
         )
 
     def _inside_experts(self, region: Region, region_op: RegionOp, strategy: Strategy) -> InnerNbytes:
-        """Return the bytes inside the experts' op from its local shapes: splitting experts need not split tokens."""
+        """Return the bytes inside the experts op, by its local shapes: an axis may split experts and not tokens."""
         values = find_op_inputs(region, region_op)
         layouts = [strategy.forward[i] for i in region_op.inputs]
         shapes = [shard_shape(value, layout, self._mesh_shape) for value, layout in zip(values, layouts, strict=True)]
@@ -152,7 +155,10 @@ class RegionMemory:
         )
 
     def _saved_in_addition(self, region: Region, region_op: RegionOp, strategy: Strategy) -> float:
-        """Return the bytes of query, key, value and result that only context parallelism saves, not the profiled op."""
+        """Return the bytes of queries, keys, values and results that context parallelism alone saves.
+
+        The profiled op, without context parallelism, does not save these.
+        """
         saved = self._profile.ops[region_op.op.name].saved
         slots = (*region_op.inputs[:3], region_op.outputs[0])
         more = [i for i in slots if self._profile.root[region.slots[i].value.name] not in saved]

@@ -1,4 +1,4 @@
-"""`Run`: what prices are for: a job on one mesh, with given micro-batches and checkpointing; or one pipeline stage."""
+"""`Run`: what is priced: a job on one mesh with a number of micro-batches and checkpointing, or one pipeline stage."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class StagePlace:
     Attributes:
         index: the stage, counted from 0.
         stages: number of stages.
-        cluster: the cluster that all stages are on.
+        cluster: the cluster of the whole pipeline.
         chunks: chunks of the model that each stage has; several chunks are interleaved.
-        bounds_chunks: whether the stage, priced with one chunk, is to give a lower bound for interleaved stages too.
-        end_alone: whether one of its chunks consists only of what runs before the first or after the last block.
+        bounds_chunks: whether the price, computed with one chunk, has to be a lower bound for interleaved stages too.
+        end_alone: whether one chunk of the stage has no block: it only has modules before the first or after the last
+            block.
     """
 
     index: int
@@ -35,21 +36,22 @@ class StagePlace:
     end_alone: bool = False
 
     def group(self, mesh: MeshSpec) -> AxisGroup:
-        """Return the group of ranks that send to each other across stages; ``mesh`` is that of one stage."""
+        """Return the group of ranks that send to each other across stages; ``mesh`` is the mesh of one stage."""
         whole = MeshSpec(axes=((PIPELINE_AXIS, self.stages), *mesh.axes))
         return axis_group(whole, PIPELINE_AXIS, self.cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What prices are for.
+    """A job on one mesh, with a number of micro-batches and checkpointing; or one pipeline stage of it.
 
     Attributes:
-        cluster: the cluster; of a pipeline stage, the part that it runs on.
-        ac: activation checkpointing, as a job states it.
-        grouping: the blocks that ``ac`` checkpoints, and which equal blocks share their decisions.
-        place: the place of a pipeline stage; None: the run is the whole model.
-        batch_axes: indices of mesh axes that split only the batch: parameters are replicated over them in compute.
+        cluster: the cluster; for a pipeline stage, the part of the cluster that the stage runs on.
+        ac: activation checkpointing, in the form of a job's ``ac`` ("selective:4", for example).
+        grouping: the blocks that ``ac`` checkpoints, and the equal blocks that share their decisions.
+        place: place of the pipeline stage; None: the run is the whole model.
+        batch_axes: indices of mesh axes that split only the batch: compute layouts of parameters are replicated on
+            these axes.
     """
 
     job: Job
@@ -68,20 +70,20 @@ class Run:
 
     @property
     def passes(self) -> float:
-        """The number of micro-batches that take as long as a step.
+        """Micro-batches per step, plus the idle time (bubble) of a pipeline, in units of one micro-batch's time.
 
-        In a pipeline with the 1F1B schedule the idle time (the bubble) counts as further micro-batches. Their number is
-        whole unless stages are interleaved.
+        The bubble of 1F1B is a whole number of micro-batches. The bubble of interleaved stages may be fractional.
         """
         place = self.place
         return self.micro_batches if place is None else self.micro_batches + idle_passes(place.stages, place.chunks)
 
     @property
     def overlapped_message_passes(self) -> float:
-        """The number of `passes` whose messages between stages overlap with compute.
+        """The part of `passes` in which messages between stages overlap with compute.
 
-        With interleaved chunks a rank runs another chunk while a message is on its way (``overlap_p2p_comm`` in
-        Megatron), and waits for messages only in its idle time. With one chunk (1F1B) it waits for every message.
+        With interleaved chunks, a rank runs another chunk while a message is in transit (``overlap_p2p_comm`` in
+        Megatron), and waits for messages only in its idle time. With one chunk (1F1B), a rank waits for every message.
+        A lower bound for both (``bounds_chunks``) overlaps all messages.
         """
         place = self.place
         if place is None:
@@ -90,7 +92,7 @@ class Run:
 
     @property
     def in_flight(self) -> float:
-        """The number of micro-batches whose activations are saved at once, by 1F1B (see ``pipeline_schedules``)."""
+        """Largest number of micro-batches with live saved activations under 1F1B (see ``pipeline_schedules``)."""
         place = self.place
         if place is None:
             return 1

@@ -19,11 +19,12 @@ class StorageOption:
     """A stored layout of a parameter, and how it is all-gathered and its gradient reduced.
 
     Attributes:
-        stored: the layout between steps.
+        stored: the layout between uses.
         accumulated: the layout to which every backward reduces the gradient. None: the gradient accumulates over
-            micro-batches in the layout in which its only use leaves it, and is reduced once a step.
+            micro-batches unreduced, in the layout in which the parameter's only use computes it, and is reduced once a
+            step.
         fsdp_axes: indices of the mesh axes over which the parameter's FSDP group is all-gathered; None: the parameter
-            is in no FSDP group and is gathered by itself.
+            is in no FSDP group and is all-gathered by itself.
     """
 
     stored: Layout
@@ -32,10 +33,10 @@ class StorageOption:
 
 
 def fsdp_use_layouts(option: StorageOption) -> tuple[Layout, Layout] | None:
-    """Return the layouts of parameter and gradient in the one use that ``fully_shard`` allows under ``option``.
+    """Return the layouts of a parameter and of its gradient in its only use, if ``fully_shard`` runs ``option``.
 
-    None where it allows none: ``fully_shard`` shards one dim over the axes that it gathers over, and leaves the
-    placements on all other axes as they are.
+    None if it cannot: ``fully_shard`` shards one dim over the axes that it all-gathers over, and leaves the placements
+    on all other axes unchanged.
     """
     axes, accumulated, stored = option.fsdp_axes, option.accumulated, option.stored
     if axes is None or accumulated is None:
@@ -56,8 +57,8 @@ def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Ite
     """Return every layout in which a parameter can be stored: replicated or evenly sharded on each axis.
 
     Args:
-        compute_layouts: layouts in which ops use it. Their strided shards are stored layouts as well, because no
-            redistribution leads to a strided shard.
+        compute_layouts: layouts in which ops use the parameter. Strided shards among their placements can be stored as
+            well, because no redistribution leads to a strided shard.
     """
     strided = dict.fromkeys(place for layout in compute_layouts for place in layout if isinstance(place, _StridedShard))
     layouts: list[Layout] = [()]
@@ -73,7 +74,7 @@ def stored_layouts(value: Value, mesh_shape: Sequence[int], compute_layouts: Ite
 
 
 def _mixes_strided_shards(layout: Layout) -> bool:
-    """Tell whether a dim with a strided shard is sharded on another axis as well."""
+    """Return whether a dim with a strided shard is sharded on another axis as well."""
     strided_dims = {place.dim for place in layout if isinstance(place, _StridedShard)}
     return any(sum(sharded_dim(place) == dim for place in layout) > 1 for dim in strided_dims)
 
@@ -84,8 +85,8 @@ def storage_options(
     """Return every storage option of a parameter whose stored layout is one of ``layouts``.
 
     Args:
-        gradient_layouts: the layouts in which its uses leave its gradient.
-        uses: the number of region classes that use it.
+        gradient_layouts: the layouts in which the parameter's uses compute its gradient.
+        uses: number of region classes that use the parameter.
     """
     trained = run.job.training and value.requires_grad
     if uses < 2 or not trained:
@@ -99,7 +100,7 @@ def storage_options(
 
 
 def _reduced_in_every_backward(layouts: Sequence[Layout], run: Run) -> list[StorageOption]:
-    """Return the options that reduce the gradient in every micro-batch: in an FSDP group, or by itself."""
+    """Return the options that reduce the gradient in every micro-batch, in an FSDP group or by itself."""
     mesh_shape = run.mesh.shape
     in_fsdp_groups = [
         StorageOption(stored=layout, accumulated=accumulated, fsdp_axes=axes)
@@ -115,14 +116,17 @@ def _reduced_in_every_backward(layouts: Sequence[Layout], run: Run) -> list[Stor
 
 
 def fsdp_axis_groups(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the axes over which an FSDP group can be gathered: each axis, and each adjacent pair as one."""
+    """Return the sets of axis indices over which an FSDP group can be all-gathered: each axis, each adjacent pair."""
     axes = range(len(mesh_shape))
     pairs = [(outer, inner) for outer, inner in itertools.pairwise(axes) if mesh_shape[outer] > 1 < mesh_shape[inner]]
     return [*((axis,) for axis in axes), *pairs]
 
 
 def _layouts_after_reduce_scatter(stored: Layout, axes: tuple[int, ...], mesh_shape: Sequence[int]) -> list[Layout]:
-    """Return the layouts that a gradient can have after its reduce-scatter over ``axes``: partial on others or not."""
+    """Return the layouts that a gradient can have after its reduce-scatter over ``axes``.
+
+    On each other axis on which ``stored`` is replicated, the gradient is replicated or still partial.
+    """
     placements = [
         [placement] if axis in axes or placement != Replicate() or mesh_shape[axis] == 1 else [placement, Partial()]
         for axis, placement in enumerate(stored)
