@@ -1,4 +1,4 @@
-"""How may each op be split? Strategies from DTensor's behaviour, and rules for the executor's own ops.
+"""Strategies: the ways to shard each op, from DTensor's behaviour and from rules for the executor's own ops.
 
 the strategies of all regions on a mesh      enumerate.StrategyTable
 what DTensor can do without communication    dtensor_rules.DTensorRules

@@ -22,7 +22,7 @@ P = Partial()
 Placements = tuple[Placement | None, ...]
 
 _Placed = dict[int, Placement | None]
-"""Slot -> its placement, or that of its gradient; None for a plain tensor, and for no gradient."""
+"""Slot -> placement of the tensor, or of its gradient. None: the tensor is plain, or has no gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class AxisStrategy:
 
 
 def gradient_options(placement: Placement) -> tuple[Placement, ...]:
-    """Return the placements that the gradient of a boundary tensor may have, given the tensor's own."""
+    """Return the placements that the gradient of a boundary tensor may have, given the tensor's ``placement``."""
     if type(placement) is Replicate:
         return (R, P)
     if type(placement) in (Shard, _StridedShard):
@@ -69,8 +69,8 @@ class AxisRules:
         """Return the placements of the gradients of the op's inputs; None where its backward does not run.
 
         Args:
-            placements: of the inputs.
-            gradients: of the gradients of the outputs.
+            placements: placements of the inputs.
+            gradients: placements of the outputs' gradients.
         """
         own = own_rules(op, inputs)
         if own is not None:
@@ -92,16 +92,16 @@ class AxisRules:
 
 
 def find_axis_strategies(region: Region, rules: AxisRules, axis_size: int) -> Iterator[AxisStrategy]:
-    """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may come twice."""
+    """Yield the strategies of ``region`` on one axis of ``axis_size`` ranks; some may occur twice."""
     return _RegionSearch(region, rules, axis_size).run()
 
 
 def _may_pass_on(placement: Placement) -> bool:
-    """Tell whether an op may pass a tensor with this placement to the next op.
+    """Return whether an op may pass a tensor with this placement to the next op.
 
-    Not an average over ranks, from which no redistribution of the planner starts. Not a strided shard, which a view
-    leaves that merges a sharded dim: it carries more than its placement states, so that asking DTensor op by op would
-    not show what it does.
+    Two placements are ruled out. The planner has no redistribution from partial results other than sums. A strided
+    shard, which a view that merges a sharded dim returns, has state that the placement does not show: DTensor's
+    behaviour on single ops would not tell its behaviour on the whole region.
     """
     if isinstance(placement, _StridedShard):
         return False
@@ -235,9 +235,11 @@ class _RegionSearch:
 def batch_only_strategies(
     region: Region, strategies: Sequence[AxisStrategy], shapes: Sequence[tuple[int, ...]], size: int
 ) -> tuple[AxisStrategy, ...]:
-    """Return the strategies with replicated parameters and with activations sharded on the batch dim alone.
+    """Return the strategies that replicate parameters and shard activations on the batch dim only.
 
-    All activations are sharded whose batch the axis divides; all are replicated if it divides none.
+    Only the strategies that shard the most activations are returned: every activation that any such strategy shards. If
+    no strategy shards all of these activations, all such strategies are returned. An activation whose batch is not
+    divisible by ``size`` is replicated.
 
     Args:
         shapes: shape of each slot at the current batch.

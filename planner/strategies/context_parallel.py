@@ -1,18 +1,20 @@
 """Context parallelism: attention with the sequence split on one mesh axis, by all-gathering keys and values inside it.
 
-Every rank keeps its shard of keys and values. The forward all-gathers all of them; the backward does so again and
-reduce-scatters their gradients. Under a causal mask the last rank's rows would see most keys. Each rank's shard is
-therefore cut into two chunks, and rank r of n computes the zigzag chunks r and 2n - 1 - r in place of 2r and 2r + 1:
-every such pair sees equally many keys. Queries, results and the gradients of both are exchanged, whole chunks in an
-all-to-all each. A chunk of c rows that starts at row s runs as two kernels: one over all keys before s, and one over
-its own c keys with a square causal mask. The two results are merged by their log-sum-exps.
-``executor.ops.context_parallel`` runs this.
+Every rank saves its own shard of keys and values. The forward all-gathers keys and values. The backward all-gathers
+them again and reduce-scatters their gradients.
 
-Nothing is exchanged if the model has its sequences in zigzag order throughout (`token_order`). A rank's two chunks are
-then one causal kernel over its own keys, which overlaps with the all-gather. In the backward that kernel runs for about
-half of the heads while keys are all-gathered, and for the other heads while their gradients are reduce-scattered. The
-keys of other ranks are copied into the order in which the rank's chunks see them, and need no mask
-(``executor.ops.zigzag_attention``).
+Under a causal mask, the last rank's queries would see the most keys. Each rank's shard is therefore cut into two
+chunks, and rank r of n computes the zigzag chunks r and 2n - 1 - r in place of its chunks 2r and 2r + 1: every such
+pair sees equally many keys. All-to-alls exchange whole chunks of the queries, of the results, and of the gradients of
+both. A chunk of c rows that starts at row s runs as two kernels: one over all keys before s, and one over its own c
+keys with a square causal mask. The two results are merged by their log-sum-exps. ``executor.ops.context_parallel`` runs
+this algorithm.
+
+No chunks are exchanged if the model has its sequences in zigzag order throughout (`planner.plan.token_order`). One
+causal kernel then computes both chunks of a rank over the rank's own keys, and overlaps with the all-gather. In the
+backward, this kernel runs for about half of the heads while keys are all-gathered, and for the other heads while the
+gradients of keys are reduce-scattered. The keys of other ranks are copied into the order in which the rank's chunks see
+them, and need no mask. ``executor.ops.zigzag_attention`` runs this algorithm.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ def dropout_of(op: Op) -> float:
 
 
 def may_split(op: Op, inputs: Sequence[Value]) -> bool:
-    """Tell whether the sequence of attention can be split.
+    """Return whether the sequence of attention can be split.
 
-    Not with dropout, whose pattern each kernel would have to draw again; nor with a learned mask, whose gradient is not
-    computed. A causal mask has to be square. Not in inference: a key-value cache holds whole sequences.
+    Attention with dropout cannot be split: each kernel would have to draw the dropout pattern again. Attention with a
+    learned mask cannot: the mask's gradient is not computed. Inference cannot: a KV cache has whole sequences. A causal
+    mask has to be square.
 
     Args:
         inputs: query, key, value, and the mask if there is one.
@@ -55,7 +58,7 @@ def may_split(op: Op, inputs: Sequence[Value]) -> bool:
 
 
 def splits_one_axis_at_most(layouts: Sequence[Layout | None]) -> bool:
-    """Tell whether attention with inputs in ``layouts`` has its sequence split on one mesh axis at most."""
+    """Return whether attention with inputs in ``layouts`` has its sequence split on one mesh axis at most."""
     return all(layout is None or sum(place == SEQUENCE for place in layout) <= 1 for layout in layouts[:1])
 
 

@@ -1,7 +1,8 @@
-"""Constraints of zigzag token order on layouts: all attention is split on the same mesh axis, or none of it.
+"""Constraints of zigzag token order on layouts: all attention shards the sequence on the same mesh axis, or none does.
 
-Tokens are in zigzag order (`planner.plan.token_order`) in all blocks or in none. All attention therefore has its
-sequence split on one common axis, or whole. The model's inputs have whole sequences, so that they can be reordered.
+Tokens are in zigzag order (`planner.plan.token_order`) in all blocks or in none. The sequences of all attention are
+therefore sharded on one common axis, or unsharded. The sequences of the model's inputs are unsharded, so that they can
+be reordered.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from planner.strategies.enumerate import Strategy
 from planner.strategies.token_dims import LOSSES
 
 NOT_SPLIT = -1
-"""In place of an axis: attention has whole sequences."""
+"""Stands for an axis where attention has unsharded sequences."""
 
 
 def zigzag_length(graph: OpGraph) -> int | None:
-    """Return the length of sequences that are in zigzag order when they are split; None where no sequences are."""
+    """Return the tokens per sequence of attention with ``is_zigzag``; None if no attention has it."""
     return next((graph.values[op.inputs[0]].shape[2] for op in graph.ops if op.is_zigzag), None)
 
 
 def zigzag_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, ...]:
-    """Return the axes on which all stages of a pipeline may have their sequences split, `NOT_SPLIT` included.
+    """Return the axes on which all stages of a pipeline together can shard their sequences, including `NOT_SPLIT`.
 
-    ``(None,)`` where stages need not agree, because no sequence is in zigzag order.
+    ``(None,)`` if the stages need not agree, because no sequence is in zigzag order.
     """
     if zigzag_length(graph) is None:
         return (None,)
@@ -36,12 +37,12 @@ def zigzag_axes(graph: OpGraph, mesh_shape: Sequence[int]) -> tuple[int | None, 
 
 
 def has_zigzag_attention(region: Region) -> bool:
-    """Tell whether a region has attention on sequences that may be in zigzag order."""
+    """Return whether a region has attention on sequences that may be in zigzag order."""
     return any(region_op.op.is_zigzag for region_op in region.ops)
 
 
 def sequence_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> set[int]:
-    """Return the axes on which the sequences of such attention are split; `NOT_SPLIT` for whole ones."""
+    """Return the axes on which sequences of zigzag attention are sharded; `NOT_SPLIT` for unsharded sequences."""
     axes = set()
     for region_op in region.ops:
         if region_op.op.is_zigzag:
@@ -52,10 +53,10 @@ def sequence_axes(region: Region, strategy: Strategy, mesh_shape: Sequence[int])
 
 
 def allows_zigzag(region: Region, strategy: Strategy, length: int, mesh_shape: Sequence[int]) -> bool:
-    """Tell whether sequences of ``length`` may be in zigzag order under ``strategy``.
+    """Return whether sequences of ``length`` may be in zigzag order under ``strategy``.
 
-    The model's inputs are not sharded along the sequence. Labels are sharded into whole samples at most where a loss
-    reads them. All attention of the region is split on the same axis.
+    There are three conditions. The model's inputs are not sharded along the sequence. Labels that a loss reads are
+    unsharded, or sharded into whole samples. All attention of the region shards its sequences on the same axis.
     """
     for slot, layout in zip(region.slots, strategy.forward, strict=True):
         is_model_input = slot.origin == "entry" and slot.source is None and slot.value.kind == "input"
@@ -75,7 +76,7 @@ def allows_zigzag(region: Region, strategy: Strategy, length: int, mesh_shape: S
 def zigzag_edges(
     regions: Sequence[Region], strategies: Sequence[Sequence[Strategy]], mesh_shape: Sequence[int]
 ) -> Iterator[Edge]:
-    """Yield edges that hold the attention of all region classes to one axis.
+    """Yield edges of the integer program that make the attention of all region classes use the same axis.
 
     Args:
         regions: a representative of each class.
@@ -99,7 +100,7 @@ def zigzag_edges(
 
 
 def zigzag_axis(regions: RegionGraph, strategies: Sequence[Strategy], mesh_shape: Sequence[int]) -> int | None:
-    """Return the axis on which sequences are in zigzag order, given each class's strategy; None: they are whole."""
+    """Return the axis on which sequences are in zigzag order, given each class's strategy; None if unsharded."""
     for region_class, strategy in zip(regions.classes, strategies, strict=True):
         region = regions.regions[region_class.members[0]]
         for axis in sequence_axes(region, strategy, mesh_shape) - {NOT_SPLIT}:

@@ -19,7 +19,7 @@ _LOGSUMEXP_NBYTES = 4
 
 
 def is_causal(op: Op) -> bool:
-    """Tell whether attention's own kernel applies a causal mask."""
+    """Return whether attention's own kernel applies a causal mask."""
     return bool(op.kwargs.get("is_causal", op.args[5] if len(op.args) > 5 else False))
 
 
@@ -29,7 +29,7 @@ class ContextParallelWork(NamedTuple):
     Attributes:
         query, key, value: shapes of the rank's shards, [batch, heads, seq, head_dim].
         itemsize: bytes per element.
-        causal: whether a row sees only the keys up to its own.
+        causal: whether a query sees only the keys up to its own position.
         is_zigzag: whether the sequence is in zigzag order throughout the model, so that no chunks are exchanged.
     """
 
@@ -48,7 +48,7 @@ class ContextParallelWork(NamedTuple):
 
     @property
     def own_keys_first(self) -> bool:
-        """Whether a rank attends to its own keys while it receives those of the other ranks."""
+        """Whether a rank attends to its own keys while it receives the other ranks' keys."""
         return self.causal and self.is_zigzag
 
     @property
@@ -60,7 +60,11 @@ class ContextParallelWork(NamedTuple):
 
     @property
     def own_backward_kernels(self) -> tuple[Kernel, ...]:
-        """The backward's kernels over a rank's own keys: one before those over other keys and one after, by heads."""
+        """The backward's kernels over the rank's own keys, each for about half of the heads.
+
+        The first runs before the kernels over the other ranks' keys, the second runs after these kernels. A single head
+        has only the first.
+        """
         rows = self.query[2]
         return tuple(
             Kernel(rows, rows, True, len(heads), len(kv_heads))
@@ -69,7 +73,7 @@ class ContextParallelWork(NamedTuple):
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The forward's kernels of rank 0, whose last chunk sees all keys before it; all ranks have as many scores."""
+        """The forward's kernels on rank 0, whose last chunk sees all earlier keys. All ranks compute as many scores."""
         rows, keys, heads = self.query[2], self.key[2] * self.ranks, (self.query[1], self.key[1])
         if not self.causal:
             return (Kernel(rows, keys, False, *heads),)
@@ -81,7 +85,7 @@ class ContextParallelWork(NamedTuple):
 
     @property
     def backward_kernels(self) -> tuple[Kernel, ...]:
-        """The backward's kernels of rank 0."""
+        """The backward's kernels on rank 0."""
         return (*self.own_backward_kernels, *self.kernels[1:]) if self.own_keys_first else self.kernels
 
     # --- bytes of tensors ----------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ class ContextParallelWork(NamedTuple):
 
     @property
     def partial_results_nbytes(self) -> int:
-        """Bytes of the kernels' results before they are merged: most rows have two."""
+        """Bytes of the kernels' results before they are merged: most rows have two results; 0 if nothing is merged."""
         return 2 * (self.result_nbytes + self.saved_nbytes) if self.causal else 0
 
     @property
@@ -133,9 +137,9 @@ class ContextParallelWork(NamedTuple):
         """Peak of live bytes in the forward, beyond the inputs."""
         gathered, other_keys, chunk_result = self.gathered_nbytes, self._other_keys_nbytes, self._chunk_result_nbytes
         if self.own_keys_first:
-            # The result of the own keys exists. First the gathered keys are copied into the order of the mask. Later
-            # two results are merged, with a weight per row: rank 0 merges one chunk over all other keys, the last rank
-            # both chunks over half of them.
+            # The result over the own keys exists already. First, the all-gathered keys are copied into the order of
+            # the mask. Later, two results are merged with a weight per row: rank 0 merges one chunk over all other
+            # keys, the last rank merges both chunks over half of the other keys.
             weights = self.saved_nbytes
             reordering = gathered + other_keys + 2 * chunk_result
             merging_on_first = other_keys + 5 * chunk_result + weights
@@ -156,17 +160,17 @@ class ContextParallelWork(NamedTuple):
             return max(self._backward_rise_on(rank) for rank in {0, 1, self.ranks - 1})
         gradient_nbytes = self.own_keys_nbytes + query
         if not self.causal:
-            # Gathered keys and their gradients; or the gradient of queries, and its copy in their memory format.
+            # All-gathered keys and their gradients; or the gradient of queries, and its copy in the queries' format.
             return max(2 * gathered + query, 2 * query + self.own_keys_nbytes) - gradient_nbytes
-        # Gathered keys, their gradients, and those of the current kernel; the same two for queries; the exchanged
-        # gradient of the result. Later the gradient of queries is exchanged, in four copies as in the forward.
+        # All-gathered keys, their gradients, and the current kernel's gradients of keys; both gradients of queries; the
+        # exchanged gradient of the result. Later, the gradient of queries is exchanged, in four copies.
         kernels = 3 * gathered + 2 * query + self.result_nbytes
         return max(kernels, gathered + self.result_nbytes + 4 * query) - gradient_nbytes
 
     def _backward_rise_on(self, rank: int) -> int:
-        """Return the same for one rank where its own keys come first."""
+        """Return `backward_rise_nbytes` of one rank, for attention with ``own_keys_first``."""
         own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
-        # The last chunk of the rank sees all of the others' 2n - 2 chunks but as many as its first chunk sees.
+        # The other ranks have 2n - 2 chunks. Rank r's first chunk sees r of them, and its last chunk sees all but r.
         masked_keys = self._other_keys_nbytes * rank // (2 * self.ranks - 2)
         visible_keys, seen_by_both = self._other_keys_nbytes - masked_keys, masked_keys if rank < self.ranks - 1 else 0
         rows_with_other_keys = query if rank else query // 2
@@ -186,8 +190,8 @@ class ContextParallelWork(NamedTuple):
     def forward_nbytes(self) -> int:
         """Bytes read and written outside of kernels and collectives in the forward.
 
-        Keys and values are copied into one buffer for the all-gather, and into order after it. Chunks are copied before
-        and after their exchange. Two results are merged into one.
+        Keys and values are copied into one buffer before the all-gather, and put in order after the all-gather. Chunks
+        are copied before and after their exchange. Two results are merged into one.
         """
         merged = 3 * self.result_nbytes if self.causal else 0
         ordered = self._other_keys_nbytes if self.own_keys_first else self.gathered_nbytes
@@ -197,12 +201,12 @@ class ContextParallelWork(NamedTuple):
     def backward_nbytes(self) -> int:
         """Bytes read and written outside of kernels and collectives in the backward.
 
-        In addition to what the forward copies, gradients of keys are added over kernels and put in order for their
-        reduce-scatter.
+        The backward makes the copies of the forward. It also adds the kernels' gradients of keys, and puts the sums in
+        order for the reduce-scatter.
         """
         own, gathered, query = self.own_keys_nbytes, self.gathered_nbytes, self.query_nbytes
         if self.own_keys_first:
-            # Gradients of the own keys are added to those that arrive.
+            # Gradients of the own keys are added to the result of the reduce-scatter.
             own_key_gradients = sum(part.kv_heads for part in self.own_backward_kernels) * own // self.key[1]
             return 2 * own + 3 * self._other_keys_nbytes + gathered + 3 * query + 3 * own_key_gradients
         added = 3 * gathered + 3 * query if self.causal else 0

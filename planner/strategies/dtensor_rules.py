@@ -2,8 +2,8 @@
 
 The rules are not a table. The op runs, forward and backward, on DTensors whose local tensors are on the meta device,
 over a mesh without process groups: no data, no communication, no GPU. A collective raises an error on such a mesh. An
-op that completes is one that DTensor runs without a collective, and its outputs and gradients have the layouts that
-DTensor really gives them.
+op that completes therefore needs no collective, and its outputs and gradients have the layouts that DTensor really
+gives them.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def quiet_dtensor() -> Iterator[None]:
 def _free_or_not(current: Any, target: Any) -> float:
     """Return 0 where DTensor's `redistribute_cost` is 0 (nothing to communicate), and more than 0 elsewhere.
 
-    It replaces that function for speed. DTensor picks the first of its cheapest strategies, and only strategies without
-    communication matter here; DTensor's own formula spends its time on pricing the others. Like that formula, this one
-    returns 0 for a change from a strided shard, and more than 0 for a change that has to undo a split of the same dim
-    on an inner axis.
+    This function replaces `redistribute_cost` for speed. DTensor picks the first of its cheapest strategies. Only
+    strategies without communication matter here, but DTensor's formula spends its time on pricing all others. Like
+    that formula, this function returns 0 for a change from a strided shard, and more than 0 for a change that has to
+    undo a split of the same dim on an inner axis.
     """
     if current.is_replicated():
         return 0.0
@@ -110,8 +110,8 @@ class _OpRun:
     """A run of an op on DTensors.
 
     Attributes:
-        tensors, outputs: its inputs and outputs.
-        layouts: layouts of the outputs; None where DTensor would communicate, or refuses.
+        tensors, outputs: inputs and outputs of the op.
+        layouts: layouts of the outputs; None if DTensor would communicate, or refuses.
         backward: layouts of the outputs' gradients -> layouts of the inputs' gradients; None as for ``layouts``.
     """
 
@@ -135,7 +135,7 @@ _OutputMeta = TensorMeta | Sequence[TensorMeta | None] | None
 
 
 class GlobalOutputs:
-    """Global shapes, strides and dtypes of ops' outputs. DTensor computes them for every layout; here once per op."""
+    """Cache of the global shapes, strides and dtypes of ops' outputs; DTensor itself computes them for every layout."""
 
     def __init__(self) -> None:
         self._metas: dict[Hashable, _OutputMeta] = {}
@@ -163,8 +163,8 @@ def _without_layouts(tree: Any) -> Hashable:
 def _try(run: Callable[[], T], outputs: GlobalOutputs) -> T | None:
     """Return what ``run`` returns; None where DTensor raises an error.
 
-    DTensor has no common class of errors for layouts that it does not support: any of these means that the layouts are
-    no strategy.
+    DTensor has no common error class for layouts that it does not support. Any of the errors below means that the
+    layouts are no strategy.
     """
     try:
         with (
@@ -192,7 +192,7 @@ class DTensorRules:
     """DTensor's behaviour on one mesh shape, op by op; each op runs once per combination of layouts.
 
     Args:
-        outputs: global outputs of ops, shared between mesh shapes.
+        outputs: cache of the ops' global outputs, which mesh shapes can share.
     """
 
     def __init__(self, mesh_shape: Sequence[int], outputs: GlobalOutputs | None = None) -> None:

@@ -1,7 +1,7 @@
 """`StrategyTable`: the strategies of every region on a mesh, as the product of its strategies on each axis.
 
 DTensor's behaviour on a mesh is not always the product of its behaviour on the axes. `StrategyTable.runs` verifies a
-strategy on the whole mesh; the search does so only for strategies that it is about to choose.
+strategy on the whole mesh. The search only verifies strategies that it is about to choose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Strategy:
 
 
 def canonical_size(size: int) -> int:
-    """Return the axis size to ask DTensor about: its rules read only divisibility, so that 2 stands for 4, 8, ..."""
+    """Return the size to ask DTensor about: its rules depend on divisibility only, so 2 stands for 4, 8, ..."""
     return 2 if size & (size - 1) == 0 else size
 
 
@@ -77,11 +77,12 @@ class StrategyTable:
         base: Region | None = None,
         batch_axes: Sequence[int] = (),
     ) -> tuple[Strategy, ...]:
-        """Return the strategies of ``region`` on a mesh: one of each axis, with even shards.
+        """Return the strategies of ``region`` on a mesh: all combinations of one strategy per axis with even shards.
 
         Args:
-            base: the same region at the batch of the trace, whose strategies on axes are known; None: ``region``.
-            batch_axes: axes that split the batch alone.
+            base: the same region at the batch size at which strategies on axes are enumerated
+                (`planner.graph.trace_module.BASE_BATCH`); None: ``region`` itself.
+            batch_axes: indices of axes that split the batch only.
         """
         base = base or region
         shapes = tuple(slot.value.shape for slot in region.slots)
@@ -108,7 +109,7 @@ class StrategyTable:
         return tuple(strategies)
 
     def _replicated(self, region: Region) -> tuple[AxisStrategy, ...]:
-        """Return the replicated strategy, which is the only one on an axis of one rank; () where DTensor has none."""
+        """Return the replicated strategy, the only strategy on an axis of one rank; () if DTensor has none."""
         replicated = (
             strategy
             for strategy in self.on_axis(region, 2)
@@ -120,7 +121,7 @@ class StrategyTable:
     # --- verification on the whole mesh --------------------------------------------------------------------------
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-        """Tell whether DTensor, on the whole mesh, runs the region in the layouts of ``strategy``."""
+        """Return whether DTensor, on the whole mesh, runs the region in the layouts of ``strategy``."""
         shape = tuple(canonical_size(size) if size > 1 else 1 for size in mesh_shape)
         key = ((region.signature, region.exits), shape, strategy)
         if key not in self._verified:
@@ -178,7 +179,7 @@ class StrategyTable:
 
 
 def _layout(placements: Sequence[Placement | None]) -> Layout | None:
-    """Return the layout with one placement per axis; None where the tensor is plain, or has no gradient."""
+    """Return the layout with one placement per axis; None if the tensor is plain, or has no gradient."""
     if any(placement is None for placement in placements):
         return None
     return tuple(placement for placement in placements if placement is not None)

@@ -1,4 +1,4 @@
-"""Collectives inside an op of the executor's own, which no redistribution between regions shows."""
+"""Collectives inside the executor's own ops, which are no redistributions between regions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Kernel(NamedTuple):
     """One call of an attention kernel.
 
     Attributes:
-        queries, keys: number of rows of each.
-        causal: whether a row sees only the keys up to its own.
-        heads, kv_heads: number of heads of queries, and of keys and values.
+        queries, keys: numbers of queries and of keys per head.
+        causal: whether a query sees only the keys up to its own position.
+        heads, kv_heads: numbers of query heads, and of key and value heads.
     """
 
     queries: int

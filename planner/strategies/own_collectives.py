@@ -1,4 +1,4 @@
-"""`inner_collectives`: the collectives that the executor's own ops run inside, and what one device has of an op."""
+"""`inner_collectives`: the collectives inside the executor's own ops; and one device's share of an op."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def _cross_entropy_collectives(
 ) -> tuple[InnerCollective, ...]:
     """Return the all-reduces of a loss, in float32.
 
-    On an axis that shards the classes: the rows' maxima; then their sums of exponentials and target logits together.
-    On an axis that shards the rows: the sum of losses and the number of labels.
+    An axis that shards the classes has two all-reduces: one for the rows' maxima, one for the rows' exponential sums
+    and target logits together. An axis that shards the rows has one all-reduce, for the sum of losses and the number of
+    labels.
     """
     layout = layouts[0]
     assert layout is not None
@@ -54,7 +55,7 @@ def _cross_entropy_collectives(
 
 
 def shard_shape(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of one device's shard of ``value``; a plain value (layout None) is whole everywhere."""
+    """Return the shape of one device's shard of ``value``; a plain value (layout None) is unsharded."""
     if layout is None:
         return value.shape
     counts = shard_counts(layout, mesh_shape, len(value.shape))
@@ -62,7 +63,7 @@ def shard_shape(value: Value, layout: Layout | None, mesh_shape: Sequence[int]) 
 
 
 def work_split(layouts: Sequence[Layout | None], mesh_shape: Sequence[int]) -> int:
-    """Return the number of ranks that share an op's work: the product of the axes that shard any of its tensors.
+    """Return the number of ranks that share an op's work: the product of the sizes of axes that shard any tensor.
 
     Args:
         layouts: layouts of the op's inputs and outputs.

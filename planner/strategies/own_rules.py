@@ -1,20 +1,22 @@
-"""Sharding rules of the executor's own ops: ops that DTensor refuses, gathers for, or gets wrong, and fused ops.
+"""Sharding rules of the executor's own ops: ops that DTensor refuses, all-gathers for or gets wrong, and fused ops.
 
 The executor runs these ops by the same rules (``executor.ops.dispatch``).
 
 `embedding`  DTensor's lookup in a vocabulary-sharded table leaves a replicated gradient of full size.
 `conv2d`  DTensor refuses a batch that is sharded on two axes.
-`cross_entropy_loss`  DTensor gathers vocabulary-sharded logits, and averages over ranks that ignore different numbers
-of labels.
+`cross_entropy_loss`  DTensor all-gathers vocabulary-sharded logits, and averages over ranks that ignore different
+numbers of labels.
 `scaled_dot_product_attention`  DTensor decomposes it where it has no rule for the kernel. The rules shard the batch,
 heads, or the sequence (context parallelism: `planner.strategies.context_parallel`).
 `where` (a plain condition and a number, as in learned masks)  DTensor reduces a partial gradient inside the backward.
 `shardplan.experts`  The rules shard tokens, experts, both (`planner.strategies.expert_parallel`), or the inner dim of
 each expert.
-`shardplan.rms_norm`, `.gated`, `.rotary`, `.cross_entropy`  Fused ops (`planner.model_rewrites.fused_kernels`). The
-rules shard every dim but the one that a norm reduces or a rotation pairs; the loss has the rules above.
+`shardplan.rms_norm`, `.gated`, `.gated_pairs`, `.rotary`, `.cross_entropy`  Fused ops
+(`planner.model_rewrites.fused_kernels`). The rules shard every dim except the dim that a norm reduces or a rotation
+pairs. The rules of the loss are those of `cross_entropy_loss`.
 
-Each rule holds on one mesh axis. The ops are separable: a strategy on several axes has one rule for each axis.
+Each rule holds on one mesh axis. A strategy on several axes has one rule for each axis; `axis_rules_combine` lists the
+exceptions.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from planner.strategies import context_parallel, expert_parallel
 R = Replicate()
 P = Partial()
 FUSED_GATE_UP = _StridedShard(1, split_factor=experts.GATE_UP_MATRICES)
-"""Placement of the experts' fused gate-up weight, gate rows before up rows: a shard has the same rows of both."""
+"""Placement of the experts' fused gate-up weight (gate rows, then up rows): a shard has the same rows of both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,7 @@ def _gated(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
 
 
 def _gated_pairs(op: Op, inputs: Sequence[Value]) -> list[AxisRule]:
-    # Gate and up alternate along the last dim: a shard of it has whole pairs, and the result is sharded evenly.
+    # Gate and up alternate along the last dim: a shard of that dim has whole pairs, and the result is sharded evenly.
     splits = [Shard(dim) for dim in range(len(inputs[0].shape))]
     rules = [(R, R), (R, P), *((split, split) for split in splits)]
     return [_fused_rule(inputs, (placement,), gradient, (gradient,)) for placement, gradient in rules]
@@ -266,12 +268,12 @@ def _fused_rule(
 
 
 def strided_placements(op: Op, position: int) -> tuple[Placement, ...]:
-    """Return the strided shards in which a rule takes the input of ``op`` at ``position``."""
+    """Return the strided shards that a rule of ``op`` has for the input at ``position``."""
     return (FUSED_GATE_UP,) if op.target_name == experts.OP_NAME and position == 3 else ()
 
 
 def is_shardable_cross_entropy(op: Op, inputs: Sequence[Value]) -> bool:
-    """Tell whether the own op computes a loss: class indices, two-dim logits, a mean or a sum, no label smoothing."""
+    """Return whether the executor can run a loss sharded: class indices, 2-dim logits, mean or sum, no smoothing."""
     if op.target_name == fused_kernels.CROSS_ENTROPY:
         return True
     if len(inputs) != 2 or len(inputs[0].shape) != 2 or inputs[1].dtype.is_floating_point:
@@ -305,17 +307,17 @@ def own_rules(op: Op, inputs: Sequence[Value]) -> list[AxisRule] | None:
 
 
 def dtensor_may_run(op: Op, placements: Sequence[Placement | None]) -> bool:
-    """Tell whether DTensor is asked to run ``op`` with inputs in these placements on one axis.
+    """Return whether DTensor is asked to run ``op`` with inputs in these placements on one axis.
 
-    Partial inputs are excluded unless all inputs are partial: a linear op on a partial and a replicated tensor gains
-    nothing over reducing the partial tensor at the boundary before.
+    Partial inputs are excluded unless all inputs are partial: a linear op on a partial and a replicated tensor is no
+    better than a reduction of the partial tensor at the preceding boundary.
     """
     sharded = [placement for placement in placements if placement is not None]
     return all(placement == P for placement in sharded) or P not in sharded
 
 
 def axis_rules_combine(op: Op, layouts: Sequence[Layout | None]) -> bool:
-    """Tell whether an op can run with inputs in ``layouts`` on the whole mesh, given that it can on each axis."""
+    """Return whether an op whose rules allow ``layouts`` on each axis also runs in ``layouts`` on the whole mesh."""
     if op.target_name == context_parallel.OP_NAME:
         return context_parallel.splits_one_axis_at_most(layouts)
     return len(expert_parallel.exchange_axes(op, layouts)) <= 1

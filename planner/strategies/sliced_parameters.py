@@ -14,9 +14,9 @@ R = Replicate()
 
 
 def slices_parameters(region: Region, strategy: Strategy) -> bool:
-    """Tell whether an op of the region multiplies sharded activations with a replicated parameter.
+    """Return whether an op of the region multiplies sharded activations with a slice of a replicated parameter.
 
-    Its result is then partial on an axis on which no input is.
+    The result of such an op is partial on an axis on which no input is partial and the parameter is replicated.
     """
     for region_op in region.ops:
         parameters = [strategy.forward[i] for i in region_op.inputs if region.slots[i].origin == "parameter"]

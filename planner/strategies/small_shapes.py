@@ -1,4 +1,4 @@
-"""Small input shapes that DTensor's rules treat as they treat the real ones, so that one result serves many ops.
+"""Small input shapes that DTensor's rules treat like the real shapes, so that one result serves many ops.
 
 For ops whose arguments contain no length, DTensor's rules depend on three properties of a length: its divisors, the
 other lengths that it equals, and whether it is 1. Small shapes that keep these properties get the same result. All
@@ -47,9 +47,9 @@ _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)
 
 
 def with_small_shapes(op: Op, inputs: Sequence[Value], mesh_size: int) -> Sequence[Value]:
-    """Return ``inputs`` with small shapes that DTensor treats as the real ones, on any mesh of ``mesh_size`` ranks.
+    """Return ``inputs`` with small shapes that DTensor treats like the real shapes on any mesh of ``mesh_size`` ranks.
 
-    The inputs of other ops than `OPS_WITHOUT_LENGTHS` are returned unchanged.
+    The inputs of ops that are not in `OPS_WITHOUT_LENGTHS` are returned unchanged.
     """
     lengths = [length for value in inputs for length in value.shape]
     if op.target not in OPS_WITHOUT_LENGTHS or 0 in lengths:

@@ -1,9 +1,9 @@
-"""`TokenDims`: the dim of each tensor that the tokens of a sequence lie on, followed through the graph op by op.
+"""`TokenDims`: the token dim of each tensor (the dim along which a sequence's tokens lie), found op by op.
 
-An op keeps tokens apart if it runs on shards of the token dim, by DTensor's rules or by `own_rules`: it then works
-token by token, or shard by shard, and its result does not depend on the order of tokens. Its other inputs have no token
-dim, or have their tokens in the same order. Tables of positions are reordered where they leave the module that computes
-them. Attention has its own rule. A loss reorders its labels itself.
+An op does not depend on the order of tokens if it runs on shards of the token dim, by DTensor's rules or by
+`own_rules`: it then works token by token, or shard by shard. The op's other inputs have no token dim, or have their
+tokens in the same order. Tables of positions are reordered at the output of the module that computes them. Attention
+has its own rule. A loss reorders its labels itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _WEIGHT_DIMS: Mapping[str, Mapping[int, int]] = {
     "aten.layer_norm.default": {1: 1, 2: 1},
     "aten.rms_norm.default": {1: 1},
 }
-"""Op -> position of an input that may be a weight -> the most dims with which none of them is a token dim."""
+"""Op -> position of an input that may be a weight -> most dims that the weight can have without a token dim."""
 
 
 class ModuleBoundary(NamedTuple):
-    """A boundary that tensors cross: the input or output ``path`` of the module ``fqn``."""
+    """A module boundary: the input or output ``path`` of the module ``fqn``."""
 
     fqn: str
     direction: Literal["input", "output"]
@@ -67,9 +67,9 @@ class TokenDims:
     """The token dims of a graph's tensors.
 
     Args:
-        rules: how single ops run on one axis.
+        rules: sharding rules of single ops on one axis.
         producers: value -> the op that computes it.
-        length: tokens of a sequence.
+        length: tokens per sequence.
         boundaries: boundary -> the dim along which tensors are reordered there.
     """
 
@@ -87,7 +87,7 @@ class TokenDims:
         self._weights = {name for name, value in graph.values.items() if value.kind == "parameter"}
 
     def find_reordered_results(self) -> tuple[str, ...]:
-        """Follow the tokens through all ops, and return the paths of model outputs that are reordered.
+        """Return the paths of the model outputs that are reordered, after following the tokens through all ops.
 
         Raises:
             NotReorderableError: an op or an output depends on the order of tokens.
@@ -133,10 +133,10 @@ class TokenDims:
         ]
 
     def _follow(self, op: Op, dims: list[int | None]) -> None:
-        """Find the token dims of an op's outputs.
+        """Record the token dims of an op's outputs.
 
         Args:
-            dims: token dims of its inputs.
+            dims: token dims of the inputs.
         """
         inputs = [self._graph.values[name] for name in op.inputs]
         if op.target_name == context_parallel.OP_NAME:
@@ -159,7 +159,7 @@ class TokenDims:
             raise self._depends_on_order(op)
 
     def _dim_of_view(self, op: Op, value: Value, dim: int | None) -> int:
-        """Return the token dim of a view; if dims are merged, tokens are the innermost of them."""
+        """Return the token dim of a view. Where dims are merged, the token dim has to be the innermost of them."""
         assert dim is not None
         inner, shape = math.prod(value.shape[dim + 1 :]), self._graph.values[op.outputs[0]].shape
         for position in range(len(shape)):
@@ -176,7 +176,7 @@ class TokenDims:
         placements = self._output_placements(op, inputs, dims)
         if placements is None:
             raise self._depends_on_order(op)
-        # The length stays: if tokens were repeated, the order of the repeated ones would be ambiguous.
+        # The op has to keep the length: if tokens were repeated, the order of the repeated tokens would be ambiguous.
         lengths = {value.shape[dim] for value, dim in zip(inputs, dims, strict=True) if dim is not None}
         output_dims = []
         for name, placement in zip(op.outputs, placements, strict=True):
@@ -186,7 +186,7 @@ class TokenDims:
         return output_dims
 
     def _aligned_dims(self, op: Op, inputs: Sequence[Value], dims: Sequence[int | None]) -> list[int | None]:
-        """Return, for each input, the dim that the op aligns with the token dim; None where it has none."""
+        """Return, for each input, the dim that the op aligns with the token dim; None if the input has no such dim."""
         if op.target_name == fused_kernels.ROTARY:
             return [2, 1, 1]
         if not _is_pointwise(op):
@@ -205,7 +205,7 @@ class TokenDims:
         return [dim if dim >= 0 and value.shape[dim] > 1 else None for value, dim in zip(inputs, aligned, strict=True)]
 
     def _are_weights(self, op: Op, inputs: Sequence[Value], positions: Sequence[int]) -> bool:
-        """Tell whether the op reads these inputs whole for every token: none of their dims is a token dim."""
+        """Return whether the op reads all of these inputs for every token: none of their dims is a token dim."""
         if not self._weights.issuperset(op.inputs[i] for i in positions):
             return False
         if own_rules(op, inputs) is not None:
@@ -232,11 +232,11 @@ class TokenDims:
         return None
 
     def _request_reordering(self, op: Op, position: int, dim: int) -> None:
-        """Ask for an input of ``op`` to be reordered along ``dim`` at the boundary that it comes from.
+        """Raise the error that asks for a reordering of an input of ``op`` along ``dim``, or rules it out.
 
         Raises:
-            BoundaryNeededError: it crosses a boundary, or is computed from a tensor that does.
-            NotReorderableError: it does not.
+            BoundaryNeededError: the input is plain and crosses a module boundary, or is computed from such a tensor.
+            NotReorderableError: there is no such boundary.
         """
         name, path = op.inputs[position], self._path(op.crossings[position])
         if self._graph.values[name].kind == "plain" and path:

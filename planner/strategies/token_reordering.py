@@ -1,8 +1,8 @@
 """`find_reordering`: whether a model's sequences may be in zigzag order, and at which module boundaries to reorder.
 
-Token ids are reordered where the model is called with them, tables of positions where they leave the module that
-computes them. `planner.strategies.token_dims` follows the tokens from there. Whatever depends on their order is a
-reason to leave sequences as they are.
+Token ids are reordered at the inputs of the model. Tables of positions are reordered at the output of the module that
+computes them. `planner.strategies.token_dims` follows the tokens from these boundaries. If any op depends on the order
+of tokens, the sequences are not reordered.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from planner.strategies.token_dims import (
 
 _EMBEDDING = "aten.embedding.default"
 _RANKS = 2
-"""Ranks of the axis on which ops are tested."""
+"""Ranks of the axis on which the sharding rules of ops are asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reordering:
-    """How a model's sequences are brought into another order.
+    """The boundaries at which a model's sequences are reordered.
 
     Attributes:
-        length: tokens of a sequence.
+        length: tokens per sequence.
         boundaries: boundary -> the dim along which tensors are reordered there.
         results: paths of the model's outputs that are in the new order (logits, for example).
     """
@@ -45,7 +45,7 @@ class Reordering:
 
 
 def find_reordering(graph: OpGraph) -> Reordering | str:
-    """Return how the sequences of a model in training may be reordered, or the reason why they may not."""
+    """Return the reordering of a model's sequences in training, or the reason (text) why none is possible."""
     try:
         with quiet_dtensor():
             return _find(graph)
@@ -54,7 +54,7 @@ def find_reordering(graph: OpGraph) -> Reordering | str:
 
 
 def with_zigzag_attention(graph: OpGraph) -> OpGraph:
-    """Return ``graph`` with its attention marked as receiving sequences in zigzag order where they are split."""
+    """Return ``graph`` with ``is_zigzag`` set on all attention: sequences are in zigzag order if they are sharded."""
     ops = [
         dataclasses.replace(op, is_zigzag=True) if op.target_name == context_parallel.OP_NAME else op
         for op in graph.ops
@@ -78,10 +78,11 @@ def _find(graph: OpGraph) -> Reordering:
 
 
 def _sequence_length(graph: OpGraph) -> int:
-    """Return the length of the sequences of all attention.
+    """Return the tokens per sequence, which all attention has in common.
 
     Raises:
-        NotReorderableError: they differ, attention cannot be split along them, or none has a causal mask.
+        NotReorderableError: lengths differ, attention has a mask argument or cannot be split along the sequence, or no
+            attention is causal.
     """
     lengths = set[int]()
     causal = False
@@ -102,10 +103,10 @@ def _sequence_length(graph: OpGraph) -> int:
 
 
 def _token_ids(graph: OpGraph, producers: Mapping[str, Op], length: int) -> dict[ModuleBoundary, int]:
-    """Return the model inputs from which embeddings look up ids, and their token dim.
+    """Return the model inputs with the ids that embeddings look up, and the token dim of these inputs.
 
     Raises:
-        NotReorderableError: there are none.
+        NotReorderableError: there are no such inputs.
     """
     inputs = {model_input.value for model_input in graph.inputs}
     unvisited = [op.inputs[1] for op in graph.ops if op.target_name == _EMBEDDING]
