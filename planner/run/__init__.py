@@ -1,4 +1,4 @@
-"""What is best on one mesh? Baselines and pins restrict it.
+"""Planning on one mesh: lower bounds on a run, its integer program, its solution. Baselines and pins restrict it.
 
 the meshes of a cluster             mesh_space.meshes_of
 one run: stated, relaxed, solved    run_planner.RunPlanner

@@ -11,17 +11,17 @@ from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import dropout_of
 
 _LARGEST_HEAD_DIM, _HEAD_DIM_MULTIPLE = 256, 8
-"""The largest head dim that torch passes to FlashAttention-3, in elements, and what head dims are multiples of.
+"""Head dims that torch passes to FlashAttention-3, in elements: the largest, and the number that divides all of them.
 
-After torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``check_head_dim_size_flash``).
+From torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (``check_head_dim_size_flash``).
 """
 
 
 def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
-    """Check that the job's attention kernel runs on ``device``, and runs all attention of a model.
+    """Check that the job's attention kernel runs on ``device``, and that it can run every attention op of ``graph``.
 
     Raises:
-        JobError: it does not.
+        JobError: the kernel does not run, or cannot run one of the ops.
     """
     kernel = job.attention_kernel
     if kernel is None:

@@ -1,7 +1,7 @@
 """Baselines: plans that people write by hand, as restrictions of the choices of the integer program.
 
-Each baseline gets the cheapest choice of everything that the hand-written plan leaves open, so that no straw man is
-beaten.
+Where the hand-written plan leaves something open, the baseline gets the cheapest choice, so that the comparison is
+fair.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ _ROWWISE = ("rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise", "p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restriction:
-    """What may be chosen: strategies of regions, stored layouts of parameters."""
+    """The choices that a baseline or pins allow.
+
+    Attributes:
+        accepts: (region, strategy) -> whether the strategy may be chosen.
+        accepts_stored: (parameter, its FQNs, stored layout) -> whether the layout may be chosen.
+    """
 
     accepts: Accepts
     accepts_stored: AcceptsStored
@@ -72,13 +77,13 @@ def _batch_divides(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> bool:
 
 
 def restriction_of(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
-    """Return what a baseline may choose on a mesh.
+    """Return the choices that a baseline allows on a mesh.
 
     Args:
-        name: of the baseline, one of `NAMES`.
-        mesh: to be planned on.
-        tp_plan: as for `tensor_parallel`.
-        graph: of the model.
+        name: the baseline, one of `NAMES`.
+        mesh: the mesh to plan on.
+        tp_plan: the ``styles`` of `tensor_parallel`; the other baselines do not read it.
+        graph: the graph of the model.
     """
     if name == "tensor-parallel":
         return tensor_parallel(mesh, tp_plan, graph)
@@ -91,7 +96,7 @@ def _axes(mesh: MeshSpec) -> list[int]:
 
 
 def data_parallel(mesh: MeshSpec) -> Restriction:
-    """Return data parallelism over all axes: parameters are replicated, the batch is split."""
+    """Return the restriction to data parallelism over all axes: parameters are replicated, the batch is split."""
     axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
@@ -100,7 +105,7 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
 
 
 def fully_sharded(mesh: MeshSpec) -> Restriction:
-    """Return fully sharded data parallelism over all axes: stored layouts split the first dim that divides."""
+    """Return the restriction to FSDP over all axes: stored layouts shard the first dim that all axes divide evenly."""
     axes = _axes(mesh)
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
@@ -109,7 +114,7 @@ def fully_sharded(mesh: MeshSpec) -> Restriction:
 
 
 def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
-    """Return the layout that splits the first dim that divides over all ``axes``; replicated if none does."""
+    """Return the layout that shards the first dim that all ``axes`` divide evenly; replicated if none does."""
     for dim in range(len(value.shape)):
         layout: Layout = tuple(Shard(dim) if axis in axes else R for axis in range(len(mesh.shape)))
         if divides(value.shape, layout, mesh.shape):
@@ -118,15 +123,17 @@ def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
 
 
 def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
-    """Return the tensor-parallel plan of a Hugging Face config on the innermost axis, data parallelism on the others.
+    """Return the restriction to the tensor-parallel plan of a Hugging Face config.
+
+    The plan applies to the innermost axis. All other axes are data parallel.
 
     Args:
-        mesh: to be planned on.
-        styles: FQN pattern of modules -> style ("colwise", "rowwise", ...).
-        graph: of the model.
+        mesh: the mesh to plan on.
+        styles: FQN pattern of modules -> style ("colwise", "rowwise", ...); None: the model has no such plan.
+        graph: the graph of the model.
 
     Raises:
-        BaselineError: the model has no such plan, or its styles have no layouts here.
+        BaselineError: the model has no such plan, or no parameter gets a layout from its styles.
     """
     if not styles:
         raise BaselineError(
@@ -154,7 +161,7 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
             elif slot.value.kind == "input" and layout[axis] != R:
                 return False
             elif slot.origin == "entry" and layout[axis] == Shard(1) and len(slot.value.shape) > 2:
-                return False  # sequence parallelism is no part of such a plan
+                return False  # a Hugging Face plan has no sequence parallelism
         return True
 
     def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
@@ -201,7 +208,10 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Plac
 
 
 def _experts_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Placement]:
-    """Return the layouts of parameters that stack the matrices of all experts: a plan names them, not their module."""
+    """Return FQN -> placement, on the tensor-parallel axis, of parameters that stack the matrices of all experts.
+
+    A plan names these parameters themselves. It names all other parameters by their module.
+    """
     shapes = {name: graph.values[value].shape for value, names in graph.parameters.items() for name in names}
     layouts: dict[str, Placement] = {}
     for pattern, matched in match_keys(styles, shapes).items():
@@ -230,5 +240,8 @@ def parse_planner(name: str) -> tuple[str, int | None]:
 
 
 def micro_batches_for(planner: str, micro_batches: int | None) -> int | None:
-    """Return the number of micro-batches to plan for; None: it is chosen. A random planner chooses none, and gets 1."""
+    """Return the number of micro-batches to plan for; None: the search chooses it.
+
+    A random planner does not choose. It gets one micro-batch unless ``micro_batches`` is given.
+    """
     return 1 if micro_batches is None and planner.startswith("random") else micro_batches

@@ -1,4 +1,4 @@
-"""Lower bounds on step time from compute alone: the whole model's, perfectly split over all devices."""
+"""Lower bounds on the step time from compute alone, as if it were split perfectly over all devices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def least_compute_s(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) 
 
 
 def least_recompute_s(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> float:
-    """Return a lower bound in seconds on what ``run`` recomputes in a step, perfectly split."""
+    """Return a lower bound in seconds on the recomputation of ``run`` in a step, perfectly split."""
     _, recompute_s = _totals(model, times, run, batch)
     return recompute_s / run.mesh.size * run.passes
 
 
 def _totals(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> tuple[float, float]:
-    """Return the seconds of one micro-batch on one device, and those of recomputing blocks. No mesh changes them."""
+    """Return (forward and backward, recomputation): seconds of one micro-batch on one device. No mesh changes them."""
     key = times, run.job.training, batch, run.grouping
     if key not in model.totals_s:
         each = list(_unsplit_ops(model, times, run, batch))
@@ -41,9 +41,10 @@ def op_seconds(model: ModelAnalysis, times: OpTimes, run: Run, batch: int) -> di
 def _unsplit_ops(
     model: ModelAnalysis, times: OpTimes, run: Run, batch: int
 ) -> Iterator[tuple[str, float, float, float]]:
-    """Yield (op, forward, recomputation, backward) in seconds on one device.
+    """Yield (op, forward, recomputation, backward): seconds of one micro-batch on one device.
 
-    A share of the work takes at least that share of the seconds: smaller pieces fill a device no better.
+    A rank that does a fraction of an op's work takes at least that fraction of the seconds, because smaller kernels use
+    a device no better. Causal attention is the exception; `OpTimes.least_fraction` lowers its seconds.
     """
     modes = _modes_of_ops(model, batch, run.grouping)
     planned = _planned_ops(model, batch)
@@ -66,7 +67,7 @@ def _unsplit_ops(
 
 
 def _planned_ops(model: ModelAnalysis, batch: int) -> set[str]:
-    """Return the ops of all regions: without those on plain values, which every rank runs whole."""
+    """Return the names of the ops in regions. Ops on plain values are in no region: every rank runs them unsplit."""
     regions, _ = model.regions_at(batch)
     return {region_op.op.name for region in regions.regions for region_op in region.ops}
 

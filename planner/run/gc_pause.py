@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Pause the garbage collector for as long as this lasts; it stays off if it was off."""
+    """Pause the garbage collector inside the ``with`` block; afterwards it is on only if it was on before."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Lower bounds on the memory of every plan, in bytes of all devices together, however tensors are split.
+"""Lower bounds on the memory of every plan of a run, in bytes summed over all devices, whatever the layouts are.
 
-They are counted from the structure alone, without a mesh or a program.
+The bounds follow from the `Structure` alone. They need neither a mesh nor an integer program.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from planner.strategies.context_parallel_work import ContextParallelWork
 
 
 def least_alive_bytes(structure: Structure) -> float:
-    """Return a lower bound on the bytes of activations at the peak of the backward, of all devices together.
+    """Return a lower bound on the bytes of activations at the peak of the backward, summed over all devices.
 
-    Each tensor of a region is counted once, as if no two devices held the same part of it. So is each tensor that a
-    region saves of another region's: in the producer's layout or, if it was redistributed, in the consumer's.
+    Each tensor of a region counts once, as if no two devices held the same shard. A tensor that one region computes and
+    another region saves for backward also counts once, whether it is saved before or after its redistribution.
     """
     profile, most = structure.profile, np.zeros(len(structure.timeline.candidates))
     for index, alive in enumerate(structure.timeline.classes):
@@ -49,13 +49,13 @@ def least_alive_bytes(structure: Structure) -> float:
 
 
 def least_saved_bytes(structure: Structure, blocks: Collection[str] | None = None) -> float:
-    """Return a lower bound on the bytes that a forward saves for its backward, of all devices together.
+    """Return a lower bound on the bytes that the forward of a micro-batch saves for backward, summed over all devices.
 
-    It counts as `least_alive_bytes` does.
+    Tensors count as in `least_alive_bytes`.
 
     Args:
-        structure: of a run.
-        blocks: only tensors computed in these count; None: all.
+        structure: the structure of a run.
+        blocks: FQNs of blocks: only tensors that these compute count; None: all tensors count.
     """
     profile, total = structure.profile, 0.0
 
@@ -81,10 +81,11 @@ def least_saved_bytes(structure: Structure, blocks: Collection[str] | None = Non
 
 
 def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, float, Mapping[Quantity, float], int]]:
-    """Yield each tensor that regions save of another region's: (producer, bytes, peak candidate -> copies, copies after
-    the forward).
+    """Yield each tensor that one region computes and other regions save for backward.
 
-    It is saved in the producer's layout, or once for each edge on which it is redistributed.
+    Each item is (producer, bytes of one copy, peak candidate -> copies alive, copies alive after the forward). The
+    tensor is saved in the producer's layout, or once for each edge on which it is redistributed. The numbers of copies
+    are lower bounds for both cases.
     """
     copies: dict[int, list[Multiplicity]] = defaultdict(list)
     for multiplicity in structure.saved_copies:
@@ -98,7 +99,7 @@ def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, floa
             continue
         alive, saved = multiplicity.lifetime.counts, multiplicity.live_after_forward
         if not multiplicity.in_producer_layout:
-            # One of the copies that an edge may save instead, and none of them twice.
+            # An edge may save a redistributed copy instead. Each copy is the alternative of one tensor only.
             uncounted_copies = [c for edge in multiplicity.edges for c in copies[edge] if id(c) not in copy_ids]
             if not uncounted_copies:
                 continue
@@ -112,14 +113,15 @@ def _saved_of_other_regions(structure: Structure) -> Iterator[tuple[Region, floa
 
 
 def _smaller_counts(counts: Mapping[Quantity, float], other_counts: Mapping[Quantity, float]) -> dict[Quantity, float]:
-    """Return the smaller count of each peak candidate that both have."""
+    """Return peak candidate -> the smaller of its two counts, for the candidates in both mappings."""
     return {name: min(count, other_counts[name]) for name, count in counts.items() if name in other_counts}
 
 
 def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) -> tuple[float, float]:
-    """Return a lower bound on the bytes that an op saves besides its tensors, in all and under selective checkpointing.
+    """Return lower bounds on the bytes that an op saves of tensors that exist only inside it.
 
-    Attention with a split sequence saves a log-sum-exp for each row, and never the scores.
+    The first counts what autograd saves, the second what selective checkpointing saves. Attention whose sequence may be
+    sharded (context parallelism) may save a log-sum-exp for each row, and not the scores.
     """
     op_profile, inputs = profile.ops[region_op.op.name], find_op_inputs(region, region_op)
     extras = op_profile.saved_extra_nbytes, op_profile.cached_extra_nbytes
@@ -131,9 +133,9 @@ def _least_extras(region: Region, region_op: RegionOp, profile: GraphProfile) ->
 
 
 def least_state_bytes(structure: Structure, job: Job) -> float:
-    """Return the bytes of parameters and optimizer states, of all devices together, without gradients.
+    """Return a lower bound on the bytes of parameters and optimizer states, summed over all devices.
 
-    A parameter that nothing uses is in no plan, and does not count.
+    Gradients do not count, and neither do parameters that no op uses.
     """
     stored_dtype = job.master_dtype or job.dtype
     total = 0
@@ -152,7 +154,7 @@ def least_state_bytes(structure: Structure, job: Job) -> float:
 
 
 def least_gradient_bytes(structure: Structure, job: Job) -> float:
-    """Return the bytes of gradients that accumulate over several micro-batches, of all devices together."""
+    """Return a lower bound on the bytes of gradients that accumulate over micro-batches, summed over all devices."""
     itemsize = min(BYTES_PER_ELEMENT[job.master_dtype or job.dtype], BYTES_PER_ELEMENT[job.reduce_dtype])
     total = 0
     for parameter in structure.parameters:
@@ -163,7 +165,7 @@ def least_gradient_bytes(structure: Structure, job: Job) -> float:
 
 
 def _has_gradient(structure: Structure, parameter: ParameterClass) -> bool:
-    """Tell whether any op that uses the parameters has a backward."""
+    """Return whether any op that uses the parameters of the class has a backward."""
     values = structure.regions.graph.values
     return any(
         values[output].requires_grad

@@ -1,10 +1,15 @@
-"""Lower bounds on the step time of every run on a mesh, overall and by choice.
+"""Lower bounds on the step time of every run on a mesh: of all its runs, and of its runs with a given choice.
 
-The relaxation of the run in the fewest micro-batches, without checkpointing and without the cap on activations, bounds
-all runs on its mesh. Smaller micro-batches do the same work in more and smaller pieces; layouts that divide them also
-divide the larger ones; checkpointing adds work. Its reduced costs bound every run with a certain choice. Of memory it
-counts what rests in all runs alike: parameters and optimizer states. Where these do not fit whole they are split, and
-all-gathered.
+All bounds come from one linear relaxation: that of the run in the fewest micro-batches, without checkpointing. It
+bounds every other run on the mesh for three reasons:
+
+- More micro-batches do the same work in smaller pieces.
+- A layout that divides a smaller micro-batch evenly also divides a larger one.
+- Checkpointing adds work.
+
+The reduced costs of the relaxation bound the runs with a given choice. Its memory cap counts static memory alone
+(parameters and optimizer states), which all runs have. If replicated parameters exceed the cap, the relaxation shards
+them and pays for their all-gathers.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ class MeshBound:
     """Lower bounds on the step time of every run on a mesh, in seconds.
 
     Attributes:
-        mesh: that is bounded.
-        recompute_s: seconds per step that every run recomputes at least, as the bounds assume.
-        bound_s: of all runs.
-        strategies: by region class: strategy -> bound of the runs that choose it.
-        stored: by parameter class: (stored layout, axes over which FSDP all-gathers it with its block) -> the same.
+        mesh: the mesh.
+        recompute_s: seconds of recomputation per step that the bounds include, as every run has at least so much.
+        bound_s: bound of all runs.
+        strategies: for each region class, strategy -> bound of the runs that choose it.
+        stored: for each parameter class, (stored layout, axes over which its FSDP group is all-gathered; None: it is
+            in no FSDP group) -> bound of the runs that choose both.
     """
 
     mesh: MeshSpec
@@ -41,11 +47,11 @@ class MeshBound:
     _relaxer: Relaxer | None
 
     def choices_below(self, cutoff_s: float) -> ChoicesBelow:
-        """Return the choices that could be part of a run that takes less than ``cutoff_s``."""
+        """Return a filter that accepts the choices with a bound below ``cutoff_s`` seconds."""
         return ChoicesBelow(mesh_bound=self, cutoff_s=cutoff_s)
 
     def with_recompute(self, recompute_s: float) -> float:
-        """Return a lower bound in seconds on the runs that recompute for ``recompute_s`` at least."""
+        """Return a lower bound in seconds on runs with at least ``recompute_s`` seconds of recomputation per step."""
         if recompute_s <= self.recompute_s:
             return self.bound_s
         assert self._relaxer is not None
@@ -53,22 +59,22 @@ class MeshBound:
         return self.bound_s if relaxed is None else max(relaxed.bound_s, self.bound_s)
 
     def within_cap(self, cutoff_s: float) -> float:
-        """Return a lower bound in seconds on the relaxed run within the memory cap, ``cutoff_s`` at most.
+        """Return a lower bound in seconds on the step time of the relaxed run under the full memory cap.
 
-        It changes the program, so no other bound can be computed after it.
+        The result is ``cutoff_s`` at most. The cap stays in the program, so this has to be the last bound to compute.
         """
         assert self._relaxer is not None
         relaxed = self._relaxer.capped(cutoff_s)
         return cutoff_s if relaxed is None else min(relaxed.bound_s, cutoff_s)
 
     def without_program(self) -> MeshBound:
-        """Return the bounds alone, small enough to send: `with_recompute` and `within_cap` need the program."""
+        """Return the bounds alone, small enough to send. `with_recompute` and `within_cap` need the program."""
         return dataclasses.replace(self, _relaxer=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoicesBelow:
-    """A `ChoiceFilter`: the choices on a mesh that could be part of a run that takes less than ``cutoff_s``."""
+    """A `ChoiceFilter` that accepts the choices on a mesh with a bound below ``cutoff_s`` seconds."""
 
     mesh_bound: MeshBound
     cutoff_s: float
@@ -88,13 +94,13 @@ def bound_mesh(
 ) -> MeshBound | None:
     """Return the lower bounds on a mesh, from the program of its run in the fewest micro-batches.
 
-    None where the program has no solution.
+    None where the relaxation has no solution.
 
     Args:
-        mesh: to be bounded.
-        formulation: of the run in the fewest micro-batches, without checkpointing.
+        mesh: the mesh of the run.
+        formulation: the program of the run in the fewest micro-batches, without checkpointing.
         memory_bytes: cap on the peak per device.
-        recompute_s: seconds per step that every run recomputes at least.
+        recompute_s: seconds of recomputation per step that every run has at least.
     """
     relaxer = Relaxer(formulation.problem, memory_bytes, static_bytes=memory_bytes)
     relaxed = relaxer.uncapped(recompute_s)

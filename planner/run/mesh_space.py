@@ -15,7 +15,10 @@ _NAMES = ("tp", "fsdp")
 
 
 def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
-    """Return every mesh of the cluster with up to ``axes`` axes (1 to 3); inner ones divide a node, or are nodes."""
+    """Return every mesh of the cluster with up to ``axes`` axes (1 to 3).
+
+    The ranks of an inner axis and of all axes inside it divide a node evenly, or fill whole nodes.
+    """
     inner: list[tuple[int, ...]] = [()]
     for count in range(1, axes):
         inner += [(*sizes, size) for sizes in inner if len(sizes) == count - 1 for size in _next_sizes(cluster, sizes)]
@@ -23,20 +26,23 @@ def meshes_of(cluster: ClusterSpec, axes: int = 2) -> list[MeshSpec]:
 
 
 def node_pairs(cluster: ClusterSpec) -> MeshSpec | None:
-    """Return the mesh with an axis of one node and one of two nodes around it; None without two pairs of nodes."""
+    """Return the mesh whose innermost axis is one node and whose middle axis is two nodes.
+
+    None unless the cluster is made of two or more such pairs of nodes, with several devices on each node.
+    """
     sizes = (cluster.devices_per_node, 2)
     pair = math.prod(sizes)
     return _mesh(cluster, sizes) if sizes[0] > 1 and cluster.size % pair == 0 and cluster.size > pair else None
 
 
 def _mesh(cluster: ClusterSpec, sizes: Sequence[int]) -> MeshSpec:
-    """Return the mesh with inner axes of ``sizes``, the innermost first, and one axis around them for all devices."""
+    """Return the mesh with inner axes of ``sizes``, innermost first, and an outermost axis for the remaining factor."""
     inner = list(zip(_NAMES, sizes, strict=False))
     return MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner)))
 
 
 def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
-    """Yield the sizes of an axis around axes of ``sizes``, with another axis around it."""
+    """Yield the sizes that the next axis outside of ``sizes`` can have, where one more axis is outside of both."""
     inside, per_node = math.prod(sizes), cluster.devices_per_node
     for size in range(2, cluster.size // inside // 2 + 1):
         reach = inside * size
@@ -45,11 +51,11 @@ def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:
 
 
 def modes_of(model: ModelAnalysis, ac: str | None) -> list[str]:
-    """Return the checkpointing modes to choose from, from the one that keeps most to the one that keeps least.
+    """Return the checkpointing modes to choose from, from the one that saves most to the one that saves least.
 
     Args:
-        model: to be planned.
-        ac: the job's; None: chosen.
+        model: the model to plan.
+        ac: the mode that the job fixes; None: the search chooses it.
 
     Raises:
         JobError: the job asks for checkpointing, and the model has no repeated blocks.

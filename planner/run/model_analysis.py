@@ -21,16 +21,18 @@ class ModelAnalysis:
     """A model at any micro-batch size: graph, regions, op profiles, liveness. Each is computed once.
 
     Attributes:
-        graph: as traced, at ``traced_batch`` samples.
-        any_batch: whether it holds for other batches too.
+        graph: the graph as traced, at ``traced_batch`` samples.
+        any_batch: whether the graph can be converted to other batch sizes.
+        flash_attention: whether attention runs in a fused kernel.
         fold: whether equal blocks share their decisions; see `build_regions`.
-        lists: patterns of the whole model's lists of blocks, where this is one pipeline stage of it.
+        lists: FQN patterns of the whole model's lists of blocks, if the graph is one pipeline stage; otherwise empty.
         cached_before: tokens of each sequence in the KV cache before a step; None: the model has no KV cache.
-        compiles: whether fused ops are one kernel for the forward and one for the backward on the device.
+        compiles: whether the device runs a fused op as one kernel in the forward and one in the backward.
         joins: whether linear layers with the same input accumulate its gradient in their GEMMs.
-        reordering: how sequences get into zigzag order, or why they cannot; None: not asked for. If they can, attention
-            in ``graph`` has its sequences in that order.
-        totals_s: cache of `compute_bound`: seconds of a micro-batch on one device, and of recomputing blocks.
+        reordering: how tokens are brought into zigzag order, or a text that says why they cannot be; None: the job does
+            not ask for zigzag order. If they can be, attention in ``graph`` is marked as zigzag.
+        totals_s: cache of `compute_bound`: (forward and backward, recomputation), seconds of a micro-batch on one
+            device.
     """
 
     graph: OpGraph
@@ -62,11 +64,11 @@ class ModelAnalysis:
         """Return the analysis of a traced module.
 
         Args:
-            module: traced.
+            module: the traced module.
             flash_attention: whether attention runs in a FlashAttention kernel.
-            seq: tokens in the KV cache before a decoding step.
-            compiles: whether fused ops are compiled on the device.
-            zigzag: whether split sequences are in zigzag order.
+            seq: tokens of each sequence in the KV cache before a decoding step; other phases do not read it.
+            compiles: whether the device runs a fused op as one kernel in the forward and one in the backward.
+            zigzag: whether sharded sequences are to be in zigzag order; only training reads it.
         """
         reordering = find_reordering(module.graph) if zigzag and module.phase == "training" else None
         cached = module.phase != "training" and module.has_kv_cache
@@ -102,7 +104,7 @@ class ModelAnalysis:
 
     @property
     def base(self) -> RegionGraph:
-        """The regions as traced. Strategies do not depend on the batch, and are looked up for these."""
+        """The regions at the base batch size, for which strategies are looked up: these do not depend on the batch."""
         return self.regions_at(self._base_batch)[0]
 
     @property

@@ -35,10 +35,12 @@ class Pin:
     """One placement of some parameters on one mesh axis, required or forbidden.
 
     Attributes:
-        text: as written.
-        pattern: of the parameters' FQNs.
-        used: whether it is for the compute layout; otherwise for the stored layout.
-        forbidden: whether the placement is forbidden; otherwise required.
+        text: the pin as written.
+        pattern: FQN pattern of the parameters.
+        placement: the placement that is required or forbidden.
+        axis: name of the mesh axis.
+        used: whether the pin is on the compute layout; otherwise it is on the stored layout.
+        forbidden: whether the placement is forbidden; otherwise it is required.
     """
 
     text: str
@@ -74,17 +76,17 @@ class Pin:
         )
 
     def allows(self, layout: Layout, mesh: MeshSpec) -> bool:
-        """Tell whether a layout keeps the pin; on an axis that the mesh does not have, every tensor is replicated."""
+        """Return whether a layout satisfies the pin. On an axis that the mesh does not have, tensors are replicated."""
         names = mesh.names
         placement = layout[names.index(self.axis)] if self.axis in names else Replicate()
         return (placement == self.placement) != self.forbidden
 
     def allows_replicated(self) -> bool:
-        """Tell whether a tensor that is replicated on the pin's axis keeps it."""
+        """Return whether a tensor that is replicated on the pin's axis satisfies the pin."""
         return (self.placement == Replicate()) != self.forbidden
 
     def contradicts(self, other: Pin) -> bool:
-        """Tell whether no placement keeps both pins, which are for the same kind of layout."""
+        """Return whether no placement satisfies both pins. Both are on stored or both on compute layouts."""
         if self.axis != other.axis or (self.forbidden and other.forbidden):
             return False
         return (self.placement == other.placement) == (self.forbidden or other.forbidden)
@@ -103,8 +105,8 @@ class Pins:
     """All pins of a job.
 
     Attributes:
-        pins: each pin with the names of its parameters.
-        data_axes: axes that split the batch alone: compute layouts are replicated on them.
+        pins: each pin with the FQNs of its parameters.
+        data_axes: names of mesh axes that split only the batch: compute layouts are replicated on them.
     """
 
     pins: tuple[tuple[Pin, frozenset[str]], ...]
@@ -122,12 +124,12 @@ class Pins:
 
         Args:
             texts: the pins as written.
-            data_axes: axes that split the batch alone.
-            names: of the model's parameters.
-            meshes: that are searched.
+            data_axes: names of mesh axes that split only the batch.
+            names: FQNs of the model's parameters.
+            meshes: the meshes that are searched.
 
         Raises:
-            JobError: a text is not written as a pin, or names an axis that no mesh has.
+            JobError: a text is no pin, or an axis is in no mesh.
             UnmatchedKeyError: a pin matches no parameter.
         """
         pins = [Pin.parse(text) for text in texts]
@@ -155,10 +157,14 @@ class Pins:
         return ", ".join([pin.text for pin, _ in self.pins] + [f"{axis} for data alone" for axis in self.data_axes])
 
     def check(self, classes: Sequence[ParameterClass], names_of: dict[str, tuple[str, ...]]) -> None:
-        """Check that no pins contradict each other, and that none is for only some of a parameter class.
+        """Check that no two pins contradict each other, and that every pin is on all or none of a class's parameters.
+
+        Args:
+            classes: the parameter classes of the model.
+            names_of: parameter value -> its FQNs.
 
         Raises:
-            JobError: naming both pins, or a parameter of the class with the pin and one without.
+            JobError: a check fails. It names both pins, or a parameter of the class with the pin and one without.
         """
         self._check_contradictions([names_of[value] for parameter in classes for value in parameter.values])
         for parameter in classes:
@@ -174,12 +180,16 @@ class Pins:
                     )
 
     def _check_contradictions(self, tensors: Iterable[tuple[str, ...]]) -> None:
-        """Check that some layout of each of ``tensors``, given by all its FQNs, keeps all its pins and data axes."""
+        """Check that every tensor has a layout that satisfies all its pins and the data axes.
+
+        Args:
+            tensors: the FQNs of each tensor, several if it is tied.
+        """
         for pin, names in self.pins:
             if pin.axis in self.data_axes and pin.used and not pin.allows_replicated():
                 raise _contradiction(pin.text, f"{pin.axis} for data alone", min(names))
         for tied in tensors:
-            # A tied parameter has one stored layout under all its names, and a compute layout under each.
+            # A tied parameter has one stored layout for all its FQNs, and one compute layout for each FQN.
             for used, group in ((False, tied), *((True, (name,)) for name in tied)):
                 own = [pin for pin, names in self.pins if pin.used is used and not names.isdisjoint(group)]
                 for a, b in itertools.combinations(own, 2):
@@ -187,11 +197,11 @@ class Pins:
                         raise _contradiction(a.text, b.text, " = ".join(group))
 
     def on(self, mesh: MeshSpec) -> Restriction | None:
-        """Return what the pins leave to choose on a mesh; None: everything."""
+        """Return the choices that the pins allow on a mesh; None: all choices."""
         return self.restrict(mesh, None)
 
     def restrict(self, mesh: MeshSpec, other: Restriction | None) -> Restriction | None:
-        """Return ``other`` restricted further to what keeps the pins on ``mesh``; None: everything may be chosen."""
+        """Return the choices that both ``other`` and the pins allow on ``mesh``; None: all choices."""
         if not self:
             return other
         axes = [mesh.names.index(axis) for axis in self.data_axes if axis in mesh.names]

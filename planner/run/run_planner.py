@@ -1,4 +1,4 @@
-"""One run: its integer program is formulated, relaxed or solved, checked against DTensor, and priced."""
+"""`RunPlanner`: formulates, relaxes and solves the integer program of a run, and prices the solution."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FormulatedRun(NamedTuple):
 
     Attributes:
         formulator: builds the program, and prices decisions.
-        structure: the part of it that no mesh changes.
+        structure: the part of the program that does not depend on the mesh.
         formulation: the program; None where some region or parameter has no choice left.
     """
 
@@ -51,10 +51,10 @@ class FormulatedRun(NamedTuple):
 
 
 class RunPlanner:
-    """Plans runs of one job: the model is traced once, and each run is formulated, relaxed or solved from that.
+    """Plans the runs of one job, all from one traced model.
 
     Attributes:
-        batch: samples of the global batch.
+        batch: samples in the global batch.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RunPlanner:
         """Prepare to plan runs of a job.
 
         Args:
-            model: to be planned.
-            job: to be planned for.
-            cluster: to be planned on.
-            batch: samples of the global batch.
-            clock: is told the seconds spent by stage.
-            share_with: a planner on the same device type, whose strategies and prices are reused.
+            model: the model to plan.
+            job: the job to plan for.
+            cluster: the cluster to plan on.
+            batch: samples in the global batch.
+            clock: adds up the seconds spent in each stage of planning.
+            share_with: a planner for the same device type, whose strategies and prices are reused; None: no planner.
         """
         self.model = model
         self.job = job
@@ -106,7 +106,7 @@ class RunPlanner:
         return {**self.__dict__, **bare, "_last_random": None}
 
     def candidate(self, solved: SolvedRun) -> Candidate:
-        """Return a solved run with its structure."""
+        """Return a solved run as a candidate, which has the structure too."""
         run = solved.run
         return Candidate(
             run=run,
@@ -120,10 +120,10 @@ class RunPlanner:
         """Return the run of the job on ``mesh``.
 
         Args:
-            mesh: of the run.
-            micro_batches: into which the batch is split.
+            mesh: the mesh of the run.
+            micro_batches: number of micro-batches that the global batch is split into.
             ac: checkpointing mode.
-            leading_blocks: how many blocks at the front of each list have choices of their own.
+            leading_blocks: number of first blocks in each list that have decisions of their own; None: 0.
         """
         return Run(
             job=self.job,
@@ -136,9 +136,10 @@ class RunPlanner:
         )
 
     def batch_axes(self, mesh: MeshSpec) -> tuple[int, ...]:
-        """Return the axes of ``mesh`` that split the batch alone: all but the two innermost (so programs stay small).
+        """Return the indices of the axes of ``mesh`` that split only the batch: all but the two innermost.
 
-        Empty where their product does not divide the batch, or a pin fixes a compute layout on one of them.
+        Fewer choices on these axes keep the programs small. Axes of one rank do not count. The result is empty if the
+        axes do not divide the batch evenly, or if a pin on a compute layout names one of them.
         """
         outer = tuple(axis for axis, size in enumerate(mesh.shape) if size > 1)[:-2]
         pinned = {pin.axis for pin in map(Pin.parse, self.job.pins) if pin.used}
@@ -146,7 +147,7 @@ class RunPlanner:
         return outer if divides and pinned.isdisjoint(mesh.names[axis] for axis in outer) else ()
 
     def micro_batch(self, run: Run) -> int:
-        """Return the samples of one micro-batch of ``run``."""
+        """Return the number of samples in one micro-batch of ``run``."""
         return self.batch // run.micro_batches
 
     def least_memory_bytes(self, run: Run) -> float:
@@ -159,8 +160,8 @@ class RunPlanner:
             self._alive[batch == 1, run.grouping] = bound_batch, alive_bytes, held_bytes
             self._state_bytes = least_state_bytes(structure, self.job)
             self._sums_bytes = least_gradient_bytes(structure, self.job)
-        # A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes. For a
-        # single sample autograd may save other tensors.
+        # A tensor's bytes are proportional to the batch or do not depend on it. So a fraction of the batch has at least
+        # that fraction of the bytes. A batch of one sample is counted apart, because autograd may save other tensors.
         alive_bytes += (run.in_flight - 1) * held_bytes
         split = self._state_bytes + (alive_bytes * batch / bound_batch if self.job.training else 0.0)
         if run.micro_batches > 1:
@@ -168,7 +169,12 @@ class RunPlanner:
         return split / run.mesh.size + reserve_bytes(run.cluster.device)
 
     def formulator(self, run: Run, *, peak: bool = True) -> tuple[Formulator, Structure]:
-        """Return what builds the program of ``run``, with peak candidates or without."""
+        """Return the formulator of the program of ``run``, and the run's structure.
+
+        Args:
+            run: the run to formulate.
+            peak: whether both have the peak candidates, which the peak memory is counted from.
+        """
         micro_batch = self.micro_batch(run)
         structure = self.model.structure(micro_batch, run.grouping)
         if not peak:
@@ -192,11 +198,12 @@ class RunPlanner:
         """Return the integer program of ``run``.
 
         Args:
-            run: to be formulated.
-            restriction: what a baseline and pins leave to choose; None: everything.
-            mesh_bound: lower bounds on the run's mesh. Choices that they show to take ``cutoff_s`` are left out.
-            cutoff_s: step time from which on a plan is not wanted.
-            peak: whether the program has the peak memory; otherwise only resting memory.
+            run: the run to formulate.
+            restriction: the choices that a baseline and pins allow; None: all choices.
+            mesh_bound: lower bounds on the run's mesh. Choices with a bound of ``cutoff_s`` or more are left out. None:
+                all choices are in the program.
+            cutoff_s: step time in seconds at or above which a plan is not wanted.
+            peak: whether the program has the peak memory; otherwise it has only static memory.
         """
         is_filtered = mesh_bound is not None and math.isfinite(cutoff_s)
         with self.clock.stage("costs_s"), quiet_dtensor():
@@ -228,7 +235,7 @@ class RunPlanner:
                 return None
             try:
                 capped = relaxer.capped(cutoff_s)
-            except SolverError:  # no answer: a bound without the cap holds within it
+            except SolverError:  # no answer; the bound without the cap holds with the cap too
                 return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=uncapped.bound_s)
         return RelaxedRun(uncapped_s=uncapped.bound_s, capped_s=None if capped is None else capped.bound_s)
 
@@ -246,22 +253,23 @@ class RunPlanner:
         least_solve_s: float = 0.0,
         formulated: FormulatedRun | None = None,
     ) -> Candidate | None:
-        """Return the best decision in ``run``; None where none fits and takes less than ``cutoff_s``.
+        """Return the best decision in ``run``; None if no decision that fits in memory takes less than ``cutoff_s``.
 
         Args:
-            run: to be solved.
-            restriction: what a baseline and pins leave to choose; None: everything.
+            run: the run to solve.
+            restriction: the choices that a baseline and pins allow; None: all choices.
             memory_bytes: cap on the peak per device; None: no cap.
-            cutoff_s: step time from which on a plan is not wanted.
-            mesh_bound: lower bounds on the run's mesh. Choices that they show to take ``cutoff_s`` are left out.
-            mip_gap: relative gap at which the solver may stop; None: the job's.
-            deadline: time of `time.perf_counter` at which the incumbent is returned.
-            node_limit: relaxations to branch through, after which the incumbent is returned; None: no limit.
-            least_solve_s: seconds that the solver gets at least, however long formulating took.
-            formulated: the run's program under the same restriction, if it exists already.
+            cutoff_s: step time in seconds at or above which a plan is not wanted.
+            mesh_bound: lower bounds on the run's mesh. Choices with a bound of ``cutoff_s`` or more are left out. None:
+                all choices are in the program.
+            mip_gap: relative gap at which the solver may stop; None: the job's gap.
+            deadline: time of `time.perf_counter` at which the solver returns the incumbent; None: no deadline.
+            node_limit: nodes of the solver's branch and bound after which it returns the incumbent; None: no limit.
+            least_solve_s: seconds that the solver gets even if the deadline is nearer.
+            formulated: the run's program under the same restriction; None: it is formulated here.
 
         Raises:
-            SolverError: time was up before any plan was found.
+            SolverError: the solver broke off, or ran out of time, without an answer.
         """
         formulator, structure, formulation = formulated or self.formulate(run, restriction, mesh_bound, cutoff_s)
         while formulation is not None:
@@ -284,7 +292,7 @@ class RunPlanner:
         return None
 
     def mismatched_regions(self, run: Run, formulation: Formulation, decision: Decision) -> list[int]:
-        """Return the region classes whose strategy DTensor runs differently on the whole mesh than axis by axis."""
+        """Return the region classes (indices) whose strategy DTensor runs differently on the mesh than axis by axis."""
         with self.clock.stage("check_s"), quiet_dtensor():
             return [
                 index
@@ -296,7 +304,7 @@ class RunPlanner:
         return self.model.base.regions[structure.representative(index).index]
 
     def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
-        """Return a random decision, whatever it costs; None where none can be found."""
+        """Return a random decision, whatever time and memory it takes; None if none was found."""
         if self._last_random is None or self._last_random[0] != run:
             self._last_random = run, self.formulate(run, restriction)
         formulator, structure, formulation = self._last_random[1]
@@ -335,7 +343,7 @@ class RunPlanner:
 def without_mismatched(
     formulator: Formulator, formulation: Formulation, decision: Decision, mismatched: Sequence[int]
 ) -> Formulation | None:
-    """Return the program without the strategies chosen for ``mismatched`` regions; None where one has none left."""
+    """Return the program without the chosen strategies of ``mismatched`` classes; None if a class has none left."""
     strategies = [
         tuple(s for s in choices if index not in mismatched or s != decision.strategies[index])
         for index, choices in enumerate(formulation.strategies)

@@ -1,4 +1,4 @@
-"""What relaxing or solving one run gives: bounds on its step time, or a priced decision."""
+"""Results of relaxing or solving one run: lower bounds on its step time, or a priced decision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Candidate:
     """A priced decision in one run.
 
     Attributes:
-        solution: the solver's; None for a random decision.
+        solution: the solver's solution; None for a random decision.
     """
 
     run: Run
@@ -28,7 +28,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedRun:
-    """A solved candidate without its structure, which follows from the run: small enough to send between processes."""
+    """A solved candidate without its structure, small enough to send between processes.
+
+    The structure follows from the run.
+    """
 
     run: Run
     decision: Decision
@@ -53,8 +56,10 @@ class RelaxedRun:
     """Lower bounds on the step time of a run, from its relaxation.
 
     Attributes:
-        uncapped_s: without the memory cap. It also bounds runs in more micro-batches on the same mesh.
-        capped_s: within the memory cap; None where nothing fits, or nothing that fits is below the cutoff.
+        uncapped_s: bound without the memory cap, in seconds. It also bounds the runs in more micro-batches with the
+            same mesh and checkpointing mode.
+        capped_s: bound under the memory cap, in seconds; None where no plan fits, or none that fits is below the
+            cutoff.
     """
 
     uncapped_s: float

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """A clock for each stage.
+    """The seconds spent in each stage.
 
     Attributes:
         spent: stage -> seconds spent in it so far.
@@ -34,5 +34,5 @@ class Clock:
 
 
 def left_s(deadline: float | None) -> float | None:
-    """Return the seconds left until ``deadline`` (of `time.perf_counter`), at least 0; None without one."""
+    """Return the seconds until ``deadline``, a time of `time.perf_counter`; at least 0. None without a deadline."""
     return None if deadline is None else max(deadline - time.perf_counter(), 0.0)
