@@ -1,8 +1,8 @@
-"""Which mesh, micro-batches and checkpointing are best? A branch and bound over all of them.
+"""The search: a branch and bound over meshes, numbers of micro-batches, checkpointing modes and pipelines.
 
 the engine                   branch_and_bound.BranchAndBound
 the search over meshes       mesh_search.MeshSearch, mesh_tasks
 the search over pipelines    pipeline
 where tasks run              task_pool, local_workers, worker_context
-nothing fits: why            infeasibility.infeasibility_report
+why no plan fits             infeasibility.infeasibility_report
 """

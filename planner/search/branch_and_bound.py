@@ -1,18 +1,18 @@
 """Best-first branch and bound over a shared incumbent: the engine of the searches over meshes and over pipelines.
 
 A *node* is a set of plans with a lower bound on the step time of each. The roots are all meshes, or all pipelines,
-bounded by their compute alone. A node is *expanded* by a task: it bounds, relaxes or solves what the node stands for.
-From its result follow child nodes, or the same node with a higher bound, or a plan.
+bounded by their compute alone. A task *expands* a node: it bounds, relaxes or solves the plans of the node. The result
+is child nodes, the same node with a higher bound, or a plan.
 
-- *Incumbent*: the fastest plan so far. A plan is wanted only below the *cutoff*: the incumbent's step time less the
-  job's relative gap. Searches that run together share one incumbent.
+- *Incumbent*: the fastest plan so far. A plan is wanted only if its step time is below the *cutoff*: the incumbent's
+  step time less the job's relative gap. Searches that run together share one incumbent.
 - *Pruning*: a node whose lower bound reaches the cutoff is never expanded.
 - *Best first*: of all searches that run together, the node with the lowest bound is expanded next.
-- *In parallel*: a pool expands several nodes at once. Each task knows the cutoff of the time it was picked. A lower
-  one would only have pruned more, so what the task proves still holds.
+- *In parallel*: a pool expands several nodes at once. A task gets the cutoff of the moment when it is picked. The
+  cutoff may fall while the task runs. A lower cutoff only prunes more, so the task's result still holds.
 - *End*: no open node is below the cutoff, or the deadline has passed.
-- *Final bound*: the lowest of the bounds of nodes that are still open, of bounds that the solver proved for the nodes
-  it closed or gave up, and of the cutoff, which bounds all pruned nodes. No plan in the search space is faster.
+- *Final bound*: no plan in the search space is faster. It is the lowest of the bounds of nodes that are still open, of
+  the bounds that the solver proved for nodes that are closed, and of the cutoff, which bounds all pruned nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from planner.search.task_pool import Pool
 from planner.search.worker_context import SearchConstraints, WorkerContext
 
 Task = Callable[[WorkerContext, SearchConstraints], Any]
-"""Expands a node, in this process or in a worker."""
+"""A task: it expands a node, in this process or in a worker."""
 
 
 class Node(Protocol):
@@ -42,11 +42,11 @@ class Node(Protocol):
 
     @property
     def bound_s(self) -> float:
-        """No plan of the node has a shorter step, in seconds."""
+        """A lower bound in seconds on the step time of every plan of the node."""
 
     @property
     def mesh(self) -> MeshSpec:
-        """The mesh of its plans; that of all stages, for pipelines."""
+        """The mesh of the plans; for a pipeline, the mesh of all stages together."""
 
 
 NodeT = TypeVar("NodeT", bound=Node)
@@ -58,13 +58,13 @@ class SearchSpec:
     """What a search is for, and how it runs.
 
     Attributes:
-        context: of tasks in this process, with the planner of runs.
+        context: the context of tasks that run in this process. It has the planner of runs.
         micro_batch_counts: numbers of micro-batches to choose from, ascending.
-        modes: of checkpointing to choose from, from the one that keeps most to the one that keeps least.
-        constraints: that every plan has to keep.
+        modes: checkpointing modes to choose from, from the one that saves most to the one that saves least.
+        constraints: the constraints on every plan.
         pool: runs the tasks, on ``context`` or on copies of it.
-        deadline: time of `time.perf_counter` after which no task starts; None: none.
-        progress: is told of events.
+        deadline: time of `time.perf_counter` after which no task starts; None: no deadline.
+        progress: called with each event; None: events are dropped.
     """
 
     context: WorkerContext
@@ -77,7 +77,7 @@ class SearchSpec:
 
     @property
     def planner(self) -> RunPlanner:
-        """Plans single runs."""
+        """The planner of runs."""
         return self.context.planner
 
     @property
@@ -96,11 +96,11 @@ class Incumbent:
     """The step time of the best plan that any of the searches that share it has found.
 
     Attributes:
-        mip_gap: a better plan has to be faster by this, relative to the incumbent.
-        step_time_s: infinite where there is no plan yet.
-        cutoff_s: step time from which on a plan is not wanted.
-        finished_bound_s: final bound of searches that ended before; infinite without any.
-        searches: that share it.
+        mip_gap: fraction of the incumbent's step time that a plan has to save to be wanted.
+        step_time_s: seconds; infinite if there is no plan yet.
+        cutoff_s: step time in seconds at or above which a plan is not wanted; infinite if there is no plan yet.
+        finished_bound_s: final bound of searches that have ended before; infinite if there were none.
+        searches: the searches that share the incumbent.
     """
 
     mip_gap: float
@@ -110,7 +110,7 @@ class Incumbent:
     searches: list[BranchAndBound[Any]] = field(default_factory=list)
 
     def improve(self, step_time_s: float) -> bool:
-        """Take the step time of a plan; return whether it is the new incumbent."""
+        """Return whether a plan with this step time becomes the incumbent, and lower the cutoff if so."""
         is_best = step_time_s < self.step_time_s
         self.step_time_s = min(self.step_time_s, step_time_s)
         self.cutoff_s = min(self.cutoff_s, step_time_s * (1.0 - self.mip_gap))
@@ -118,7 +118,7 @@ class Incumbent:
 
     @property
     def state(self) -> SearchState:
-        """How far the searches are together."""
+        """The joint progress of all searches that share the incumbent."""
         is_bounded = all(search.has_all_roots for search in self.searches)
         bound_s = min((search.bound_s for search in self.searches), default=0.0)
         return SearchState(
@@ -134,9 +134,9 @@ class SearchResult(Generic[PlanT]):
     """The outcome of a search.
 
     Attributes:
-        plan: the best plan; None where none was found below the cutoff.
-        bound_s: no plan of the search space is faster.
-        complete: whether the search ended by itself; otherwise its time was up.
+        plan: the best plan; None if no plan was found below the cutoff.
+        bound_s: lower bound in seconds on the step time of every plan in the search space.
+        complete: whether every node was solved or pruned; otherwise time was up, or the solver gave no answer.
         meshes: the outcome of each mesh.
     """
 
@@ -148,12 +148,12 @@ class SearchResult(Generic[PlanT]):
 
 @dataclass(slots=True)
 class MeshRecord:
-    """What is known of one mesh.
+    """The results for one mesh so far.
 
     Attributes:
-        bound_s: lowest bound of its nodes that were closed; infinite: no plan on it fits, as far as is known.
-        best_s: step time of the best plan on it; infinite: none was found.
-        has_layout: whether the model runs on it at all.
+        bound_s: lowest bound of the closed nodes of the mesh; infinite if no plan of these nodes fits.
+        best_s: step time of the best plan on the mesh; infinite if no plan was found.
+        has_layout: whether the model has any layout on the mesh.
     """
 
     bound_s: float = math.inf
@@ -161,7 +161,7 @@ class MeshRecord:
     has_layout: bool = True
 
     def close(self, bound_s: float) -> None:
-        """Note the bound of a node on the mesh that is not expanded further."""
+        """Record the bound of a node of the mesh that is not expanded further."""
         self.bound_s = min(self.bound_s, bound_s)
 
 
@@ -170,9 +170,9 @@ class Expansion(Generic[NodeT]):
     """The task that a node waits for.
 
     Attributes:
-        node: as it waits; its bound may have been raised.
-        key: names the task: nodes with the same key wait for the same result.
-        state_task: states the task, if no other node waits for it already.
+        node: the waiting node; its bound may be higher than when it was picked.
+        key: identifies the task: nodes with the same key wait for the same result.
+        state_task: returns the task. It is called only if no other node waits for the task already.
     """
 
     node: NodeT
@@ -181,36 +181,36 @@ class Expansion(Generic[NodeT]):
 
 
 class BranchAndBound(ABC, Generic[NodeT]):
-    """A search: nodes by their bounds, the tasks that expand them, and what is proved. See the module's docstring."""
+    """One search: its open nodes, the tasks that expand them, and the proved bounds. See the module's docstring."""
 
     def __init__(self, spec: SearchSpec, incumbent: Incumbent) -> None:
         self.spec, self.incumbent = spec, incumbent
         self.has_all_roots = False
         self.tasks_done = 0
         self.gave_up = False
-        """Whether some node was left for lack of time, or since its solver gave no answer."""
+        """Whether some node was not solved because time was up or the solver gave no answer."""
         self._heap: list[tuple[float, int, NodeT]] = []
         self._numbers = itertools.count()
         self._waiting: dict[Hashable, list[NodeT]] = {}
         self._solver_bound_s = math.inf
-        """Lowest bound that the solver proved for the nodes that it closed or gave up."""
+        """Lowest bound that the solver proved for the nodes that were closed."""
         self._records: dict[MeshSpec, MeshRecord] = {}
         incumbent.searches.append(self)
 
-    # --- what an instance adds ---------------------------------------------------------------------------------
+    # --- what a subclass defines -------------------------------------------------------------------------------
 
     @abstractmethod
     def expand(self, node: NodeT) -> Expansion[NodeT] | None:
-        """Return the task that expands a node; None where the node was closed or pushed again without one."""
+        """Return the task that expands a node; None if the node needs no task, and was closed or pushed again."""
 
     @abstractmethod
     def take_result(self, node: NodeT, key: Hashable, task: Any, result: Any) -> None:
-        """Push what follows from the result of the task that a node waited for."""
+        """Push the nodes that follow from the result of the task that ``node`` waited for, or record its plan."""
 
-    # --- what goes next ----------------------------------------------------------------------------------------
+    # --- the next task -----------------------------------------------------------------------------------------
 
     def push(self, node: NodeT, *, first: bool = False) -> None:
-        """Add an open node, to be expanded in the order of its bound, or before all others."""
+        """Add an open node. It is expanded in the order of its bound, or before all other nodes if ``first``."""
         heapq.heappush(self._heap, (-math.inf if first else node.bound_s, next(self._numbers), node))
 
     @property
@@ -220,13 +220,13 @@ class BranchAndBound(ABC, Generic[NodeT]):
 
     @property
     def next_bound_s(self) -> float:
-        """The lowest bound of an open node; infinite where none is below the cutoff, or time is up."""
+        """The lowest bound of the open nodes in seconds; infinite if no node is below the cutoff, or time is up."""
         if not self._heap or self._heap[0][0] >= self.incumbent.cutoff_s or self.is_over:
             return math.inf
         return self._heap[0][0]
 
     def pick(self) -> tuple[Hashable, Task] | None:
-        """Return the next task and its key; None where there is none until other tasks are done."""
+        """Return the next task and its key; None if there is no task until a running one is done."""
         while self.next_bound_s < math.inf:
             expansion = self.expand(heapq.heappop(self._heap)[2])
             if expansion is None:
@@ -243,7 +243,7 @@ class BranchAndBound(ABC, Generic[NodeT]):
         for node in self._waiting.pop(key):
             self.take_result(node, key, task, result)
 
-    # --- what is proved ----------------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------
 
     def _open(self) -> Iterator[NodeT]:
         yield from (node for _, _, node in self._heap)
@@ -251,35 +251,35 @@ class BranchAndBound(ABC, Generic[NodeT]):
 
     @property
     def nodes_open(self) -> int:
-        """How many nodes wait to be expanded."""
+        """The number of open nodes without those that wait for a task."""
         return len(self._heap)
 
     @property
     def bound_s(self) -> float:
-        """No plan of the search space is faster, once all roots were pushed."""
+        """A lower bound in seconds on all plans of the search space; valid once all roots are pushed."""
         open_s = min((node.bound_s for node in self._open()), default=math.inf)
         return min(open_s, self._solver_bound_s, self.incumbent.cutoff_s)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all open nodes are pruned, and none was given up."""
+        """Whether all open nodes are pruned, and no node was given up."""
         return not self.gave_up and all(node.bound_s >= self.incumbent.cutoff_s for node in self._open())
 
     def close(self, bound_s: float) -> None:
-        """Note the bound that the solver proved for a node that is not expanded further."""
+        """Record the bound that the solver proved for a node that is not expanded further."""
         self._solver_bound_s = min(self._solver_bound_s, bound_s)
 
     def record(self, mesh: MeshSpec) -> MeshRecord:
-        """Return what is known of a mesh."""
+        """Return the record of a mesh, which is new at the first call."""
         return self._records.setdefault(mesh, MeshRecord())
 
     @property
     def meshes(self) -> Sequence[MeshSpec]:
-        """The meshes of which anything is known, in the order in which that was first noted."""
+        """The meshes that have a record, oldest record first."""
         return list(self._records)
 
     def close_open_nodes(self) -> None:
-        """Note the bounds of open nodes with their meshes, at the end of the search."""
+        """Record the bounds of open nodes for their meshes, at the end of the search."""
         for node in self._open():
             self.record(node.mesh).close(node.bound_s)
 
@@ -302,13 +302,13 @@ class BranchAndBound(ABC, Generic[NodeT]):
         )
 
     def report(self, event: Callable[[SearchState], SearchEvent]) -> None:
-        """Tell of an event, given the state of the search."""
+        """Report the event that ``event`` returns, given the state of the search."""
         if self.spec.progress is not None:
             self.spec.progress(event(self.incumbent.state))
 
 
 def run_searches(pool: Pool, searches: Sequence[BranchAndBound[Any]]) -> None:
-    """Expand nodes of all ``searches``, the lowest bound first, until none has one below the cutoff.
+    """Expand nodes of all ``searches``, the lowest bound first, until no open node is below the cutoff or time is up.
 
     The searches share their incumbent and their constraints.
     """

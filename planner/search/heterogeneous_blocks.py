@@ -1,9 +1,9 @@
-"""A faster plan in which the first of equal blocks have layouts or checkpointing of their own, if there is one.
+"""Heterogeneous blocks: a faster plan in which the first blocks have layouts or checkpointing of their own.
 
-The search over meshes lets equal blocks share their decisions, which keeps its programs small. A cap on memory then
-forces all or none of them to be checkpointed, or to be stored sharded, where a part would do. Here the best run is
-solved again with choices of their own for its first k blocks. Each program has one more part to decide, and is asked
-only for what is faster than the incumbent: mostly its relaxation shows that nothing is.
+In the search over meshes equal blocks share their decisions, which keeps the integer programs small. Under a memory cap
+all of them are then checkpointed, or stored sharded, although a part of them would be enough. This module solves the
+best run again with separate decisions for its first k blocks. It accepts only plans that are faster than the incumbent.
+Mostly the relaxation of a program already shows that there are none.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from planner.run.run_results import Candidate
 from planner.search.branch_and_bound import SearchResult, SearchSpec
 
 _WORTHWHILE = 0.005
-"""Step time, relative to the incumbent's, that a plan has to save to be worth heterogeneous blocks."""
+"""Fraction of the incumbent's step time that a plan with heterogeneous blocks has to save."""
 
 _NODE_LIMIT = 48
-"""Relaxations to branch through in each program: most of what there is to find, and the same on any machine."""
+"""Nodes of the solver's branch and bound in each program: enough for most of the gain, and equal on any machine."""
 
 _RAISED_NODE_LIMIT = 4 * _NODE_LIMIT
-"""The same in the one program that found most, if its relaxation leaves room for more."""
+"""Nodes when the best program is solved once more, if its relaxation leaves room for a faster plan."""
 
 _RESOLUTION = 4
-"""How many blocks are checkpointed is settled to within this part of a list."""
+"""The number of checkpointed blocks is found to within the length of the longest list divided by this."""
 
 
 def improve_with_heterogeneous_blocks(spec: SearchSpec, result: SearchResult[Candidate]) -> SearchResult[Candidate]:
-    """Return the best plan of the run in ``result``, with choices of their own for the first blocks where that pays.
+    """Return ``result``, with a faster plan if separate decisions for the first blocks give one.
 
     Args:
-        spec: of the search that found it.
-        result: its outcome, which has a plan.
+        spec: the spec of the search that returned ``result``.
+        result: a result that has a plan.
     """
     assert result.plan is not None
     return _Improvement(spec, result, result.plan).best()
@@ -48,27 +48,31 @@ class _Improvement:
         self._length = max((len(blocks) for blocks in self._planner.model.blocks.lists.values()), default=0)
 
     def best(self) -> SearchResult[Candidate]:
-        """Try what could be faster; how many blocks are checkpointed may differ where the mode was a choice."""
+        """Return the result after the variants of the run are tried.
+
+        The number of checkpointed blocks varies only if the search chose the checkpointing mode.
+        """
         if self._length < 2 or not self._complete:
             return self._result
         if len(self._spec.modes) > 1 and self._best.run.ac in ("selective", "full"):
             self._checkpoint_fewer()
         if self._best is self._first:
-            self._lay_out_apart()  # otherwise the blocks that are checkpointed have choices of their own already
+            self._lay_out_apart()  # otherwise the checkpointed blocks have decisions of their own already
         return dataclasses.replace(self._result, plan=self._best, bound_s=self._bound_s, complete=self._complete)
 
     @property
     def _may_gain(self) -> bool:
-        """Whether the relaxation leaves room for a faster plan: it mixes layouts of equal blocks freely.
+        """Whether the relaxation leaves room for a faster plan. The relaxation may mix the layouts of equal blocks.
 
-        It says nothing of the first and the last block: what waits for one of them alone is charged to all blocks.
+        Plans in which only the first or the last block differs may be faster still. The relaxation charges
+        communication that one of these blocks alone waits for to all blocks.
         """
         solution = self._best.solution
         assert solution is not None
         return solution.root_s is None or solution.root_s < solution.objective_s * (1.0 - _WORTHWHILE)
 
     def _checkpoint_fewer(self) -> None:
-        """Find the least number of checkpointed blocks by bisection."""
+        """Find a small number of checkpointed blocks with which a faster plan fits, by bisection."""
         mode, (fewer, enough) = self._best.run.ac, (0, self._length)
         while enough - fewer > max(1, self._length // _RESOLUTION):
             count = (fewer + enough) // 2
@@ -78,7 +82,10 @@ class _Improvement:
                 fewer = count
 
     def _lay_out_apart(self) -> None:
-        """Try to split the blocks at both ends, in the middle, and between; then around what was best."""
+        """Try separate decisions for the first k blocks: one, all but one, a half, a quarter, three quarters.
+
+        Then other k around the best of these are tried, in halving steps.
+        """
         n, tried, best = self._length, set[int](), 0
         for count in (1, n - 1, n // 2, n // 4, n - n // 4):
             if self._is_worth_trying(count, tried) and self._improves(self._best.run.ac, count):
@@ -93,7 +100,7 @@ class _Improvement:
             self._improves(self._best.run.ac, best, _RAISED_NODE_LIMIT)
 
     def _is_worth_trying(self, count: int, tried: set[int]) -> bool:
-        """Tell whether a number of leading blocks is new and may gain, and add it to ``tried``."""
+        """Return whether a number of leading blocks is new and may give a faster plan. Add it to ``tried`` if so."""
         if count in tried or not 0 < count < self._length:
             return False
         if count not in (1, self._length - 1) and not self._may_gain:
@@ -102,7 +109,14 @@ class _Improvement:
         return True
 
     def _improves(self, ac: str, leading_blocks: int | None, node_limit: int = _NODE_LIMIT) -> bool:
-        """Solve a variant of the best run, or that again with a higher node limit; keep its plan if it is faster."""
+        """Solve a variant of the best run. Return whether its plan is faster, and keep the plan if so.
+
+        Args:
+            ac: checkpointing mode of the variant.
+            leading_blocks: number of first blocks in each list that have decisions of their own; None: 0.
+            node_limit: nodes of the solver's branch and bound. With a raised limit the best run itself may be solved
+                again.
+        """
         best_run = self._best.run
         run = self._planner.run_of(best_run.mesh, best_run.micro_batches, ac, leading_blocks)
         if (run.grouping == best_run.grouping and node_limit == _NODE_LIMIT) or not self._complete:
@@ -142,7 +156,7 @@ class _Improvement:
         solution = candidate.solution
         assert solution is not None
         self._best = candidate
-        # Few of the plans with heterogeneous blocks were tried: only the relaxation bounds them all.
+        # Only a few of the plans with heterogeneous blocks are tried, so the relaxation is the bound of all of them.
         bound_s = solution.bound_s if solution.root_s is None else solution.root_s
         self._bound_s = min(self._bound_s, bound_s)
         if self._spec.progress is not None:

@@ -1,4 +1,4 @@
-"""The report that nothing fits: the least memory that would do, the largest tensors, the cluster that would do."""
+"""The report that no plan fits: the least memory that is enough, the largest tensors, a cluster that is enough."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from planner.run.run_planner import RunPlanner, without_mismatched
 from planner.search.worker_context import Restrict, SearchConstraints
 
 _DOUBLINGS = 6
-"""Larger clusters are tried with up to 64 times the nodes."""
+"""Times that the number of nodes is doubled at most, in search of a cluster that is large enough."""
 
 _MESHES_TRIED = 4
-"""Meshes tried of a larger cluster: the one with one axis, and those whose inner axis is nearest to a node."""
+"""Meshes to try on a larger cluster: that of one axis, and those whose inner axis is nearest in size to a node."""
 
 _NO_GAIN = 0.95
-"""Where twice the devices need more than this share of the least memory, devices are not what is missing."""
+"""If twice the devices need more than this fraction of the least memory per device, more devices do not help."""
 
 _EXACT = 1e-4
 _NEAR = 0.01
-"""Relative gaps of the least memory. The last percent takes up to twenty times as long; a report does without."""
+"""Relative gaps to which the least memory is solved; a report takes `_NEAR`, as `_EXACT` is up to 20 times slower."""
 
 Larger = Callable[[ClusterSpec], tuple[Sequence[MeshSpec], Sequence[int]]]
-"""From a cluster to its meshes, and the numbers of micro-batches that may be tried on it."""
+"""Cluster -> (its meshes, the numbers of micro-batches that may be tried on it, ascending)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +55,15 @@ def infeasibility_report(
     constraints: SearchConstraints,
     larger: Larger,
 ) -> InfeasibleError:
-    """Return the error that says what would do: the least memory per device over all runs, and what takes it up.
+    """Return the error that no plan fits. It says which memory per device, or which larger cluster, would be enough.
 
     Args:
-        planner: of the search that found nothing.
-        meshes: that were searched.
+        planner: the planner of the search, which found no plan.
+        meshes: the meshes that were searched.
         counts: numbers of micro-batches that were searched.
-        modes: of checkpointing that were searched, the one that keeps least last.
-        constraints: that no plan keeps.
-        larger: the search space of another cluster.
+        modes: checkpointing modes that were searched, the one that saves least last.
+        constraints: the constraints that no plan meets.
+        larger: returns the search space of a larger cluster.
     """
     least = least_memory_run(planner, meshes, counts, modes, constraints.restrict, gap=_NEAR)
     if least is None:
@@ -90,7 +90,7 @@ def least_memory_run(
     *,
     gap: float = _EXACT,
 ) -> LeastMemory | None:
-    """Return the decision with the least memory over all runs, to within a relative gap; None without any layout."""
+    """Return the decision with the least memory over all runs, to a relative gap; None if no run has a layout."""
     runs = [planner.run_of(*each) for each in itertools.product(meshes, counts, modes)]
     return _least(planner, runs, restrict, gap=gap)[0]
 
@@ -103,17 +103,18 @@ def _least(
     *,
     gap: float = _NEAR,
 ) -> tuple[LeastMemory | None, float]:
-    """Return the decision with the least memory over all ``runs``, and a lower bound in bytes on all of them.
+    """Return the decision with the least memory over all ``runs``, and a lower bound in bytes per device on all runs.
 
-    The run with the lowest bound goes next: the bound is first that of its structure, then that of its relaxation, then
-    its solution.
+    The search is best first. A run's bound is first that of its structure, then that of its relaxation, and last the
+    memory of its solution.
 
     Args:
-        planner: of the runs.
-        runs: to be compared.
-        restrict: mesh -> what is left to choose on it.
-        enough_bytes: the first decision found that needs no more is returned, and None if all need more.
-        gap: relative gap of each solution.
+        planner: the planner of the runs.
+        runs: the runs to compare.
+        restrict: mesh -> the choices that are allowed on it.
+        enough_bytes: bytes per device that are enough: the first decision within them is returned, or None if there is
+            no such decision. Without it the search ends at the least memory.
+        gap: relative gap to which each run is solved.
     """
     numbers = itertools.count()
     heap: list[tuple[float, int, Run, LeastMemory | None]] = [
@@ -143,7 +144,7 @@ def _least(
 
 
 def _least_of_run(planner: RunPlanner, run: Run, restrict: Restrict, gap: float) -> LeastMemory | None:
-    """Return the decision with the least memory that DTensor can run; None where there is none."""
+    """Return the decision of ``run`` with the least memory that DTensor can run; None if there is none."""
     formulator, structure, formulation = planner.formulate(run, restrict(run.mesh))
     while formulation is not None:
         solution = least_memory(formulation.problem, gap)
@@ -159,16 +160,17 @@ def _least_of_run(planner: RunPlanner, run: Run, restrict: Restrict, gap: float)
 
 
 def _large_enough_cluster(planner: RunPlanner, mode: str, constraints: SearchConstraints, larger: Larger) -> str | None:
-    """Return the name of the smallest cluster that holds the job, of those with doubled nodes; None if none does.
+    """Return the name of the smallest cluster that the job fits on, with 2, 4, 8, ... times the nodes; None if none.
 
-    The usual meshes are tried, in the smallest micro-batches, the smallest that all devices divide, and the whole batch
-    at once, which accumulates no gradients. It ends early where twice the devices make little difference.
+    On each cluster the usual meshes are tried in three micro-batch sizes: the smallest, the smallest that all devices
+    divide, and the largest, which accumulates gradients over the fewest micro-batches. The search ends early if twice
+    the devices make little difference.
 
     Args:
-        planner: of the job.
-        mode: of checkpointing, the one that keeps least.
-        constraints: that a plan has to keep.
-        larger: the search space of another cluster.
+        planner: the planner of the job on its own cluster.
+        mode: the checkpointing mode that saves least.
+        constraints: the constraints on every plan.
+        larger: returns the search space of a larger cluster.
     """
     before, per_node = math.inf, planner.cluster.devices_per_node
     for doublings in range(1, _DOUBLINGS + 1):

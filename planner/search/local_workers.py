@@ -1,7 +1,7 @@
 """Worker processes on this machine, and rounds of tasks that run on them and in this process.
 
-This process runs tasks too: for two at once only one other process has to start, with caches of its own to fill. Each
-thread that has finished a task picks the next one; one thread at a time picks.
+This process runs tasks too. So two tasks at once need only one worker process, which takes time to start and to fill
+its caches. A thread that has finished a task picks the next one. Only one thread picks at a time.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from loky.process_executor import ShutdownExecutorError
 Tag = TypeVar("Tag")
 
 _IDLE_S = 300
-"""Seconds without any task after which a process ends."""
+"""Seconds without a task after which a worker process ends."""
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class EndedError(RuntimeError):
-    """The processes were ended by another search, in which a task failed."""
+    """The worker processes were ended by another search, because one of its tasks failed."""
 
 
 class LocalWorkers:
-    """Worker processes of this one; see `workers`."""
+    """A pool of worker processes on this machine; see `workers`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -42,10 +42,10 @@ class LocalWorkers:
         self._ready: list[Future[int]] = []
 
     def start(self, get_ready: Callable[[], int]) -> bool:
-        """Start the processes that do not run yet; return False where the pool is broken.
+        """Start the processes that do not run yet; return False if the pool is broken.
 
         Args:
-            get_ready: what each runs first; returns the process id.
+            get_ready: the function that each process runs first. It returns the process id.
         """
         try:
             self._ready = [self._executor.submit(get_ready) for _ in range(self.count)]
@@ -58,7 +58,7 @@ class LocalWorkers:
 
         Raises:
             BrokenExecutor: a process died.
-            EndedError: all were ended.
+            EndedError: another search ended all processes.
         """
         process: int = _result_of(self._ready[number])
         return process
@@ -68,7 +68,7 @@ class LocalWorkers:
 
         Raises:
             BrokenExecutor: the process died.
-            EndedError: all were ended.
+            EndedError: another search ended all processes.
         """
         try:
             return _result_of(self._executor.submit(task, *args))
@@ -95,8 +95,8 @@ def workers(count: int, get_ready: Callable[[], int]) -> LocalWorkers:
     """Return ``count`` worker processes, started if they do not run yet. All searches of this process share them.
 
     Args:
-        count: of processes.
-        get_ready: what each runs first; returns the process id.
+        count: number of processes.
+        get_ready: the function that each process runs first. It returns the process id.
     """
     with _one_at_a_time:
         local = _workers.get(count)
@@ -107,7 +107,7 @@ def workers(count: int, get_ready: Callable[[], int]) -> LocalWorkers:
 
 
 def file_for(owner: object, data: memoryview) -> Path:
-    """Return a file with ``data`` that exists for as long as ``owner``; it is gone after this process in any case."""
+    """Return a temporary file with ``data``. It is deleted with ``owner``, or when this process ends."""
     handle, name = tempfile.mkstemp(prefix="shardplan-")
     resource_tracker.register(name, "file")
     weakref.finalize(owner, resource_tracker.maybe_unlink, name, "file")
@@ -117,10 +117,10 @@ def file_for(owner: object, data: memoryview) -> Path:
 
 
 class Round(Generic[Tag]):
-    """Tasks that are picked, run and noted until none is left.
+    """One round of tasks: picks tasks, runs them and takes their results until no task is left.
 
     Attributes:
-        failed: the first exception of a task, of ``pick`` or of ``done``.
+        failed: the first exception that a task, ``pick`` or ``on_result`` raised; None: no exception so far.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class Round(Generic[Tag]):
         """Prepare a round.
 
         Args:
-            pick: returns a tag and the next task; None where there is none until other tasks are done.
-            on_result: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            pick: returns a tag and the next task; None if there is no task until a running one is done.
+            on_result: called with the tag, the task and its result. It never runs at the same time as ``pick``.
             stop: ends the worker processes after a failure.
         """
         self.failed: BaseException | None = None
@@ -145,11 +145,12 @@ class Round(Generic[Tag]):
     def run(
         self, here: Callable[[Any], Any], other_workers: Sequence[tuple[Callable[[], object], Callable[[Any], Any]]]
     ) -> None:
-        """Run tasks in this thread and on other workers until none is left; raise what failed.
+        """Run tasks in this thread and on other workers until no task is left; raise the first exception.
 
         Args:
             here: runs a task in this thread.
-            other_workers: for each, a function that waits until it is ready, and one that runs a task there.
+            other_workers: for each worker, (a function that waits until the worker is ready, a function that runs a
+                task on the worker).
         """
         try:
             for wait_ready, run in other_workers:

@@ -2,10 +2,11 @@
 
 Three kinds of nodes, each the child of the one before:
 
-- a mesh, bounded by its compute, perfectly split. Expanding it relaxes its largest run (`mesh_bound`).
-- a (mesh, checkpointing) pair: its runs that are left, in ascending numbers of micro-batches. More micro-batches never
-  make a step faster, except that they leave memory for faster layouts. So the relaxation without the memory cap of the
-  run in the fewest bounds all that are left. Expanding the pair relaxes its next run.
+- a mesh, bounded by its compute, perfectly split. Expanding it relaxes its run in the fewest micro-batches
+  (`mesh_bound`).
+- a (mesh, checkpointing) pair: its runs that are not relaxed yet, in ascending numbers of micro-batches. More
+  micro-batches never make a step faster, except that they free memory for faster layouts. So a run's relaxation without
+  the memory cap bounds all runs in more micro-batches. Expanding the pair relaxes its next run.
 - a run, bounded by its relaxation within the memory cap. Expanding it solves its integer program.
 """
 
@@ -37,19 +38,24 @@ from planner.search.mesh_tasks import BoundedMesh, BoundMesh, RelaxedPair, Relax
 from planner.search.task_pool import Pool
 
 _FIRST_PLAN_GAP = 0.1
-"""Relative gap of the first plan: it only has to prune."""
+"""Relative gap to which the first plan is solved, which only has to prune nodes."""
 
 _FIRST_PLAN_S = 3.0
-"""Seconds that the first plan may be solved for at least: formulating it was most of the work."""
+"""Seconds that the solver gets for the first plan even if the deadline is nearer: formulating is most of the work."""
 
 _TRIAL_NODES = 30
-"""Relaxations to branch through when a run is first solved. That often finds an incumbent that prunes other nodes; to
-prove that it is the best of its run can take many times as long."""
+"""Nodes of the solver's branch and bound when a run is first solved. They often give an incumbent that prunes other
+nodes of the search. To prove that it is the best plan of its run can take many times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MeshNode:
-    """A mesh that is bounded by its compute alone; number ``number`` of all meshes."""
+    """A mesh that is bounded by its compute alone.
+
+    Attributes:
+        number: position of the mesh among all meshes, from 1.
+        bound_s: lower bound in seconds on the step time of every plan on the mesh.
+    """
 
     mesh: MeshSpec
     number: int
@@ -61,7 +67,9 @@ class _PairNode:
     """A (mesh, checkpointing) pair: its runs that are not relaxed yet.
 
     Attributes:
-        counts: their numbers of micro-batches, each dividing the next.
+        ac: checkpointing mode.
+        counts: numbers of micro-batches of these runs, each dividing the next.
+        bound_s: lower bound in seconds on the step time of these runs.
     """
 
     mesh_bound: MeshBound
@@ -79,7 +87,7 @@ class _RunNode:
     """A run that is not solved yet.
 
     Attributes:
-        is_tried: whether `_TRIAL_NODES` were not enough.
+        is_tried: whether the run was solved with `_TRIAL_NODES` nodes, which were not enough.
     """
 
     pair: _PairNode
@@ -121,8 +129,8 @@ class MeshSearch(BranchAndBound[_Node]):
     def start(self, meshes: Sequence[MeshSpec]) -> None:
         """Find a first plan, and push every mesh."""
         self._meshes = meshes
-        # The first tasks run in this process, so that its caches are filled before they are sent to workers. One axis
-        # leaves little to choose: such meshes are solved at once, and prune others.
+        # The first tasks run in this process, so that its caches are filled before they are sent to workers. Meshes
+        # of one axis come first: they have few choices, and their plans prune other meshes.
         here = self.spec.pool.in_this_process()
         one_axis = [mesh for mesh in meshes if len(mesh.shape) == 1 and self._splits_batch(mesh)]
         other_meshes = [mesh for mesh in meshes if mesh not in one_axis]
@@ -134,15 +142,15 @@ class MeshSearch(BranchAndBound[_Node]):
         self.has_all_roots = True
 
     def _splits_batch(self, mesh: MeshSpec) -> bool:
-        """Tell whether all devices of a mesh divide the batch in some number of micro-batches."""
+        """Return whether all devices of a mesh together divide the micro-batch, for some number of micro-batches."""
         return any(self._planner.batch // count % mesh.size == 0 for count in self.spec.micro_batch_counts)
 
     def _distance_from_usual(self, mesh: MeshSpec) -> float:
-        """Return how far the inner axis is from the devices of a node, the usual choice, in powers of two."""
+        """Return the distance, in powers of two, of the innermost axis from the usual size: the devices of a node."""
         return abs(math.log2(mesh.shape[-1] / self._planner.cluster.devices_per_node))
 
     def _find_first_plan(self, mesh: MeshSpec, here: Pool) -> None:
-        """Solve a run that probably fits: recomputing, in the smallest micro-batches that split the batch."""
+        """Solve a run that probably fits: most checkpointing, smallest micro-batches that the outer axis divides."""
         if self.is_over:
             return
         counts = self.spec.micro_batch_counts
@@ -157,11 +165,11 @@ class MeshSearch(BranchAndBound[_Node]):
         )
         self._report_solving(task, is_first_plan=True)
         solved = here.run_one(task, self.spec.constraints)
-        if isinstance(solved, SolvedRun):  # without one the search goes on, if there is time
+        if isinstance(solved, SolvedRun):  # without a plan the search goes on, if there is time
             self._take_plan(solved)
 
     def _solve_only_run(self, mesh: MeshSpec) -> SearchResult[Candidate]:
-        """Return the solution of the only run, which needs no bounds."""
+        """Return the result of a search space of one run, which needs no bounds."""
         constraints = self.spec.constraints
         run = self._planner.run_of(mesh, self.spec.micro_batch_counts[0], self.spec.modes[0])
         self._report_solving(SolveRun(mesh=mesh, micro_batches=run.micro_batches, ac=run.ac))
@@ -261,11 +269,11 @@ class MeshSearch(BranchAndBound[_Node]):
             record.close(result.bound_s)
             return
         if relaxed.capped_s is not None and relaxed.capped_s < cutoff_s:
-            # A few nodes of its program may find an incumbent that prunes all others: so it comes first.
+            # It is expanded first: a few nodes of its program may give an incumbent that prunes all other nodes.
             run = _RunNode(pair=pair, micro_batches=result.micro_batches, bound_s=relaxed.capped_s)
             self.push(run, first=True)
         else:
-            record.close(cutoff_s)  # plans of the run may fit that are not below the cutoff
+            record.close(cutoff_s)  # some plans of the run may fit, but none of them is below the cutoff
         if result.counts:
             self.push(dataclasses.replace(pair, counts=result.counts, bound_s=result.bound_s))
 
@@ -276,7 +284,7 @@ class MeshSearch(BranchAndBound[_Node]):
             self.push(node)
             self.gave_up = True
         elif isinstance(result, SolverError):
-            # The solver broke off, and other nodes may do without: the bound of this run stays in the gap.
+            # The solver broke off. Other nodes may still be solved. The bound of this run stays in the final bound.
             self._solver_error, self.gave_up = result, True
             self.close(node.bound_s)
             record.close(node.bound_s)
@@ -286,7 +294,7 @@ class MeshSearch(BranchAndBound[_Node]):
             if result is not None:
                 self._take_plan(result)
         elif result is None:
-            record.close(max(node.bound_s, task.cutoff_s))  # plans of the run may fit that are not below the cutoff
+            record.close(max(node.bound_s, task.cutoff_s))  # plans that fit may exist, but none is below the cutoff
         else:
             self.gave_up |= result.solution.hit_limit
             self.close(result.solution.bound_s)
@@ -294,7 +302,7 @@ class MeshSearch(BranchAndBound[_Node]):
             self._take_plan(result)
 
     def _take_plan(self, solved: SolvedRun) -> None:
-        """Note a plan, and take it as the best if it is."""
+        """Record a plan. It becomes the best plan of this search if it is the fastest so far."""
         record, step_time_s = self.record(solved.run.mesh), solved.estimate.step_time_s
         record.best_s = min(record.best_s, step_time_s)
         if self._best is None or step_time_s < self._best.estimate.step_time_s:

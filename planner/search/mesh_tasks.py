@@ -29,9 +29,10 @@ class BoundedMesh:
     """Lower bounds on a mesh.
 
     Attributes:
-        has_layout: whether the model runs on it at all.
-        mesh_bound: None where nothing fits.
-        bounds_s: checkpointing mode, of those that may fit -> lower bound on the step time of every run with it.
+        has_layout: whether the model has any layout on the mesh.
+        mesh_bound: the bounds choice by choice; None if no plan fits.
+        bounds_s: checkpointing mode -> lower bound in seconds on the step time of every run in this mode. Modes in
+            which no run fits are left out.
     """
 
     has_layout: bool
@@ -41,11 +42,11 @@ class BoundedMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundMesh:
-    """Bounds a mesh by relaxing its run in the fewest micro-batches, the first of ``counts``.
+    """A task that bounds a mesh by relaxing its run in the fewest micro-batches, the first of ``counts``.
 
     Attributes:
         counts: numbers of micro-batches to choose from, ascending.
-        modes: of checkpointing to choose from.
+        modes: checkpointing modes to choose from.
     """
 
     mesh: MeshSpec
@@ -55,7 +56,7 @@ class BoundMesh:
     def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> BoundedMesh:
         """Return the bounds of the mesh."""
         planner, memory_bytes = context.planner, constraints.memory_bytes
-        # "full:8" splits the classes of equal blocks. So does the run that bounds it: bounds are looked up by class.
+        # "full:8" splits the classes of equal blocks. The relaxed run has the same classes, as bounds are by class.
         leading_blocks = Checkpointing.parse(self.modes[0]).first
         largest = planner.run_of(self.mesh, self.counts[0], "none", leading_blocks)
         formulation = planner.formulate(largest, constraints.restrict(self.mesh), peak=False).formulation
@@ -80,10 +81,11 @@ class RelaxedPair:
     """Bounds on a (mesh, checkpointing) pair after one more of its runs was relaxed.
 
     Attributes:
-        bound_s: lower bound on the step time of the runs in ``counts``, or of all if none was relaxed.
-        counts: numbers of micro-batches of the runs that are left.
-        micro_batches: of the run that was relaxed; None where none is left that fits.
-        relaxed: its relaxation; None where no run of the pair is below the cutoff.
+        bound_s: lower bound in seconds on the step time of the runs in ``counts``. If ``relaxed`` is None, it bounds
+            all runs that were left.
+        counts: numbers of micro-batches of the runs that are not relaxed yet.
+        micro_batches: number of micro-batches of the run that was relaxed; None if ``relaxed`` is None.
+        relaxed: bounds of this run; None if no run that was left both fits and is below the cutoff.
     """
 
     bound_s: float
@@ -94,12 +96,14 @@ class RelaxedPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxRun:
-    """Relaxes the next run of a (mesh, checkpointing) pair that may fit and may be below the cutoff.
+    """A task that relaxes the next run of a (mesh, checkpointing) pair that may fit and may be below the cutoff.
 
     Attributes:
-        counts: numbers of micro-batches of the runs that are left, each dividing the next.
-        bound_s: lower bound on their step time.
-        cutoff_s: step time from which on a plan is not wanted.
+        mesh_bound: the lower bounds on the mesh.
+        ac: checkpointing mode.
+        counts: numbers of micro-batches of the runs that are not relaxed yet, each dividing the next.
+        bound_s: lower bound in seconds on the step time of these runs.
+        cutoff_s: step time in seconds at or above which a plan is not wanted.
     """
 
     mesh_bound: MeshBound
@@ -138,15 +142,16 @@ class RelaxRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveRun:
-    """Solves a run.
+    """A task that solves a run.
 
     Attributes:
-        mesh_bound: lower bounds on its mesh, if known.
-        cutoff_s: step time from which on a plan is not wanted.
-        mip_gap: relative gap at which the solver may stop; None: the job's.
-        left_s: seconds after which the incumbent is the answer; None: no limit.
-        least_solve_s: seconds that the solver gets at least, however long formulating took.
-        node_limit: relaxations to branch through, after which the incumbent is the answer; None: no limit.
+        ac: checkpointing mode.
+        mesh_bound: lower bounds on the mesh; None: not known.
+        cutoff_s: step time in seconds at or above which a plan is not wanted.
+        mip_gap: relative gap at which the solver may stop; None: the job's gap.
+        left_s: seconds after which the solver returns its incumbent; None: no limit.
+        least_solve_s: seconds that the solver gets even if ``left_s`` leaves it less.
+        node_limit: nodes of the solver's branch and bound after which it returns its incumbent; None: no limit.
     """
 
     mesh: MeshSpec
@@ -160,7 +165,7 @@ class SolveRun:
     node_limit: int | None = None
 
     def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> SolvedRun | SolverError | None:
-        """Return the best plan; None where none fits below the cutoff; the error where the solver gave no answer."""
+        """Return the best plan; None if no plan that fits is below the cutoff; an error if the solver has no answer."""
         planner = context.planner
         try:
             candidate = planner.solve(

@@ -1,8 +1,8 @@
-"""Tasks of a search, run one after the other in this process, or several at once.
+"""`Pool`: runs the tasks of a search one after the other in this process, or several at once.
 
-Several at once run on this machine, here and in other processes (`planner.search.local_workers`), or where
-`joblib.parallel_config` says (dask, ray). A worker unpacks the context once, from bytes, and runs tasks of a few
-numbers on it; it sends the result back. This process alone decides which task comes next, one at a time, from the
+Several tasks at once run on this machine, in this and in other processes (`planner.search.local_workers`), or on the
+workers of `joblib.parallel_config` (dask, ray). A worker unpacks the context from bytes once. It then receives small
+tasks, runs them on its context and sends their results back. Only this process picks tasks, one at a time, with all
 results that have arrived by then.
 """
 
@@ -41,29 +41,29 @@ Result = TypeVar("Result")
 Pick = Callable[[], tuple[Tag, Any] | None]
 OnResult = Callable[[Tag, Any, Any], None]
 Task = Callable[[Any, Any], Result]
-"""From the context and the constraints to a result."""
+"""(context, constraints) -> result."""
 
 Timed = tuple[Result, Mapping[str, float]]
-"""A result, and the seconds spent on it by stage."""
+"""(a result, stage of planning -> seconds spent on it)."""
 
 _MAPPED = "64K"
-"""Local processes share an array of this size or more in memory instead of copying it."""
+"""From this size on local processes share an array in memory; joblib copies smaller ones."""
 
 _ENGINES = ("distributed", "ray")
-"""Packages whose errors say that a worker of theirs was lost."""
+"""Packages that run workers: an exception of theirs means that a worker was lost."""
 
 
 class TaskContext(Protocol):
-    """What tasks run on. It keeps what one task computed for the next."""
+    """The object that tasks run on. Its caches pass from one task to the next."""
 
     @property
     def clock(self) -> Clock:
-        """Where the seconds spent are written down."""
+        """The clock that adds up the seconds spent in each stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedContext:
-    """A context as bytes, or the file that has them. Two are equal if their digests are."""
+    """A context as bytes, or a file with these bytes. Two packed contexts are equal if their digests are equal."""
 
     digest: str
     data: npt.NDArray[np.uint8] | Path = field(compare=False)
@@ -76,7 +76,7 @@ class _PackedContext:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes ops by their names."""
+    """A pickler that writes torch ops by their names."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch._ops.OpOverload):
@@ -97,7 +97,7 @@ def _pack(context: TaskContext) -> _PackedContext:
 
 @functools.lru_cache(maxsize=1)
 def _unpacked(packed: _PackedContext) -> TaskContext:
-    """Return the context of this worker: unpacked once, and kept until another one is sent."""
+    """Return the context of this worker. It is unpacked once, and cached until another context is sent."""
     context = packed.unpack()
     _keep_large_contexts()
     return context
@@ -106,8 +106,8 @@ def _unpacked(packed: _PackedContext) -> TaskContext:
 def _keep_large_contexts() -> None:
     """Stop loky from ending a worker whose context grows.
 
-    From 300 MB on loky takes it for a leak, ends the worker and starts another. Where it cannot measure memory, it
-    collects garbage once a second, in all that was imported.
+    loky takes a growth of 300 MB for a leak, ends the worker and starts another. If loky cannot measure memory, it
+    collects garbage once a second; ``gc.freeze`` keeps the imported objects out of these collections.
     """
     if multiprocessing.current_process().name.startswith("LokyProcess"):
         sys.modules["loky.process_executor"].__dict__["_MAX_MEMORY_LEAK_SIZE"] = sys.maxsize
@@ -115,7 +115,7 @@ def _keep_large_contexts() -> None:
 
 
 _one_at_a_time = threading.Lock()
-"""For threads that share a worker's context, where the caller has joblib use threads."""
+"""Held while a task runs: with joblib's threading backend several threads share one context."""
 
 
 def _run_in_worker(packed: _PackedContext, constraints: Any, task: Task[Result]) -> Timed[Result]:
@@ -126,7 +126,10 @@ def _run_in_worker(packed: _PackedContext, constraints: Any, task: Task[Result])
 def _run_numbered(
     digest: str, data: npt.NDArray[np.uint8], constraints: Any, number: int, task: Task[Result]
 ) -> tuple[int, Timed[Result]]:
-    """Return the number and the result of a task. ``data`` is an argument of its own: dask sends such an array once."""
+    """Return (``number``, result of the task).
+
+    ``data`` is a separate argument because dask sends an array argument only once.
+    """
     return number, _run_in_worker(_PackedContext(digest, data), constraints, task)
 
 
@@ -143,17 +146,17 @@ def _import_tasks() -> int:
 
 
 def start_workers(jobs: int) -> LocalWorkers | None:
-    """Return the worker processes of this one, ready or still starting; None where there are none."""
+    """Return the worker processes of this process, ready or still starting; None if ``jobs`` needs none."""
     count = joblib.effective_n_jobs(jobs) - 1
     return workers(count, _import_tasks) if count > 0 and _is_local() else None
 
 
 def _parallel(jobs: int) -> joblib.Parallel:
-    """Return what hands out one task after the other, and gives results as they come."""
+    """Return a `joblib.Parallel` that asks for one task at a time, and yields results in the order of arrival."""
     backend = joblib.parallel.get_active_backend()[0]
     if backend.supports_retrieve_callback and not backend.supports_return_generator:
-        # Ray's backend gives each result to a callback, which is all that a generator needs. It inherits the flag from
-        # joblib's own pool of processes.
+        # Ray's backend calls back with each result, which is all that a generator needs. It has the wrong flag only
+        # because it inherits from joblib's own pool of processes.
         backend.supports_return_generator = True
     return joblib.Parallel(
         n_jobs=jobs, return_as="generator_unordered", pre_dispatch="n_jobs", batch_size=1, max_nbytes=_MAPPED
@@ -161,7 +164,7 @@ def _parallel(jobs: int) -> joblib.Parallel:
 
 
 def _is_local() -> bool:
-    """Whether tasks run in processes of this machine, since the caller has not configured joblib otherwise."""
+    """Return whether tasks run in processes of this machine: the caller has set no other joblib backend."""
     return isinstance(joblib.parallel.get_active_backend()[0], joblib.parallel.LokyBackend)
 
 
@@ -177,7 +180,7 @@ def checked_jobs(jobs: int) -> int:
 
 
 class Pool:
-    """Runs tasks on a context, and on copies of it ``jobs`` at once (as `joblib.Parallel` counts them)."""
+    """Runs tasks on a context and its copies, ``jobs`` at once (-1: all cores, as in `joblib.Parallel`)."""
 
     def __init__(self, context: TaskContext, jobs: int = 1) -> None:
         self._context, self._jobs = context, jobs
@@ -193,11 +196,11 @@ class Pool:
         return task(self._context, constraints)
 
     def run(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
-        """Run tasks until none is left.
+        """Run tasks until no task is left.
 
         Args:
-            pick: returns a tag and the next task; None where there is none until other tasks are done.
-            on_result: is told the tag, the task and its result. It never runs at the same time as ``pick``.
+            pick: returns a tag and the next task; None if there is no task until a running one is done.
+            on_result: called with the tag, the task and its result. It never runs at the same time as ``pick``.
             constraints: passed to each task.
 
         Raises:
@@ -226,9 +229,9 @@ class Pool:
             ) from error
 
     def _run_locally(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
-        """Run tasks in this process, and in others as soon as they are ready.
+        """Run tasks in this process, and in worker processes as soon as these are ready.
 
-        Tasks in this process run on a copy too: ``pick`` reads the context itself meanwhile, in another thread.
+        Tasks in this process also run on a copy, because another thread may call ``pick``, which reads the context.
         """
         local_workers = start_workers(self._jobs)
         assert local_workers is not None
@@ -250,14 +253,14 @@ class Pool:
         )
 
     def _copy(self) -> tuple[_PackedContext, TaskContext]:
-        """Return the context as a file, which exists for as long as this pool, and a copy of it."""
+        """Return a file with the context, which exists for as long as this pool, and a copy of the context."""
         packed = _pack(self._context)
         assert not isinstance(packed.data, Path)
         in_file = _PackedContext(packed.digest, file_for(self, packed.data.data))
         return in_file, in_file.unpack()
 
     def _run_elsewhere(self, pick: Pick[Tag], on_result: OnResult[Tag], constraints: Any) -> None:
-        """Run tasks where `joblib.parallel_config` says, with the same workers from the first to the last."""
+        """Run tasks on the workers of `joblib.parallel_config`, with one `joblib.Parallel` for all rounds."""
         self._packed = self._packed or _pack(self._context)
         with _parallel(self._jobs) as parallel:
             while self._run_round(parallel, self._packed, pick, on_result, constraints):
@@ -271,7 +274,7 @@ class Pool:
         on_result: OnResult[Tag],
         constraints: Any,
     ) -> bool:
-        """Run tasks until ``pick`` has none and all that started are done; return whether there was any."""
+        """Run tasks until ``pick`` returns None and all started tasks are done; return whether any task ran."""
         lock, failed = threading.Lock(), list[BaseException]()
         waiting: dict[int, tuple[Tag, Any]] = {}
         started = 0
@@ -299,7 +302,7 @@ class Pool:
                     on_result(*waiting.pop(number), result)
         finally:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # joblib's, where some are given up
+                warnings.simplefilter("ignore", UserWarning)  # joblib's, about tasks that are given up
                 results.close()
         if failed:
             raise failed[0]

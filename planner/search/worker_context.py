@@ -1,4 +1,4 @@
-"""What the tasks of a search share in one process: the planner of runs, and what is made from it once."""
+"""`WorkerContext`: what the tasks of a search share in one process: the planner of runs, and objects built from it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Restrict = Callable[[MeshSpec], Restriction | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchConstraints:
-    """What every plan of a search has to keep.
+    """The constraints on every plan of a search.
 
     Attributes:
-        memory_bytes: cap on the peak per device.
-        restrict: mesh -> what a baseline and pins leave to choose on it; None: everything.
+        memory_bytes: cap on the peak bytes per device.
+        restrict: mesh -> the choices that a baseline and pins allow on it; None: all choices.
     """
 
     memory_bytes: int
@@ -30,7 +30,7 @@ class SearchConstraints:
 
 @dataclass(slots=True)
 class WorkerContext:
-    """A planner of runs, and what tasks made from it. A copy in another process starts with the planner alone."""
+    """A planner of runs, and the objects that tasks built from it. A copy in another process has the planner alone."""
 
     planner: RunPlanner
     _products: dict[Callable[[RunPlanner], Any], Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class WorkerContext:
         return self.planner.clock
 
     def once(self, make: Callable[[RunPlanner], T]) -> T:
-        """Return ``make(planner)``, made at the first call and the same object from then on."""
+        """Return ``make(planner)``: built at the first call, and the same object at later calls."""
         if make not in self._products:
             self._products[make] = make(self.planner)
         product: T = self._products[make]

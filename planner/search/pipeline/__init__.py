@@ -1,4 +1,4 @@
-"""Which pipeline is best? The same search over stages, their meshes and their splits.
+"""The search over pipelines: numbers of stages, their meshes, and splits of the blocks over them.
 
 meshes and pipelines together    co_search.search_meshes_and_pipelines
 the pipelines of a job           space

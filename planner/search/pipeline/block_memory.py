@@ -1,4 +1,4 @@
-"""Lower bounds on the memory of a pipeline's stages: bytes of their blocks' tensors, however they are split."""
+"""Lower bounds on the memory of pipeline stages: bytes of the tensors of their blocks, whatever the layouts are."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from planner.search.pipeline.step_time import StageKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """Lower bounds on the bytes of one block, of all devices of its stage together.
+    """Lower bounds on the bytes of one block, summed over all devices of its stage.
 
     Attributes:
-        batch: samples of the micro-batch that is counted.
+        batch: samples in the micro-batch that activations are counted for.
         state_bytes: parameters and optimizer states.
         gradient_bytes: gradients that accumulate over micro-batches.
-        saved_bytes: checkpointing mode -> activations that a forward saves for its backward.
+        saved_bytes: checkpointing mode -> activations that the forward of a micro-batch saves for backward.
         alive_bytes: checkpointing mode -> all activations alive at the peak of one backward.
     """
 
@@ -33,7 +33,7 @@ class BlockMemory:
 
     @classmethod
     def of_model(cls, stages: StagePlanners, batch: int, modes: Sequence[str], job: Job) -> BlockMemory:
-        """Return the bytes of a block of a model, counted in a stage that has one block."""
+        """Return the bounds of a block of a model, counted in a stage that has one block."""
         role: Role = "middle" if len(listed_blocks(stages.whole)) > 2 else "first"
         model = stages.model(StageKind(role=role, blocks=1, indices=(0,)))
         blocks = set(listed_blocks(stages.whole))
@@ -47,14 +47,15 @@ class BlockMemory:
         )
 
     def of_stage(self, blocks: int, run: Run, batch: int) -> float:
-        """Return a lower bound in bytes on a stage, of all its devices together.
+        """Return a lower bound in bytes on a stage, summed over all its devices.
 
-        A tensor grows with the batch or not at all: a share of the batch has at least that share of the bytes.
+        A tensor's bytes are proportional to the batch or do not depend on it. So a fraction of the batch has at least
+        that fraction of the bytes.
 
         Args:
-            blocks: of the stage.
-            run: of the stage.
-            batch: samples of its micro-batches.
+            blocks: number of blocks of the stage.
+            run: the run of the stage.
+            batch: samples in a micro-batch of the stage.
         """
         saved, alive = self.saved_bytes[run.ac], self.alive_bytes[run.ac]
         activations = run.in_flight * blocks * saved + max(alive - saved, 0.0)

@@ -1,12 +1,12 @@
-"""The order in which the stages of a pipeline are bounded, and which other pipelines a stage's bound serves.
+"""The order in which the stages of a pipeline are bounded, and which other pipelines share the bounds.
 
-1. The most frequent stage, as if all stages were one chunk, with the fewest blocks that any split gives it: bounded in
-   all checkpointing modes (`BoundStage`), then relaxed within the memory cap (`RelaxStage`). Both bounds hold for all
-   splits, and for interleaved stages, apart from the idle time: those compute no less, keep no less and send more. They
-   need not wait for messages, though. So where there are interleaved stages, messages of the stage that stands for all
-   are fully overlapped, which is no more than either takes. Skipped on a mesh for interleaved stages alone.
-2. If the stages are interleaved: the most frequent stage in its chunks, bounded in all checkpointing modes.
-3. All kinds of stages, one after the other, relaxed within the memory cap.
+1. The most frequent kind of stage, in one chunk, with the fewest blocks that any split gives it. It is bounded in all
+   checkpointing modes (`BoundStage`), then relaxed within the memory cap (`RelaxStage`). Both bounds hold for all
+   splits. Apart from idle time they also hold for interleaved stages, which compute no less, save no less and send
+   more. But interleaved stages may overlap all their messages. So if there are interleaved stages, the bounded stage
+   is priced with fully overlapped messages. These bounds are skipped on a mesh that is for interleaved stages only.
+2. If the stages are interleaved: the most frequent kind of stage in its chunks, bounded in all checkpointing modes.
+3. Every kind of stage of the pipeline, one after the other, relaxed within the memory cap.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from planner.search.pipeline.stage_planners import PipelineRun
 from planner.search.pipeline.step_time import StageKind, stage_cutoff_s
 
 UNIFORM_BLOCKS = 3
-"""Blocks from which on a stage has the same choices as one with more: a first, a last and those between them."""
+"""Stages with at least so many blocks have equal choices: those of a first, a last and a middle block."""
 
 StageKey = tuple[Hashable, ...]
-"""Identifies the bound of a stage, in whichever pipelines it is."""
+"""Identifies the bound of a stage; equal for all pipelines that share the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class BoundingStep:
 
     Attributes:
         in_all_modes: whether the stage is bounded in all checkpointing modes; otherwise it is relaxed in one.
-        pipeline: that the stage is part of.
-        kind: of the stage.
-        bounded: the kind of stage that it bounds, in the pipeline that the step is for.
-        is_shared: whether it bounds that stage for other splits of the blocks too.
+        pipeline: the pipeline that the computed stage is part of.
+        kind: the kind of the computed stage.
+        bounded: the kind of stage that the result bounds, in the pipeline that the step is for.
+        is_shared: whether the result bounds such stages in other splits of the blocks too.
     """
 
     in_all_modes: bool
@@ -48,7 +48,7 @@ class BoundingStep:
 
     @property
     def key(self) -> StageKey:
-        """Identifies the bound."""
+        """The key of the bound."""
         run, kind = self.pipeline, self.kind
         stage = kind.role, len(run.blocks_per_stage), run.mesh, run.micro_batches, run.chunks, run.bounds_chunks
         return stage if self.in_all_modes else (*stage, kind.blocks, kind.indices[0], run.ac)
@@ -67,18 +67,20 @@ def bounding_steps(space: PipelineSpace, pipeline: PipelineRun) -> Iterator[Boun
 
 
 def in_one_chunk(space: PipelineSpace, pipeline: PipelineRun) -> PipelineRun:
-    """Return the pipeline whose stages bound those of ``pipeline``, and of all others with as many stages."""
+    """Return ``pipeline`` with one chunk per stage. Its stages bound those of all pipelines with as many stages."""
     interleaved = any(chunks > 1 for _, chunks in space.spreads(len(pipeline.blocks_per_stage)))
     return dataclasses.replace(pipeline, chunks=1, bounds_chunks=interleaved)
 
 
 def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) -> StageKind:
-    """Return the kind of stage in the place of ``kind`` in any split with the fewest blocks, `UNIFORM_BLOCKS` at least.
+    """Return, over all splits, the kind of stage with the fewest blocks in the place of ``kind``.
+
+    Other kinds than ``kind`` itself count only if they have `UNIFORM_BLOCKS` blocks or more.
 
     Args:
-        space: of pipelines.
-        whole: the pipeline of ``kind``, in one chunk.
-        kind: of stage.
+        space: the pipelines of the job.
+        whole: the pipeline of ``kind``, with one chunk per stage.
+        kind: a kind of stage.
     """
     splits = space.splits(len(whole.blocks_per_stage))
     pipelines = (dataclasses.replace(whole, blocks_per_stage=split) for split in splits)
@@ -87,13 +89,13 @@ def shortest_alike(space: PipelineSpace, whole: PipelineRun, kind: StageKind) ->
 
 
 def shared_cutoff_s(space: PipelineSpace, times: SingleDeviceTime, step: BoundingStep, cutoff_s: float) -> float:
-    """Return the seconds from which on no split wants the stage of a shared step.
+    """Return the ``U`` (see `step_time`) in seconds at or above which the stage of a shared step is wanted in no split.
 
     Args:
-        space: of pipelines.
-        times: of the model's parts, which bound each stage.
-        step: that is shared.
-        cutoff_s: step time from which on a pipeline is not wanted.
+        space: the pipelines of the job.
+        times: single-device seconds of the model's parts, which bound each stage.
+        step: a shared step.
+        cutoff_s: step time in seconds at or above which a pipeline is not wanted.
     """
     run, cutoffs = step.pipeline, [0.0]
     for split, chunks in space.spreads(len(run.blocks_per_stage)):

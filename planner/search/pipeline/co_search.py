@@ -21,9 +21,9 @@ def search_meshes(
     """Return the fastest plan without pipeline stages.
 
     Args:
-        spec: of the search.
-        meshes: to choose from.
-        heterogeneous_blocks: whether the first of equal blocks may have choices of their own.
+        spec: the spec of the search.
+        meshes: the meshes to choose from.
+        heterogeneous_blocks: whether the first blocks may have decisions of their own.
 
     Raises:
         SolverError: time was up before any plan was found.
@@ -40,10 +40,10 @@ def search_pipelines(
     """Return the fastest plan in pipeline stages.
 
     Args:
-        spec: of the search.
-        axes: that the mesh of a stage has at most.
-        only: the one number of stages, and the mesh of one; None: all.
-        incumbent: that a pipeline has to beat; None: none.
+        spec: the spec of the search.
+        axes: largest number of axes of a stage's mesh.
+        only: the one number of stages and the mesh of a stage to search; None: all.
+        incumbent: the incumbent that a pipeline has to beat; None: there is none yet.
     """
     incumbent = incumbent or Incumbent(mip_gap=spec.planner.job.mip_gap)
     return PipelineSearch(spec, incumbent, only=only, axes=axes).best()
@@ -52,13 +52,13 @@ def search_pipelines(
 def search_meshes_and_pipelines(
     spec: SearchSpec, meshes: Sequence[MeshSpec], *, axes: int, heterogeneous_blocks: bool
 ) -> tuple[SearchResult[Candidate], SearchResult[PlannedPipeline]]:
-    """Return the outcomes without and with pipeline stages; the second has a plan only if it is the faster one.
+    """Return the results without and with pipeline stages. The second has a plan only if it is faster than the first.
 
     Args:
-        spec: of both searches.
-        meshes: without stages to choose from.
-        axes: that the mesh of a stage has at most.
-        heterogeneous_blocks: whether the first of equal blocks may have choices of their own, without stages.
+        spec: the spec of both searches.
+        meshes: the meshes without stages to choose from.
+        axes: largest number of axes of a stage's mesh.
+        heterogeneous_blocks: whether the first blocks may have decisions of their own in plans without stages.
 
     Raises:
         SolverError: time was up before any plan was found.

@@ -18,24 +18,25 @@ Role = Literal["first", "middle", "last"]
 
 
 def role_of(rank: int, ranks: int) -> Role:
-    """Return whether a rank has what runs before all blocks, what runs after them, or blocks alone."""
+    """Return the role of a rank: the first also runs the ops before all blocks, the last the ops after all blocks."""
     return "first" if rank == 0 else "last" if rank == ranks - 1 else "middle"
 
 
 def interleaved(
     blocks: int, ranks: int, first: float = 0.0, last: float = 0.0, *, ends_alone: bool = True
 ) -> tuple[tuple[int, ...], int] | None:
-    """Return (blocks of each rank, chunks of each rank), with as many chunks as possible; None where that is one.
+    """Return (number of blocks of each rank, chunks per rank) with as many chunks as possible; None if that is one.
 
-    Of two ranks only one may have a chunk without any block: they would wait for each other.
+    If either embedding or head could count as the block that makes all chunks equal, the result is the split whose
+    slowest rank is faster. With two ranks only one of them may have a chunk without blocks. Otherwise the two would
+    wait for each other.
 
     Args:
         blocks: number of equal blocks to be spread over the ranks.
-        ranks: two at least.
-        first: time of what the first rank runs before all blocks, in blocks.
-        last: time of what the last rank runs after all blocks, in blocks. Where either embedding or head could count as
-            the block that makes all chunks equal, the choice makes the slowest rank as fast as possible.
-        ends_alone: whether a chunk may be embedding or head without any block.
+        ranks: number of ranks, two at least.
+        first: time of the ops before all blocks, in units of one block's time.
+        last: time of the ops after all blocks, in units of one block's time.
+        ends_alone: whether a chunk may be the embedding or the head without any block.
     """
     for chunks in range((blocks + 2) // ranks, 1, -1):
         splits = []
@@ -52,7 +53,7 @@ def interleaved(
 
 
 def chunk_sizes(role: Role, blocks: int, chunks: int) -> tuple[int, ...]:
-    """Return the number of blocks of each chunk of a rank with so many ``blocks``."""
+    """Return the number of blocks in each chunk of a rank that has ``blocks`` blocks in all."""
     size = -(-blocks // chunks)
     sizes = [size] * chunks
     if role != "middle":
@@ -61,7 +62,7 @@ def chunk_sizes(role: Role, blocks: int, chunks: int) -> tuple[int, ...]:
 
 
 def placed_in_model(counts: Sequence[int], chunks: int, rank: int) -> list[int]:
-    """Return the indices in the model of the blocks that ``rank`` has, given the number of blocks of each rank."""
+    """Return the model's indices of the blocks on ``rank``; ``counts`` is the number of blocks of each rank."""
     sizes = [chunk_sizes(role_of(other, len(counts)), count, chunks) for other, count in enumerate(counts)]
     placed, start = list[int](), 0
     for chunk, other in itertools.product(range(chunks), range(len(counts))):

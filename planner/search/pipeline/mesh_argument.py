@@ -1,4 +1,4 @@
-"""A mesh argument with pipeline stages: its outermost axis is ``pp``, the others are the mesh of one stage."""
+"""A mesh argument with pipeline stages: its outermost axis is ``pp``, the other axes are the mesh of one stage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def given_stages(
     """Return the number of stages of a mesh and the mesh of one stage; None where it has no axis ``pp``.
 
     Args:
-        mesh: that the job gives.
-        planner: that plans on it.
-        obstacle: why the job cannot have pipeline stages; None where it can.
-        numbers: of stages that the cluster and the model can be split into.
+        mesh: the mesh that the job fixes.
+        planner: name of the planner that the job asks for.
+        obstacle: the reason why the job cannot have pipeline stages; None if it can.
+        numbers: numbers of stages that the cluster and the model can be split into.
         micro_batches: sizes of micro-batches, in samples, that may be chosen.
 
     Raises:
-        MeshError: there is no such pipeline.
+        MeshError: the mesh has an axis ``pp``, but no such pipeline can be planned.
     """
     if PIPELINE_AXIS not in mesh.names:
         return None
@@ -67,7 +67,7 @@ def check_no_pipeline_axis(mesh: MeshSpec) -> None:
     """Check that a mesh has no pipeline stages.
 
     Raises:
-        MeshError: it has.
+        MeshError: the mesh has an axis ``pp``.
     """
     if PIPELINE_AXIS in mesh.names:
         raise MeshError(

@@ -1,9 +1,9 @@
 """The search over the pipelines of a job (`space`): an instance of `branch_and_bound`.
 
-A node is one pipeline: stages, their meshes, micro-batches, checkpointing mode, split of the blocks. Its first bound is
-its compute, perfectly split, with the idle time of 1F1B, interleaved or not. Expanding a node first bounds its stages,
-one after the other (`bound_order`): a stage's bound holds in every pipeline that has such a stage, so it is computed
-once and all of them wait for it. When no stage is left to bound, expanding the node solves its stages.
+A node is one pipeline: number of stages, mesh of a stage, micro-batches, checkpointing mode, split of the blocks. Its
+first bound is its compute, perfectly split, with the idle time of 1F1B, interleaved or not. Expanding a node first
+bounds its stages, one after the other (`bound_order`). A stage's bound holds in every pipeline that has such a stage.
+So it is computed once, and all these pipelines wait for it. After the last bound, expanding the node solves its stages.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from planner.search.pipeline.stage_tasks import BoundStage, RelaxStage, StageBou
 from planner.search.pipeline.step_time import StageKind, least_step_s, stage_cutoff_s
 
 _FIRST_PLAN_GAP = 0.1
-"""Relative gap of the first plan: it only has to prune."""
+"""Relative gap to which the first plan is solved, which only has to prune nodes."""
 
 _WIDE = 8
-"""Ranks of all axes of a stage but the first, at most, in the pipelines that are searched first."""
+"""Most ranks of a stage's mesh without its first axis, in the pipelines that are searched first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class _PipelineNode:
     """A pipeline that is not solved yet.
 
     Attributes:
-        bounds: lower bound on each stage's seconds, as one of equal stages.
-        steps_done: bounding steps that have raised them.
-        is_tried: whether it was solved for a first plan, and may have a better one.
+        bounds: for each stage, a lower bound in seconds on its ``U`` (see `step_time`).
+        steps_done: number of bounding steps that have raised the bounds.
+        is_tried: whether the pipeline was solved for a first plan, and may have a faster one.
     """
 
     pipeline: PipelineRun
@@ -79,7 +79,7 @@ class _PipelineNode:
 
 
 class PipelineSearch(BranchAndBound[_PipelineNode]):
-    """The search over the pipelines of a job whose model has no `obstacle`."""
+    """The search over the pipelines of a job. Its model can be split into stages (`split_graph.obstacle`)."""
 
     def __init__(
         self, spec: SearchSpec, incumbent: Incumbent, *, only: tuple[int, MeshSpec] | None = None, axes: int = 2
@@ -87,10 +87,10 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         """Prepare to search.
 
         Args:
-            spec: of the search; its planner is that of the whole model.
-            incumbent: shared with searches that run together with this one.
-            only: the one number of stages, and the mesh of one, that is searched; None: all.
-            axes: that the mesh of a stage has at most.
+            spec: the spec of the search, with the planner of the whole model.
+            incumbent: the incumbent, shared with searches that run together with this one.
+            only: the one number of stages and the mesh of a stage to search; None: all.
+            axes: largest number of axes of a stage's mesh.
         """
         super().__init__(spec, incumbent)
         self._planner = spec.planner
@@ -110,7 +110,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         return self.result()
 
     def start(self) -> None:
-        """Push every pipeline, after a first plan was found where one is likely."""
+        """Look for a first plan among the likely pipelines, then push all other pipelines."""
         likely, other_nodes = self.likely_first(list(self.roots()))
         for node in likely:
             self.push(node)
@@ -137,10 +137,10 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
             yield _PipelineNode(pipeline=pipeline, bounds=tuple(self._times.bounds_s(pipeline)))
 
     def likely_first(self, nodes: Sequence[_PipelineNode]) -> tuple[list[_PipelineNode], list[_PipelineNode]]:
-        """Return the pipelines of which one is solved first, to prune the others, and the others.
+        """Return (likely pipelines, all other pipelines). One likely pipeline is solved first, to prune other nodes.
 
-        They have the usual inner mesh, recompute, since that fits, and split samples evenly. None has a mesh for
-        interleaved stages alone: those have the largest programs.
+        Likely pipelines have the widest inner mesh up to `_WIDE` ranks, checkpoint most, which fits most often, and
+        split samples evenly. Meshes that are for interleaved stages only are unlikely: they have the largest programs.
         """
         sizes = [math.prod(node.pipeline.mesh.shape[1:]) if self._is_usual(node) else 0 for node in nodes]
         widest = max((size for size in sizes if size <= _WIDE), default=0)
@@ -157,7 +157,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
     # --- what expands a node -------------------------------------------------------------------------------------
 
     def expand(self, node: _PipelineNode) -> Expansion[_PipelineNode] | None:
-        """Return the task that bounds the next stage of a pipeline, or solves it."""
+        """Return the task that bounds the next stage of a pipeline or solves the pipeline; None if it needs no task."""
         if not node.steps_done and not self._may_fit(node.pipeline):
             self.record(node.mesh).close(math.inf)
             return None
@@ -176,21 +176,22 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         return Expansion(node=node, key=step.key, state_task=functools.partial(self._bound, node, step))
 
     def _next_step(self, node: _PipelineNode) -> BoundingStep | None:
-        """Return the next bounding step; None where none is left."""
+        """Return the next bounding step; None if no step is left."""
         return next(itertools.islice(bounding_steps(self.space, node.pipeline), node.steps_done, None), None)
 
     def _after_fewer_micro_batches(
         self, node: _PipelineNode, step: BoundingStep
     ) -> tuple[_PipelineNode, BoundingStep | None]:
-        """Return a pipeline with the bounds of its stage in fewer micro-batches, and the one of these to compute first.
+        """Return the node with bounds from fewer micro-batches, and a step that has to be done before ``step``.
 
-        More micro-batches do the same work in smaller pieces, so a stage does no less in all (`mesh_bound`). A stage in
-        fewer is bounded first if its pipeline may be wanted itself; None where there is none.
+        More micro-batches do the same work in smaller pieces. So a bound of the stage in fewer micro-batches also
+        bounds the stage of ``step`` (see `mesh_bound`). If such a bound is not known yet, and the pipeline in fewer
+        micro-batches may be wanted itself, the second result is the step that computes it; otherwise it is None.
         """
         pipeline, kind, stages = node.pipeline, step.bounded, len(node.pipeline.blocks_per_stage)
         if self._planner.batch == pipeline.micro_batches:  # a single sample is split in other ways
             return node, None
-        # Layouts that divide the samples of a micro-batch divide those of several together.
+        # A layout that divides a micro-batch evenly also divides a multiple of it.
         counts = self.spec.micro_batch_counts
         for count in (c for c in counts if c < pipeline.micro_batches and pipeline.micro_batches % c == 0):
             in_fewer = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, micro_batches=count))
@@ -208,7 +209,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         return node, None
 
     def _may_be_wanted(self, node: _PipelineNode, fewer: PipelineRun) -> bool:
-        """Tell whether a pipeline that differs from ``node`` in having fewer micro-batches may be wanted and fit."""
+        """Return whether ``fewer``, the pipeline of ``node`` in fewer micro-batches, may fit below the cutoff."""
         pipeline = node.pipeline
         less_idle = (fewer.passes / fewer.micro_batches) / (pipeline.passes / pipeline.micro_batches)
         bounds = [bound * less_idle for bound in node.bounds]
@@ -236,7 +237,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
             )
         self.report(lambda state: StageBounding(mesh=mesh, micro_batches=pipeline.micro_batches, state=state))
         share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
-        # One bound for all checkpointing modes: what it says within the cap, it says of no checkpointing.
+        # One task bounds all checkpointing modes. Its bound within the memory cap is for no checkpointing.
         first_mode = dataclasses.replace(step, pipeline=dataclasses.replace(pipeline, ac=self.spec.modes[0]))
         recompute_s = self._times.recompute_s
         may_fit = [ac for ac in recompute_s if self._stage_may_fit(step.kind, dataclasses.replace(pipeline, ac=ac))]
@@ -248,24 +249,24 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         )
 
     def _stage_cutoff_s(self, step: BoundingStep, bounds: Sequence[float]) -> float:
-        """Return the seconds from which on a stage is not wanted, given the bounds of its pipeline's stages."""
+        """Return the ``U`` in seconds at or above which a stage is not wanted, given the bounds of all stages."""
         if step.is_shared:
             return shared_cutoff_s(self.space, self._times, step, self.incumbent.cutoff_s)
         return stage_cutoff_s(bounds, step.kind, step.pipeline.micro_batches, self.incumbent.cutoff_s)
 
     def _stage_bound(self, step: BoundingStep) -> StageBound | None:
-        """Return a bound that holds choice by choice for the stage that a step relaxes; None where none is known."""
+        """Return a bound that holds choice by choice for the stage that ``step`` relaxes; None if none is known."""
         kind, pipeline = step.kind, step.pipeline
         bounding = pipeline if pipeline.chunks > 1 else in_one_chunk(self.space, pipeline)
         stage_bound = self._stage_bounds.get(dataclasses.replace(step, in_all_modes=True, pipeline=bounding).key)
         if not isinstance(stage_bound, StageBound) or pipeline.ac not in stage_bound.bounds_s:
             return None
-        # In a stage with fewer blocks the first and the last are not like those between them: it has other choices.
+        # Stages with fewer than `UNIFORM_BLOCKS` blocks have other choices, so bounds by choice do not carry over.
         is_uniform = kind.chunks == 1 and UNIFORM_BLOCKS <= stage_bound.blocks <= kind.blocks
         return stage_bound if stage_bound.blocks == kind.blocks or is_uniform else None
 
     def _may_fit(self, pipeline: PipelineRun) -> bool:
-        """Tell whether the bytes of their blocks' tensors alone, however split, let all stages fit."""
+        """Return whether the lower bounds on the memory of all stages are within the cap."""
         return all(self._stage_may_fit(kind, pipeline) for kind in pipeline.kinds)
 
     def _stage_may_fit(self, kind: StageKind, pipeline: PipelineRun) -> bool:
@@ -306,7 +307,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
     def take_result(
         self, node: _PipelineNode, key: Hashable, task: object, result: StageBound | float | PipelineResult
     ) -> None:
-        """Push a pipeline with raised bounds, or note its plan."""
+        """Push a pipeline with raised bounds, or record its plan."""
         if isinstance(result, PipelineResult):
             assert isinstance(task, SolvePipeline)
             self._close_pipeline(node, task, result)
@@ -316,11 +317,11 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
         step = self._next_step(node)
         if step is not None and step.key == key:
             self._push_raised(node, step)
-        else:  # it waited for a bound in fewer micro-batches
+        else:  # the node waited for a bound in fewer micro-batches
             self.push(node)
 
     def _push_raised(self, node: _PipelineNode, step: BoundingStep) -> None:
-        """Push a pipeline with its bound raised by a step, or close it if it is not wanted any more."""
+        """Push a pipeline with its bound raised by a step, or close it if its bound reaches the cutoff."""
         pipeline, stage_bound = node.pipeline, self._stage_bounds[step.key]
         bound_s = stage_bound.bound_s(step.bounded, pipeline.ac) if isinstance(stage_bound, StageBound) else stage_bound
         bound_s *= pipeline.passes / step.pipeline.passes  # a stage in one chunk idles longer
@@ -331,7 +332,7 @@ class PipelineSearch(BranchAndBound[_PipelineNode]):
             self.record(raised.mesh).close(raised.bound_s)
 
     def _close_pipeline(self, node: _PipelineNode, task: SolvePipeline, result: PipelineResult) -> None:
-        """Note the outcome of solving a pipeline, and take its plan if it is the best."""
+        """Record the outcome of solving a pipeline, and take its plan if it is below the cutoff."""
         record, best = self.record(node.mesh), result.best
         record.close(min(result.bound_s, task.cutoff_s))
         is_best = False

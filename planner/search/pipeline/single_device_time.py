@@ -1,4 +1,4 @@
-"""Seconds of compute of a model on one device, by part: what bounds a pipeline's stages before any relaxation."""
+"""Seconds of compute of a model's parts on one device, which bound a pipeline's stages before any relaxation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class SingleDeviceTime:
     """Seconds of compute of the whole batch on one device.
 
     Attributes:
-        block_s: of one block.
-        first_s: of what runs before all blocks.
-        last_s: of what runs after all blocks.
-        recompute_s: checkpointing mode -> of recomputing one block.
+        block_s: seconds of one block, without recomputation.
+        first_s: seconds of the ops before all blocks.
+        last_s: seconds of the ops after all blocks.
+        recompute_s: checkpointing mode -> seconds of recomputing one block.
     """
 
     block_s: float
@@ -31,12 +31,12 @@ class SingleDeviceTime:
 
     @classmethod
     def of_model(cls, planner: RunPlanner, fewest: int, modes: Sequence[str]) -> SingleDeviceTime:
-        """Return the seconds in the largest micro-batches, which no smaller ones beat.
+        """Return the seconds in the largest micro-batches. Smaller micro-batches are not faster.
 
         Args:
-            planner: of the whole model.
-            fewest: number of micro-batches.
-            modes: of checkpointing.
+            planner: the planner of the whole model.
+            fewest: the smallest number of micro-batches that may be chosen.
+            modes: the checkpointing modes that may be chosen.
         """
         one, blocks = MeshSpec(axes=(("dp", 1),)), set(listed_blocks(planner))
         run = planner.run_of(one, fewest, "none")
@@ -63,12 +63,12 @@ class SingleDeviceTime:
         )
 
     def of_stage(self, kind: StageKind, ac: str) -> float:
-        """Return the seconds of a stage, recomputation included."""
+        """Return the seconds of compute of a stage on one device, for the whole batch, recomputation included."""
         around = {"first": self.first_s, "last": self.last_s, "middle": 0.0}[kind.role]
         return around + kind.blocks * (self.block_s + self.recompute_s[ac])
 
     def bounds_s(self, pipeline: PipelineRun) -> list[float]:
-        """Return a lower bound on each stage's seconds, as one of equal stages: its compute, perfectly split."""
+        """Return a lower bound in seconds on the ``U`` of each stage (`step_time`): its compute, perfectly split."""
         share = pipeline.passes / pipeline.micro_batches / pipeline.mesh.size
         bounds = [0.0] * len(pipeline.blocks_per_stage)
         for kind in pipeline.kinds:

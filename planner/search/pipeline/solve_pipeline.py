@@ -1,4 +1,4 @@
-"""The task that plans the stages of a pipeline, in every layout that their boundary tensors can have."""
+"""The task that plans the stages of a pipeline, with every layout that their boundary tensors can have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SolvedPipeline:
     step_time_s: float
 
     def planned(self, stages: StagePlanners) -> PlannedPipeline:
-        """Return it with the structures."""
+        """Return the planned pipeline, with the structures of its stages."""
         count = len(self.pipeline.blocks_per_stage)
         return PlannedPipeline(
             pipeline=self.pipeline,
@@ -45,8 +45,9 @@ class PipelineResult:
     """The outcome of solving a pipeline with every layout of its boundary tensors.
 
     Attributes:
-        best: the fastest below the cutoff; None where there is none.
-        bound_s: no pipeline that was solved, or whose solver gave up, is faster; infinite where there was none.
+        best: the fastest solution below the cutoff; None if there is none.
+        bound_s: lower bound in seconds on the step time with the boundary layouts that were solved, or whose solver
+            gave no answer; infinite if there were none.
         gave_up: whether a solver gave no answer.
     """
 
@@ -60,9 +61,9 @@ class _RelaxedBoundary:
     """A layout of the boundary tensors, with the relaxation of the most frequent kind of stage under it.
 
     Attributes:
-        zigzag_axis: on which all stages have sequences in zigzag order, as in `StagePlanners.restriction`.
-        bound_s: lower bound on the stage's seconds, as one of equal stages.
-        formulated: its program.
+        zigzag_axis: the axis on which all stages shard sequences in zigzag order, as in `StagePlanners.restriction`.
+        bound_s: lower bound in seconds on the ``U`` of the stage (see `step_time`).
+        formulated: the program of the stage.
     """
 
     layout: Layout
@@ -73,14 +74,14 @@ class _RelaxedBoundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvePipeline:
-    """Plans the stages of a pipeline.
+    """A task that plans the stages of a pipeline.
 
     Attributes:
-        bounds: lower bound on each stage's seconds, as one of equal stages.
-        mesh_bounds: kind of stage -> bounds on its mesh, if known.
-        cutoff_s: step time from which on the pipeline is not wanted.
+        bounds: for each stage, a lower bound in seconds on its ``U`` (see `step_time`).
+        mesh_bounds: kind of stage -> lower bounds by choice, for the kinds whose bounds are known.
+        cutoff_s: step time in seconds at or above which the pipeline is not wanted.
         mip_gap: relative gap of the step time at which the solver may stop.
-        left_s: seconds after which the incumbent is the answer; None: no limit.
+        left_s: seconds after which the solver returns its incumbent; None: no limit.
     """
 
     pipeline: PipelineRun
@@ -107,9 +108,9 @@ class StageSolver:
         self._stages, self._constraints, self._deadline = stages, constraints, deadline
 
     def solve(self) -> PipelineResult:
-        """Return the fastest pipeline below the cutoff, and a lower bound, over the layouts of the boundary tensor.
+        """Return the fastest solution below the cutoff over all layouts of the boundary tensors, and a lower bound.
 
-        That is the tensor which one stage sends to the next. Its layouts are tried in order of their lower bound.
+        Boundary tensors are sent from one stage to the next. Their layouts are tried in the order of lower bounds.
         """
         pipeline, cutoff_s = self._pipeline, self._task.cutoff_s
         best, bound_s, gave_up = None, math.inf, False
@@ -119,7 +120,7 @@ class StageSolver:
                 solved = self.solve_stages(boundary, bounds, cutoff_s)
                 if solved is None:
                     continue
-            except SolverError:  # no answer, or time was up: the pipeline's bound stays in the gap
+            except SolverError:  # the solver gave no answer: the bounds so far are still valid
                 gave_up = True
             if solved is not None and solved.step_time_s < cutoff_s:
                 best, cutoff_s = solved, solved.step_time_s * (1.0 - self._task.mip_gap)
@@ -140,12 +141,12 @@ class StageSolver:
                 yield _RelaxedBoundary(layout=layout, zigzag_axis=zigzag_axis, bound_s=bound_s, formulated=formulated)
 
     def solve_stages(self, boundary: _RelaxedBoundary, bounds: list[float], cutoff_s: float) -> SolvedPipeline | None:
-        """Return the plans of all stages; None where one does not fit or is too slow.
+        """Return the plans of all stages; None if one of them does not fit or is too slow.
 
         Args:
-            boundary: layout of the boundary tensors.
-            bounds: lower bound on each stage's seconds; raised in place to what is proved.
-            cutoff_s: step time from which on the pipeline is not wanted.
+            boundary: the layout of the boundary tensors.
+            bounds: for each stage, a lower bound in seconds on its ``U``. Raised in place to the proved bounds.
+            cutoff_s: step time in seconds at or above which the pipeline is not wanted.
         """
         pipeline = self._pipeline
         solutions: list[tuple[StageKind, SolvedRun]] = []
@@ -155,7 +156,7 @@ class StageSolver:
             kind_cutoff_s = stage_cutoff_s(bounds, kind, pipeline.micro_batches, cutoff_s)
             solved = None
             if solutions:
-                # The gap of a stage that is not the slowest adds to the sum of all alone, not to what all wait for.
+                # A stage that is not the slowest gets a looser gap: it delays the step once, not in every micro-batch.
                 weight = pipeline.micro_batches + (len(kinds[0].indices) - 1) / pipeline.chunks
                 loose = tight * weight * pipeline.chunks / (len(kind.indices) * (len(kinds) - 1))
                 slowest_s = max(solution.solution.objective_s for _, solution in solutions)
@@ -181,15 +182,16 @@ class StageSolver:
         formulated: FormulatedRun | None = None,
         slowest_s: float = 0.0,
     ) -> SolvedRun | None:
-        """Return the plan of a stage; None where none fits below ``cutoff_s``.
+        """Return the plan of a stage; None if no plan that fits is below ``cutoff_s``.
 
         Args:
-            kind: of the stage.
-            boundary: layout of the boundary tensors.
-            cutoff_s: seconds from which on the stage is not wanted.
-            gaps: relative gaps to solve to, one after the other, while the stage takes more than ``slowest_s``.
-            formulated: the stage's program, if it exists already.
-            slowest_s: seconds of the slowest stage so far.
+            kind: the kind of the stage.
+            boundary: the layout of the boundary tensors.
+            cutoff_s: ``U`` in seconds at or above which the stage is not wanted.
+            gaps: relative gaps to solve to, in order. The next one is solved to only if the stage takes more than
+                ``slowest_s`` and its gap is still larger.
+            formulated: the stage's program; None: it is formulated here.
+            slowest_s: ``U`` in seconds of the slowest stage so far.
         """
         planner = self._stages.planner(kind, len(self._pipeline.blocks_per_stage))
         run = self._stages.run(planner, kind, self._pipeline)

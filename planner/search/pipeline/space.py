@@ -1,14 +1,16 @@
-"""The pipelines of a job that are searched.
+"""`PipelineSpace`: the pipelines of a job that are searched.
 
-- Stages: a number that divides the nodes, or the devices of a node.
-- Mesh of a stage: one axis, or a second one within a node, or any three where they are asked for.
-- Batch: split evenly over the first axis. Where that leaves too few micro-batches and there is no third axis, the
-  sequence of one sample is split instead, in pieces of 128 tokens or more.
+- Stages: each has whole nodes, or an equal part of a node.
+- Mesh of a stage: one axis; or two axes, the inner one within a node; or three axes if the job asks for three.
+- Batch: sharded evenly over the first axis. If this leaves too few micro-batches and there is no third axis, the
+  sequence of a single sample is sharded instead, into pieces of 128 tokens or more.
 - Blocks: three splits over the stages, and interleaved stages in as many chunks as possible.
-- Boundary tensors: one layout on both sides, split so on the first axis, and by anything or nothing on the others.
+- Boundary tensors: the same layout on both sides: sharded as the batch on the first axis, in any way or not at all on
+  the other axes.
 
-Where two axes are asked for and the cluster has more devices than the batch has samples, interleaved stages have one
-mesh of three axes as well: the innermost a whole node, the middle one two nodes, to split sequences.
+If the job asks for two axes, interleaved stages may have one mesh of three axes too, to shard sequences over more
+ranks: the innermost axis is a whole node, the middle one two nodes. This mesh is searched if the cluster has more
+devices than the batch has samples, or with async tensor parallelism.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from planner.search.pipeline.single_device_time import SingleDeviceTime
 from planner.search.pipeline.stage_planners import PipelineRun, listed_blocks
 
 _BUSY = 2
-"""Micro-batches for each stage: with fewer, a third of a step or more is idle time."""
+"""Micro-batches per stage: with fewer, idle time is a third of a step or more."""
 
 _LIGHTER = 2.0
-"""Blocks that the first stage has less in one of the splits: it keeps most activations."""
+"""Blocks that one of the splits takes from the first stage, which holds the most activations."""
 
 _LEAST_TOKENS = 128
-"""Tokens of a sequence on a rank where a single sample is split: fewer do not fill one tile of a GEMM."""
+"""Least tokens per rank where the sequence of a single sample is sharded: fewer do not fill one tile of a GEMM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,12 @@ class PipelineSpace:
     """The pipelines of a job.
 
     Attributes:
-        planner: of the whole model on the whole cluster.
+        planner: the planner of the whole model on the whole cluster.
         times: seconds of the model's parts on one device.
         clusters: number of stages -> cluster of one stage.
-        only: the one number of stages, and the mesh of one, that is searched; None: all.
-        axes: that the mesh of a stage has at most.
-        ends_alone: whether a chunk of an interleaved stage may be what runs before all blocks, or after them, alone.
+        only: the one number of stages and the mesh of a stage to search; None: all.
+        axes: largest number of axes of a stage's mesh.
+        ends_alone: whether a chunk of an interleaved stage may have no block, only the ops before or after all blocks.
     """
 
     planner: RunPlanner
@@ -57,7 +59,7 @@ class PipelineSpace:
     ends_alone: bool
 
     def pipelines(self, micro_batch_counts: Sequence[int], modes: Sequence[str]) -> Iterator[PipelineRun]:
-        """Yield every pipeline in one of these numbers of micro-batches and checkpointing modes."""
+        """Yield every pipeline with one of these numbers of micro-batches and one of these checkpointing modes."""
         for stages, mesh in self._meshes():
             spreads = [spread for spread in self.spreads(stages) if spread[1] > 1 or self.has_single_chunks(mesh)]
             for (split, chunks), count, ac in itertools.product(spreads, micro_batch_counts, modes):
@@ -65,30 +67,30 @@ class PipelineSpace:
                     yield PipelineRun(mesh=mesh, blocks_per_stage=split, micro_batches=count, ac=ac, chunks=chunks)
 
     def splits_samples(self, mesh: MeshSpec, count: int) -> bool:
-        """Tell whether the first axis of a stage's mesh splits the samples of a micro-batch, one of ``count``."""
+        """Return whether the first axis of a stage's mesh divides the samples of one of ``count`` micro-batches."""
         return self.planner.batch // count % mesh.shape[0] == 0
 
     def has_single_chunks(self, mesh: MeshSpec) -> bool:
-        """Tell whether stages on ``mesh`` may have one chunk each: not on a mesh for interleaved stages alone."""
+        """Return whether stages on ``mesh`` may have one chunk. If not, the mesh is for interleaved stages only."""
         return self.only is not None or len(mesh.shape) <= self.axes
 
     def splits(self, stages: int) -> list[tuple[int, ...]]:
-        """Return the splits of the blocks over so many stages, one chunk on each."""
+        """Return the splits of the blocks (number of each stage) over ``stages`` stages of one chunk."""
         first, last = self._ends
         around = ((first, last), (0.0, 0.0), (first + _LIGHTER, last))
         length = len(listed_blocks(self.planner))
         return list(dict.fromkeys(balanced(length, stages, *extra) for extra in around))
 
     def spreads(self, stages: int) -> list[tuple[tuple[int, ...], int]]:
-        """Return the splits of the blocks over so many stages, with the number of chunks on each stage."""
+        """Return (number of blocks of each stage, chunks per stage) for every split of the blocks over the stages."""
         spread = interleaved(len(listed_blocks(self.planner)), stages, *self._ends, ends_alone=self.ends_alone)
         return [*((split, 1) for split in self.splits(stages)), *(() if spread is None else (spread,))]
 
     def _may_split_batch(self, mesh: MeshSpec, stages: int, count: int) -> bool:
-        """Tell whether a stage's first axis splits the samples of a micro-batch, or has to split a single one.
+        """Return whether a stage's first axis may shard a micro-batch: by samples, or a single sample by its sequence.
 
-        It has to where splitting the samples leaves the stages too few micro-batches. The first of three axes is for
-        samples alone: the second may split a sequence.
+        A single sample is sharded only if sharding by samples would leave the stages too few micro-batches. The first
+        of three axes shards samples only, because the second may shard sequences.
         """
         if self.splits_samples(mesh, count):
             return True
@@ -99,7 +101,7 @@ class PipelineSpace:
         return not is_too_short and batch < _BUSY * stages * mesh.shape[0]
 
     def _meshes(self) -> Iterator[tuple[int, MeshSpec]]:
-        """Yield numbers of stages with the mesh of one stage."""
+        """Yield (number of stages, mesh of one stage)."""
         if self.only is not None:
             yield self.only
             return
@@ -111,11 +113,12 @@ class PipelineSpace:
                     yield stages, mesh
 
     def _meshes_of_node_pairs(self, cluster: ClusterSpec) -> Iterator[MeshSpec]:
-        """Yield the mesh of node pairs where devices outnumber samples: one node seldom splits sequences enough.
+        """Yield the mesh of `node_pairs` if devices outnumber samples, or with async tensor parallelism.
 
-        Also with async tensor parallelism: its plans seldom wait for communication, so that splitting what blocks keep
-        costs less than recomputing them. Not where its first axis does not divide the batch: all three axes would be
-        free, and programs many times as large.
+        If devices outnumber samples, a single node seldom shards sequences enough. With async tensor parallelism plans
+        seldom wait for communication, so that sharding saved activations costs less than recomputing them. The mesh is
+        left out if its first axis does not divide the batch: all three axes would have free choices, and the programs
+        would be many times as large.
         """
         is_useful = self.planner.batch < self.planner.cluster.size or self.planner.job.async_tp
         pairs = node_pairs(cluster) if self.axes == 2 and is_useful else None
@@ -124,5 +127,5 @@ class PipelineSpace:
 
     @property
     def _ends(self) -> tuple[float, float]:
-        """The time of what runs before and after all blocks, in blocks."""
+        """(time of the ops before all blocks, time of the ops after them), in units of one block's time."""
         return self.times.first_s / self.times.block_s, self.times.last_s / self.times.block_s

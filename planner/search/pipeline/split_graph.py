@@ -1,12 +1,12 @@
 """A graph split into pipeline stages, between the blocks of its one list of blocks.
 
-The first stage has what runs before the first block, the last stage what runs after the last block. Ops that depend on
-no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them. Every stage gets
-the model's inputs that it reads. All else that a stage reads of the one before it is a boundary tensor: an output of
-the one, an input of the other, and its gradient is sent back.
+The first stage also runs the ops before the first block, the last stage the ops after the last block. Ops that depend
+on no parameter (masks, positions, shifted labels) are cheap and run again in every stage that needs them. Every stage
+gets the model's inputs that it reads. Every other tensor that a stage reads from the stage before it is a boundary
+tensor: an output of the earlier stage and an input of the later one. Its gradient is sent back.
 
-A rank of an interleaved pipeline has several stages, in one graph: each has its own boundary tensors. Ops that depend
-on no parameter are in it once, though each stage runs them.
+A rank of an interleaved pipeline runs several stages, all in one graph. Each stage has its own boundary tensors. Ops
+that depend on no parameter are in the graph once, although each stage runs them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from planner.regions.blocks import Blocks
 from planner.regions.regions import block_of
 
 PATH = "pipeline"
-"""Path of boundary tensors, before their number, which every stage counts from 0."""
+"""First part of a boundary tensor's path. The second part is its number, which every stage counts from 0."""
 
 
 def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str | None:
-    """Return why a model cannot be split into pipeline stages; None where it can.
+    """Return the reason why a model cannot be split into pipeline stages; None if it can.
 
     Args:
-        ends_alone: whether stages may be what runs before the first block, or after the last, without any block.
+        ends_alone: whether the first or the last stage may have no block, only the ops before or after all blocks.
     """
     if len(blocks.lists) != 1:
         return f"it has {len(blocks.lists) or 'no'} lists of repeated blocks, and exactly one can be split"
@@ -57,11 +57,11 @@ def obstacle(graph: OpGraph, blocks: Blocks, *, ends_alone: bool = False) -> str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StagesOfOps:
-    """Which stages run which ops.
+    """The stages that run each op.
 
     Attributes:
-        stages: op -> stages that run it: several where it depends on no parameter.
-        stage_of_value: value -> stage that computes it, without values that depend on no parameter.
+        stages: op -> stages that run it; several only if the op depends on no parameter.
+        stage_of_value: value -> stage that computes it. Values that depend on no parameter are left out.
     """
 
     stages: Mapping[str, frozenset[int]]
@@ -69,10 +69,10 @@ class _StagesOfOps:
 
     @classmethod
     def of(cls, graph: OpGraph, stage_of: Mapping[str, int], last: int) -> _StagesOfOps | None:
-        """Return the stages of ops, given the stage of each block; None where the blocks do not run in that order.
+        """Return the stages of ops, given the stage of each block; None if the blocks do not run in that order.
 
         Args:
-            last: the stage of what runs after all blocks.
+            last: the stage that runs the ops after all blocks.
         """
         running, own, stage_of_value = 0, dict[str, int](), dict[str, int]()
         blocks = [block_of(graph.calls[op.call].fqn) or "" for op in graph.ops]
@@ -101,8 +101,8 @@ def split(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) ->
     """Return the graph of one stage of a graph that has no `obstacle`, or of several stages on one rank.
 
     Args:
-        counts: blocks of each stage; the first and the last may have none.
-        which: from 0, in order; no two that follow each other.
+        counts: number of blocks of each stage; 0 is allowed for the first and the last.
+        which: the wanted stages, counted from 0, in ascending order. No two of them are adjacent.
     """
     (block_names,) = blocks.lists.values()
     assert sum(counts) == len(block_names)
@@ -162,7 +162,7 @@ def _sent(values: Sequence[str]) -> Iterator[ModelOutput]:
 
 
 def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
-    """Return ``op`` with boundary tensors as arguments of the root module."""
+    """Return ``op`` with crossings that bring boundary tensors in as arguments of the root module."""
     if not any(value in paths for value in op.inputs):
         return op
     crossings = tuple(
@@ -173,7 +173,7 @@ def _receiving(graph: OpGraph, op: Op, paths: Mapping[str, str]) -> Op:
 
 
 def _from_root(graph: OpGraph, op: Op, row: tuple[Crossing, ...], path: str) -> tuple[Crossing, ...]:
-    """Return the boundaries from the root's argument to ``op``, given those from where the value is computed."""
+    """Return the crossings from an argument of the root module to ``op``; ``row``: those from the value's producer."""
     inward = next((i for i, crossing in enumerate(row) if crossing.direction == "input"), len(row))
     inner_crossings = row[inward:]
     frame: int | None = graph.calls[inner_crossings[0].call].parent if inner_crossings else op.call

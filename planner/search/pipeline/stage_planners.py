@@ -1,8 +1,8 @@
-"""Pipeline stages as models of their own: their graphs, their share of the cluster, what they may choose.
+"""Pipeline stages as models of their own: their graphs, their parts of the cluster, their choices.
 
-A boundary tensor, which one stage sends to the next, has one layout on both sides: split on the first axis by samples
-(a single sample by its sequence) and on the inner axes by anything or nothing. The same holds between the chunks of
-interleaved stages.
+A boundary tensor is sent from one stage to the next, and has the same layout on both sides. The first axis shards it by
+samples (a single sample by its sequence). The inner axes shard it in any way or not at all. The same holds for tensors
+between the chunks of interleaved stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from planner.strategies.enumerate import Strategy
 R = Replicate()
 
 MOST_STAGES = 64
-"""Stages of a pipeline at most."""
+"""Largest number of stages of a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class PipelineRun:
     """A way to run a job in stages.
 
     Attributes:
-        mesh: of one stage.
+        mesh: the mesh of one stage.
         blocks_per_stage: number of blocks of each stage.
         ac: checkpointing mode.
-        chunks: of the model on each stage; more than one are interleaved.
-        bounds_chunks: whether it stands, in one chunk, for all stages, interleaved ones too, to bound them.
+        chunks: chunks of the model on each stage; several chunks are interleaved.
+        bounds_chunks: whether the run, with one chunk per stage, is priced to bound interleaved stages too.
     """
 
     mesh: MeshSpec
@@ -58,17 +58,17 @@ class PipelineRun:
 
     @property
     def whole_mesh(self) -> MeshSpec:
-        """The mesh of all stages."""
+        """The mesh of all stages together."""
         return MeshSpec(axes=((PIPELINE_AXIS, len(self.blocks_per_stage)), *self.mesh.axes))
 
     @property
     def kinds(self) -> tuple[StageKind, ...]:
-        """The kinds of its stages, the most frequent first."""
+        """The kinds of stages, the most frequent first."""
         return kinds_of(self.blocks_per_stage, self.chunks)
 
     @property
     def passes(self) -> float:
-        """Step time of equal stages, in micro-batches of one stage."""
+        """The number of micro-batches of one stage that take as long as a step of equal stages, idle time included."""
         return self.micro_batches + idle_passes(len(self.blocks_per_stage), self.chunks)
 
 
@@ -78,7 +78,7 @@ class PlannedPipeline:
 
     Attributes:
         boundary: layout of the boundary tensors, on the mesh of a stage.
-        kinds: each kind of stage with its plan.
+        kinds: (kind of stage, plan of such a stage).
     """
 
     pipeline: PipelineRun
@@ -93,7 +93,7 @@ class PlannedPipeline:
 
 
 def stage_clusters(cluster: ClusterSpec, most: int) -> Iterator[tuple[int, ClusterSpec]]:
-    """Yield each number of stages up to ``most`` with the cluster of one stage: whole nodes, or part of one."""
+    """Yield (number of stages, cluster of one stage) up to ``most`` stages. A stage has whole nodes, or part of one."""
     nodes, per_node = cluster.nodes, cluster.devices_per_node
     for stages in range(2, most + 1):
         if nodes % stages == 0:
@@ -108,12 +108,12 @@ def stage_clusters(cluster: ClusterSpec, most: int) -> Iterator[tuple[int, Clust
 
 
 def stage_clusters_of(planner: RunPlanner) -> dict[int, ClusterSpec]:
-    """Return the numbers of stages that a model and its cluster can be split into -> the cluster of one stage."""
+    """Return number of stages -> cluster of one stage, for all numbers that the model and its cluster allow."""
     return dict(stage_clusters(planner.cluster, min(len(listed_blocks(planner)), MOST_STAGES)))
 
 
 class StagePlanners:
-    """Planners of stages: one for each kind of stage on its share of the cluster, made once.
+    """The planners of stages: one for each kind of stage on its part of the cluster, each built once.
 
     Attributes:
         whole: planner of the whole model on the whole cluster.
@@ -121,14 +121,14 @@ class StagePlanners:
     """
 
     def __init__(self, whole: RunPlanner, clusters: Mapping[int, ClusterSpec] | None = None) -> None:
-        """Prepare to plan stages; ``clusters`` None: all that the model and its cluster can be split into."""
+        """Prepare to plan stages; ``clusters`` None: those of `stage_clusters_of`."""
         self.whole = whole
         self.clusters = stage_clusters_of(whole) if clusters is None else clusters
         self._models: dict[tuple[Role, int, int], ModelAnalysis] = {}
         self._planners: dict[tuple[Role, int, int, int], RunPlanner] = {}
 
     def planner(self, kind: StageKind, stages: int) -> RunPlanner:
-        """Return the planner of a kind of stage, in a pipeline of so many stages."""
+        """Return the planner of a kind of stage in a pipeline of ``stages`` stages."""
         key = kind.role, kind.blocks, kind.chunks, stages
         if key not in self._planners:
             whole = self.whole
@@ -140,7 +140,7 @@ class StagePlanners:
 
     @functools.cached_property
     def may_have_ends_alone(self) -> bool:
-        """Whether a chunk may be what runs before all blocks, or after them, without any block."""
+        """Whether a chunk may have no block, only the ops before or after all blocks."""
         model = self.whole.model
         return split_graph.obstacle(model.graph, model.blocks, ends_alone=True) is None
 
@@ -188,15 +188,15 @@ class StagePlanners:
         boundary: Layout | None,
         zigzag_axis: int | None = None,
     ) -> Restriction:
-        """Return what a stage may choose.
+        """Return the choices that a stage has.
 
         Args:
-            planner: of the stage.
-            run: of the stage.
-            restrict: mesh -> what pins leave to choose on it.
-            boundary: layout of the boundary tensors; None: any of `layouts`. Inputs of the model follow it.
-            zigzag_axis: the one axis on which attention of all stages has its sequences, in zigzag order; `NOT_SPLIT`
-                of `context_parallel_order`: none; None: any.
+            planner: the planner of the stage.
+            run: the run of the stage.
+            restrict: mesh -> the choices that pins allow on it.
+            boundary: layout of the boundary tensors, which the model's inputs follow; None: any of `layouts`.
+            zigzag_axis: index of the mesh axis on which attention in zigzag order has its sequences sharded in all
+                stages. `NOT_SPLIT` of `context_parallel_order`: sequences are whole. None: any axis.
         """
         layouts = [boundary] if boundary is not None else self.layouts(planner, run.mesh, planner.micro_batch(run))
         pinned = restrict(run.mesh)
@@ -222,10 +222,10 @@ class StagePlanners:
 
 
 def stage_counts(kind: StageKind, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the number of blocks of each part of the model, and which parts are the chunks of a stage of this kind.
+    """Return the number of blocks of each part of the model, and the parts that are the chunks of a stage of this kind.
 
-    One block lies between two chunks, since a chunk is the same wherever it lies. The blocks before all chunks, and
-    those after them, are one part each.
+    The part between two chunks has one block, because a chunk's graph does not depend on its position. All blocks
+    before the first chunk are one part, and all blocks after the last chunk are one part.
     """
     between = [part for size in chunk_sizes(kind.role, kind.blocks, kind.chunks) for part in (size, 1)][:-1]
     left = blocks - sum(between)
@@ -238,12 +238,12 @@ def stage_counts(kind: StageKind, blocks: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def is_boundary_path(path: str) -> bool:
-    """Tell whether an argument or a result of the root is a boundary tensor."""
+    """Return whether an argument or a result of the root module, given by its path, is a boundary tensor."""
     return path.startswith(f"{split_graph.PATH}.")
 
 
 def is_root_input(slot: Slot) -> bool:
-    """Tell whether a slot is an argument that a stage is called with."""
+    """Return whether a slot is an argument that a stage is called with."""
     return slot.origin == "entry" and slot.source is None and slot.value.kind == "input"
 
 
@@ -253,13 +253,16 @@ def _path(slot: Slot) -> str:
 
 
 def _by_samples(slot: Slot, layouts: Collection[Layout], mesh: MeshSpec) -> list[Layout]:
-    """Return the layouts of an input that match those of boundary tensors: split by samples on the same axes."""
+    """Return the layouts of a model input that match ``layouts``: sharded by samples on the same axes.
+
+    Replicated if none of them divides the input evenly.
+    """
     matching: list[Layout] = [tuple(p if p == Shard(0) else R for p in layout) for layout in layouts]
     fitting = [layout for layout in matching if divides(slot.value.shape, layout, mesh.shape)]
     return fitting or [tuple(R for _ in mesh.shape)]
 
 
 def listed_blocks(planner: RunPlanner) -> tuple[str, ...]:
-    """Return the FQNs of the blocks of a model that can be split into stages, in order."""
+    """Return the FQNs of the blocks in the one list of a model that can be split into stages, in order."""
     (blocks,) = planner.model.blocks.lists.values()
     return blocks

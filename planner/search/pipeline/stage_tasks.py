@@ -19,15 +19,15 @@ from planner.search.worker_context import SearchConstraints, WorkerContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBound:
-    """Lower bounds on the seconds of every stage of one role with ``blocks`` or more, as one of equal stages.
+    """Lower bounds in seconds on the ``U`` (see `step_time`) of every stage of one role with ``blocks`` blocks or more.
 
     Attributes:
-        blocks: of the stage that was relaxed.
-        index: of that stage in its pipeline: earlier ones keep activations of more micro-batches.
-        mesh_bound: None where the stage has no layout, or its parameters do not fit.
-        bounds_s: checkpointing mode, of those that may fit at ``index`` -> lower bound.
-        capped_s: lower bound within the memory cap without checkpointing, of the stage at ``index`` or an earlier one;
-            no more than the cutoff.
+        blocks: number of blocks of the stage that was relaxed.
+        index: position of this stage in its pipeline. Earlier stages hold activations of more micro-batches.
+        mesh_bound: the bounds by choice; None if the stage has no layout, or its parameters do not fit.
+        bounds_s: checkpointing mode -> lower bound. Modes that cannot fit at ``index`` are left out.
+        capped_s: lower bound under the memory cap, without checkpointing, for stages at ``index`` or earlier. It is the
+            cutoff at most.
     """
 
     blocks: int
@@ -37,26 +37,26 @@ class StageBound:
     capped_s: float = 0.0
 
     def bound_s(self, kind: StageKind, ac: str) -> float:
-        """Return the lower bound of stages of ``kind``; infinite where they do not fit."""
+        """Return the lower bound of stages of ``kind``: 0 if nothing is known of them, infinite if they do not fit."""
         if kind.blocks < self.blocks:
             return 0.0
         if self.mesh_bound is None:
             return math.inf
-        if kind.indices[0] > self.index:  # it keeps less: the memory cap says nothing of it
+        if kind.indices[0] > self.index:  # it holds fewer activations: the bounds under the cap do not apply
             return self.bounds_s.get(ac, 0.0)
         return max(self.bounds_s.get(ac, math.inf), self.capped_s if ac == "none" else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundStage:
-    """Bounds a stage by its relaxation without checkpointing.
+    """A task that bounds a stage by its relaxation without checkpointing.
 
     Attributes:
-        kind: of the stage.
-        pipeline: that it is part of; its checkpointing mode does not matter.
-        recompute_s: checkpointing mode, of those that may fit -> lower bound on recomputing a block, in seconds per
-            step.
-        cutoff_s: seconds from which on the stage is not wanted.
+        kind: the kind of the stage.
+        pipeline: the pipeline of the stage; its checkpointing mode is not read.
+        recompute_s: checkpointing mode -> lower bound on the seconds of recomputing one block in a step. Modes that
+            cannot fit are left out.
+        cutoff_s: ``U`` in seconds (see `step_time`) at or above which the stage is not wanted.
     """
 
     kind: StageKind
@@ -92,11 +92,11 @@ class BoundStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxStage:
-    """Relaxes a stage within the memory cap.
+    """A task that relaxes a stage within the memory cap.
 
     Attributes:
-        mesh_bound: of such a stage, if known.
-        cutoff_s: seconds from which on the stage is not wanted.
+        mesh_bound: the bounds by choice of such a stage; None: not known.
+        cutoff_s: ``U`` in seconds (see `step_time`) at or above which the stage is not wanted.
     """
 
     kind: StageKind
@@ -105,7 +105,7 @@ class RelaxStage:
     cutoff_s: float
 
     def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> float:
-        """Return a lower bound on the stage's seconds, as one of equal stages; infinite where it does not fit."""
+        """Return a lower bound in seconds on the stage's ``U`` (`step_time`); infinite if the stage does not fit."""
         return self.relax(context.once(StagePlanners), constraints, None)[0]
 
     def relax(
@@ -115,7 +115,10 @@ class RelaxStage:
         boundary: Layout | None,
         zigzag_axis: int | None = None,
     ) -> tuple[float, FormulatedRun]:
-        """Return the same, restricted as `StagePlanners.restriction` says, and the stage's program."""
+        """Return the bound of the stage under a restriction, and the stage's program.
+
+        ``boundary`` and ``zigzag_axis`` are arguments of `StagePlanners.restriction`.
+        """
         planner = stages.planner(self.kind, len(self.pipeline.blocks_per_stage))
         run = stages.run(planner, self.kind, self.pipeline)
         restriction = stages.restriction(planner, run, constraints.restrict, boundary, zigzag_axis)
@@ -125,10 +128,10 @@ class RelaxStage:
         problem = formulated.formulation.problem
         with planner.clock.stage("solve_s"):
             try:
-                # Without bounds the answer has to tell what does not fit from what reaches the cutoff.
+                # Without bounds by choice, an infinite result means that the stage does not fit: so there is no cutoff.
                 cutoff_s = math.inf if self.mesh_bound is None else self.cutoff_s
                 relaxed = Relaxer(problem, constraints.memory_bytes).capped(cutoff_s)
-            except SolverError:  # no answer: a bound without the cap holds within it
+            except SolverError:  # no answer; the bound without the cap holds with the cap too
                 relaxed = relax(problem)
         bound_s = math.inf if relaxed is None else relaxed.bound_s
         return bound_s if self.mesh_bound is None else min(bound_s, self.cutoff_s), formulated
