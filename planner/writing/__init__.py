@@ -1,7 +1,7 @@
-"""How does a decision become a plan, and a plan a price again?
+"""Plans written from decisions, and existing plans read and priced again.
 
 a plan, from a decision    write.write_plan, .write_pipeline_plan
 a price, from a plan       reprice.open_for_pricing
 names: patterns of FQNs    fqn_entries
-what figures do not say    notes.notes_on
+notes on a plan            notes.notes_on
 """

@@ -1,4 +1,4 @@
-"""How a plan that is written down groups the blocks of its model: as its entries tell them apart."""
+"""The grouping of a model's blocks in an existing plan: blocks with different entries are in different parts."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from planner.regions.blocks import Blocks
 from planner.regions.regions import block_of
 
 _MOST_STARTS = 4
-"""In how many places a plan of ours tells blocks apart; more is somebody else's, and each takes its time to try."""
+"""Most places at which successive blocks may differ, for coarser groupings to be tried.
+
+Plans that shardplan writes have no more of them, and each grouping takes time to try.
+"""
 
 
 def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> list[Grouping]:
-    """Return how ``plan`` may group the blocks, the fewest parts first.
+    """Return the groupings of the blocks that ``plan`` may have been written from, the finest last.
 
-    The last takes blocks in a row that its entries say the same of as a part, and never takes two for alike that are
-    not. It may part those that are alike, too: a first block has ports that the others do not need.
+    A part of the finest grouping is a row of successive blocks with equal entries in the plan. So it never joins blocks
+    that differ. It may separate blocks that could share decisions: the first block of a list may have ports that the
+    other blocks do not need.
 
     Raises:
-        PlanMismatchError: it checkpoints a module that is no block, which cannot be priced.
-        PlanKeyError: a key that matches nothing, or two that disagree.
+        PlanMismatchError: the plan checkpoints a module that is no block, which cannot be priced.
+        PlanKeyError: a key matches nothing, or two keys disagree.
     """
     modes = resolve_keys(plan.activation_checkpointing, names.modules, field="activation_checkpointing", what="module")
     everyone = set(blocks.first(None))
@@ -61,7 +65,7 @@ def plan_groupings(plan: ShardingPlan, blocks: Blocks, names: ModuleNames) -> li
 def _entries_by_block(
     plan: ShardingPlan, blocks: AbstractSet[str], names: ModuleNames
 ) -> dict[str, set[tuple[str, str, str]]]:
-    """Return what a plan says of each block: field, name below the block, and value."""
+    """Return block -> its entries in a plan: (field, name relative to the block, text of the value)."""
     entries_by_block: dict[str, set[tuple[str, str, str]]] = {block: set() for block in blocks}
     stored = {key: value for key, value in plan.plan.items() if not isinstance(value, str)}
     groups = resolve_keys(plan.fully_shard, names.modules, field="fully_shard", what="module")

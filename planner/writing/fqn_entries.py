@@ -1,4 +1,4 @@
-"""From a decision to the plan's own terms: patterns of FQNs, and layouts."""
+"""The entries of a plan that a decision is written as: layouts and ports by patterns of FQNs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntries:
-    """The layouts of a plan, by its fields."""
+    """The fields of a `ShardingPlan` that state layouts, ports and FSDP groups."""
 
     plan: Mapping[str, Layout]
     compute_plan: Mapping[str, Layout]
@@ -37,15 +37,19 @@ class PlanEntries:
     keep_gathered_for_step: tuple[str, ...]
 
     def by_field(self) -> dict[str, Any]:
-        """Return the fields of a `ShardingPlan` that these are."""
+        """Return field name -> value, as arguments of `ShardingPlan`."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
-    """Return ``entries`` with a pattern in place of keys that differ in block numbers only and agree.
+    """Return ``entries`` with one pattern in place of keys that differ only in numbers and have equal entries.
 
-    A pattern stands only where every one of ``names`` that it matches has an entry, and the same one; otherwise those
-    of blocks in a row that agree are one key, such as ``layers.{0-7}.mlp``.
+    A pattern with ``*`` is used only if all ``names`` that it matches have equal entries. Otherwise successive blocks
+    with equal entries share a key, such as ``layers.{0-7}.mlp``.
+
+    Args:
+        entries: FQN -> entry.
+        names: all FQNs that a pattern could match.
     """
     matched: dict[str, list[str]] = defaultdict(list)
     pattern_of = {name: _pattern(name) for name in entries}
@@ -62,7 +66,7 @@ def fold_names(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
 
 
 def _rows(entries: Mapping[str, T]) -> dict[str, str]:
-    """Return name -> key that also names those of the blocks before and after it that agree."""
+    """Return name -> key in the plan. Names in successive blocks with equal entries share a key."""
     lists: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for name in entries:
         block = block_of(name)
@@ -78,7 +82,7 @@ def _rows(entries: Mapping[str, T]) -> dict[str, str]:
 
 
 def _in_a_row(entries: Mapping[int, T]) -> list[list[int]]:
-    """Return the numbers in order, in rows of those that follow each other and have the same entry."""
+    """Return the numbers in ascending order, grouped in rows of successive numbers with equal entries."""
     rows: list[list[int]] = []
     for number in sorted(entries):
         if rows and number == rows[-1][-1] + 1 and entries[number] == entries[rows[-1][-1]]:
@@ -94,13 +98,13 @@ def _pattern(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedEntries:
-    """The layouts of a decision by the names of parameters and modules, equal blocks each by their own.
+    """The layouts of a decision by the FQNs of parameters and modules. Every block has entries of its own.
 
     Attributes:
-        stored, compute, gradients: parameter -> layout.
+        stored, compute, gradients: parameter -> layout; ``compute`` only if it differs from the stored layout.
         inputs, outputs: module -> path of an argument -> port.
         fsdp_groups: block -> names, relative to it, of the parameters of its FSDP group.
-        reshard_after: block -> when its FSDP group reshards, if not after the forward.
+        reshard_after: block -> when its FSDP group reshards; groups that reshard after the forward are left out.
     """
 
     stored: dict[str, Layout] = field(default_factory=dict)
@@ -112,7 +116,7 @@ class NamedEntries:
     reshard_after: dict[str, ReshardAfter] = field(default_factory=dict)
 
     def renamed(self, name: Callable[[str], str]) -> NamedEntries:
-        """Return the entries under other names."""
+        """Return the entries with ``name`` applied to every FQN."""
 
         def under(entries: Mapping[str, T]) -> dict[str, T]:
             return {name(key): value for key, value in entries.items()}
@@ -128,7 +132,7 @@ class NamedEntries:
         )
 
     def update(self, other: NamedEntries) -> None:
-        """Add the entries of another part of the model; of the root module, by argument."""
+        """Add the entries of another part of the model. Ports of a module in both parts are merged by argument."""
         self.stored.update(other.stored)
         self.compute.update(other.compute)
         self.gradients.update(other.gradients)
@@ -139,12 +143,12 @@ class NamedEntries:
                 own.setdefault(module, {}).update(ports)
 
     def folded(self, module: ModuleNames) -> PlanEntries:
-        """Return the plan's layouts: one key where equal blocks agree, and all parameters named."""
+        """Return the plan's entries, with one key for blocks that agree. Parameters that no op uses are replicated."""
         names, modules = module.parameters, module.modules
         axes = len(next(iter(self.stored.values()))) if self.stored else 0
         unused = {name: replicated(axes) for name in names if axes and name not in self.stored}
         stored = {**self.stored, **unused}
-        # Of one parameter all fields speak by one key.
+        # All fields of the plan name a parameter by the same key.
         layouts = fold_names(
             {name: (stored.get(name), self.compute.get(name), self.gradients.get(name)) for name in names}, names
         )
@@ -168,7 +172,7 @@ class NamedEntries:
 
 
 def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
-    """Return the layouts of ``decision`` by name."""
+    """Return the layouts of ``decision`` by FQN."""
     regions = structure.regions
     entries = NamedEntries()
     by_value: dict[str, StorageOption] = {}
@@ -198,7 +202,7 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
                 if port is not None:
                     fqn, direction, path = hook_key(regions, slot.boundary)
                     ports = (entries.inputs if direction == "input" else entries.outputs).setdefault(fqn, {})
-                    # Calls of one module agree, but where no gradient comes back it is another that says its layout.
+                    # The calls of a module have equal ports, but only a call with a gradient has the gradient's layout.
                     if port.grad is not None or path not in ports:
                         ports[path] = port
     entries.fsdp_groups.update({block: tuple(sorted(names)) for block, names in fsdp_groups.items()})
@@ -209,19 +213,25 @@ def named_entries(structure: Structure, decision: Decision) -> NamedEntries:
 
 
 def decision_entries(structure: Structure, decision: Decision, module: ModuleNames) -> PlanEntries:
-    """Return the plan's layouts for ``decision``."""
+    """Return the plan's entries for ``decision``."""
     return named_entries(structure, decision).folded(module)
 
 
 def _spec(ports: Mapping[str, Port]) -> PortSpec:
-    """Return the shortest way to write ports by argument name."""
+    """Return the shortest form of ports by argument path."""
     return ports[""] if set(ports) == {""} else dict(sorted(ports.items()))
 
 
 def _port(
     structure: Structure, decision: Decision, slot: Slot, link: Link | None, position: int, strategy: Strategy
 ) -> Port | None:
-    """Return the port of an entry at the end of ``link``, None where nothing changes there."""
+    """Return the port of an entry of a region; None if its tensor is not redistributed there.
+
+    Args:
+        link: the link that leads to the entry; None: the entry is a model input or a plain tensor.
+        position: index of the entry among the slots of its region.
+        strategy: the strategy of this region.
+    """
     layout, gradient = strategy.forward[position], strategy.gradient[position]
     assert layout is not None
     if link is None:

@@ -1,4 +1,4 @@
-"""Whether a model's forward returns a loss, and the note of a plan whose model returns none."""
+"""The check that a model's forward returns a loss, and the note on a plan whose model returns none."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NO_LOSS_NOTE = (
 
 
 def returns_no_loss(traced: ModelAnalysis) -> bool:
-    """Tell whether the forward returns nothing that a backward could begin with."""
+    """Return whether the forward returns no loss, so that no backward can begin."""
     return not any(output.is_loss for output in traced.graph.outputs)

@@ -1,4 +1,4 @@
-"""What a person should know of a plan that its figures do not say."""
+"""Notes on a plan: facts for a reader that the plan's figures do not show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASYNC_TP_NOTE = (
 
 
 def notes_on(run: Run, module: TracedModule, traced: ModelAnalysis, batch: int) -> Iterator[str]:
-    """Yield what is worth knowing of a plan of ``run``; ``batch`` is the global one, in samples."""
+    """Yield the notes on a plan of ``run``; ``batch`` is the number of samples in the global batch."""
     if run.job.training and returns_no_loss(traced):
         yield NO_LOSS_NOTE
     if run.job.phase == "prefill" and not module.has_kv_cache:
@@ -58,21 +58,21 @@ def fused_ops_note(graph: OpGraph) -> str:
 
 
 def without_fused_ops_note(notes: Iterable[str]) -> Iterator[str]:
-    """Yield the notes that say something else."""
+    """Yield the notes that are not on fused ops."""
     yield from (note for note in notes if not note.startswith((NOTHING_FUSED, _FUSED)))
 
 
 _REALLGATHERED = "all-gathered again in the backward, in place of being saved: "
 _NOTHING_REALLGATHERED = "no input is all-gathered again in the backward."
 _NAMED = 4
-"""Keys that are named; the others are counted."""
+"""Largest number of keys that the note names; further keys are counted."""
 
 
 def with_reallgather_note(notes: Iterable[str], input_plan: Mapping[str, PortSpec], job: Job) -> tuple[str, ...]:
-    """Return ``notes`` with a current note on the inputs that ``input_plan`` all-gathers again.
+    """Return ``notes`` with an up-to-date note on the inputs that ``input_plan`` all-gathers again in backward.
 
     Args:
-        job: the plan's; if it asks for re-all-gather and no input has it, the note says so.
+        job: the plan's job. If it asks for re-all-gather and no input is all-gathered again, the note says so.
     """
     keys = [key for key, spec in input_plan.items() if any(port.reallgather for _, port in ports_of(spec))]
     other_notes = tuple(note for note in notes if not note.startswith((_REALLGATHERED, _NOTHING_REALLGATHERED)))

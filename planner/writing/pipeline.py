@@ -1,4 +1,4 @@
-"""A planned pipeline in the terms of a plan: layouts of all stages by name, the stages, and what a step costs."""
+"""A planned pipeline as entries of a plan: layouts of all stages by FQN, the stages, and the cost of a step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from planner.writing.fqn_entries import NamedEntries, PlanEntries, fold_names, n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineEntries:
-    """What a plan says of a pipeline.
+    """The entries of a plan for a pipeline.
 
     Attributes:
-        mesh: of all stages.
-        modes: FQN pattern of blocks -> how they are checkpointed.
-        estimate: of a device of the slowest stage, but for the peak, which is that of the fullest.
+        mesh: the mesh of all stages together.
+        modes: FQN pattern of blocks -> checkpointing mode.
+        estimate: the estimate of a device of the slowest stage. Its step time is that of the pipeline. Its memory is
+            that of the stage with the highest peak, and its optimizer seconds are the most of any stage.
     """
 
     mesh: MeshSpec
@@ -35,10 +36,10 @@ class PipelineEntries:
 
 
 def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], module: ModuleNames) -> PipelineEntries:
-    """Return ``pipeline_plan`` in the terms of a plan.
+    """Return ``pipeline_plan`` as entries of a plan.
 
     Args:
-        blocks: of the whole model, in order.
+        blocks: FQNs of the whole model's blocks, in order.
         module: the names of the whole model.
     """
     entries, modes = NamedEntries(), dict[str, CheckpointingMode]()
@@ -81,7 +82,7 @@ def pipeline_entries(pipeline_plan: PlannedPipeline, blocks: Sequence[str], modu
 
 
 def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequence[str]) -> Callable[[str], str]:
-    """Return what turns names in the planned stage of a kind into those of the stage ``index``."""
+    """Return a function from FQNs of the stage that was planned for ``kind`` to FQNs of stage ``index``."""
     counts, which = stage_counts(kind, len(blocks))
     planned = (number for part in which for number in range(sum(counts[:part]), sum(counts[: part + 1])))
     placed = placed_in_model(pipeline.blocks_per_stage, pipeline.chunks, index)
@@ -95,13 +96,13 @@ def _renaming(kind: StageKind, index: int, pipeline: PipelineRun, blocks: Sequen
 
 
 def _modules(parameters: Mapping[str, object], module: ModuleNames) -> tuple[str, ...]:
-    """Return the patterns of the blocks that have these parameters, and the modules of those that are in none."""
+    """Return FQN patterns of the blocks that have these parameters, and of modules that have them outside of blocks."""
     owners = {name: block_of(name) or name.rpartition(".")[0] for name in module.parameters if name in parameters}
     return tuple(dict.fromkeys(fold_names(dict.fromkeys(owners.values()), module.modules)))
 
 
 def _estimate(pipeline_plan: PlannedPipeline) -> tuple[Estimate, float]:
-    """Return the estimate, and the seconds that a device of the slowest stage waits for the others."""
+    """Return the estimate of a step, and the seconds that a device of the slowest stage waits for other stages."""
     stages, micro_batches = pipeline_plan.stages(), pipeline_plan.pipeline.micro_batches
     slowest = max(stages, key=lambda stage: pass_s(stage.estimate, stage.run.passes))
     share = micro_batches / slowest.run.passes

@@ -1,4 +1,4 @@
-"""A plan that exists, and its model: traced, and priced anew from the plan alone."""
+"""Pricing of an existing plan: its model is traced, its entries are read as a decision, and the decision is priced."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from planner.writing.token_order import check_token_order, zigzag_order
 def estimate_plan(
     model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
 ) -> ShardingPlan:
-    """Return ``plan`` priced anew from the plan alone, on its own cluster or another of the same size.
+    """Return ``plan`` with a new estimate, from its entries alone, on its own cluster or another of the same size.
 
     Raises:
-        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
-        MeshError: its mesh is not the whole cluster.
+        PlanMismatchError: the plan is for another model, or the model cannot run in its layouts.
+        MeshError: the plan's mesh is not the whole cluster.
+        JobError: see `open_for_pricing`.
     """
     context = open_for_pricing(model, plan, example_inputs=example_inputs, cluster=cluster)
     plan_contents = context.plan_contents
@@ -57,7 +58,7 @@ def estimate_plan(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """The run that a plan is for, and the decision that it writes down."""
+    """The run and the decision that a plan states, with the formulator and the structure of the run."""
 
     run: Run
     formulator: Formulator
@@ -66,11 +67,14 @@ class ReadPlan:
 
 
 def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> ReadPlan:
-    """Return what ``plan`` writes down, with as many blocks alike as it allows: as it was written, if we wrote it.
+    """Return the run and the decision that ``plan`` states.
+
+    The blocks have the coarsest grouping from which the same plan would be written. For a plan that shardplan wrote, it
+    is the grouping of its search.
 
     Args:
-        search: of the model, the plan's job and its cluster.
-        names: of the model.
+        search: the planner of runs for the model, the plan's job and the cluster.
+        names: FQNs of the model's parameters and modules.
 
     Raises:
         PlanMismatchError: the plan's layouts are none that this model's modules can run in.
@@ -97,7 +101,7 @@ def _read(search: RunPlanner, plan: ShardingPlan, names: ModuleNames, grouping: 
         try:
             return _read_on(search, plan, names, grouping, batch_axes)
         except PlanMismatchError:
-            pass  # written by hand, perhaps: it may split more than the batch on these axes
+            pass  # a plan that was written by hand may split more than the batch on these axes
     return _read_on(search, plan, names, grouping, ())
 
 
@@ -123,10 +127,13 @@ def _read_on(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricingContext:
-    """A plan's model, traced, and what the plan writes down: what prices it and its neighbours.
+    """Everything that prices a plan and variants of it.
 
     Attributes:
-        returns_no_loss: whether the model's forward returns none.
+        search: the planner of runs, with the traced model.
+        plan_contents: the run and the decision that the plan states.
+        clock: the seconds spent in each stage.
+        returns_no_loss: whether the model's forward returns no loss.
     """
 
     search: RunPlanner
@@ -138,12 +145,12 @@ class PricingContext:
 def open_for_pricing(
     model: nn.Module, plan: ShardingPlan, *, example_inputs: GivenInputs = None, cluster: ClusterSpec | None = None
 ) -> PricingContext:
-    """Return ``plan`` with its model, on its own cluster or another of the same size.
+    """Return what prices ``plan`` for ``model``, on its own cluster or another of the same size.
 
     Raises:
-        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
-        MeshError: its mesh is not the whole cluster.
-        JobError: its attention runs in a kernel that the cluster or the model does not have.
+        PlanMismatchError: the plan is for another model, or the model cannot run in its layouts.
+        MeshError: the plan's mesh is not the whole cluster.
+        JobError: there is no cluster, or the plan's attention kernel does not run on the cluster or with the model.
     """
     plan.check_priced()
     fingerprint = plan.fingerprint.get("model")
@@ -169,7 +176,7 @@ def open_for_pricing(
             model, inputs, micro_batch, plan.job.dtype, plan.job.phase, fused_ops=plan.job.fused_ops
         )
     check_kernel(plan.job, cluster.device, module.graph)
-    # A plan written by hand may ask for it at a module's input alone.
+    # A plan written by hand may re-all-gather an input although its job does not ask for it.
     job = dataclasses.replace(plan.job, reallgather=plan.job.reallgather or plan.reallgathers)
     plan = dataclasses.replace(plan, job=job)
     model_traced = ModelAnalysis.from_module(

@@ -1,4 +1,4 @@
-"""Zigzag token order of a plan: written from a decision, and read from a plan."""
+"""The zigzag token order of a plan: written from a decision, and checked in an existing plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.writing.fqn_entries import fold_names
 def zigzag_order(
     reordering: Reordering | str | None, structure: Structure, decision: Decision, run: Run, names: ModuleNames
 ) -> ZigzagOrder | None:
-    """Return the order that sequences have under ``decision``; None: their own."""
+    """Return the zigzag order that tokens have under ``decision``; None: tokens stay in their own order."""
     axis = zigzag_axis(structure.regions, decision.strategies, run.mesh.shape)
     if axis is None or not isinstance(reordering, Reordering):
         return None
@@ -37,10 +37,10 @@ def zigzag_order(
 
 
 def check_token_order(plan: ShardingPlan, order: ZigzagOrder | None, reordering: Reordering | str | None) -> None:
-    """Check that a plan says the order that its layouts ask for.
+    """Check that a plan states ``order``, the token order that its layouts require.
 
     Raises:
-        PlanMismatchError: it does not.
+        PlanMismatchError: it states another order.
     """
     if plan.zigzag == order:
         return
@@ -67,7 +67,7 @@ def _difference(plan_order: ZigzagOrder | None, order: ZigzagOrder | None, reord
 
 
 def token_order_notes(reordering: Reordering | str | None, order: ZigzagOrder | None) -> list[str]:
-    """Return what a person should know of the order of sequences."""
+    """Return the notes on the token order of a plan."""
     if isinstance(reordering, str):
         return [f"sequences stay in their own order: {reordering}."]
     if reordering is None or order is None:

@@ -1,4 +1,4 @@
-"""What was found, as a plan."""
+"""The result of a search, written as a `ShardingPlan`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write_pipeline_plan(
     report: SolverReport,
     notes: Sequence[str],
 ) -> ShardingPlan:
-    """Return the plan of a pipeline, made for ``memory_bytes`` per device at most."""
+    """Return the `ShardingPlan` of a pipeline, which was found under a cap of ``memory_bytes`` per device."""
     text = pipeline_entries(pipeline_plan, listed_blocks(planner), module.names)
     first = write_plan(planner, module, pipeline_plan.stages()[0], memory_bytes, report, [*notes, PIPELINE_NOT_RUN])
     return dataclasses.replace(
@@ -74,7 +74,7 @@ def write_pipeline_plan(
 def solver_report(
     mesh_result: SearchResult[Candidate] | None, pipeline_result: SearchResult[PlannedPipeline] | None, planner: str
 ) -> SolverReport:
-    """Return how the best of both searches was found: that of pipelines where it has a plan, which then is faster."""
+    """Return the report on the best plan of both searches. A pipeline in ``pipeline_result`` is the faster plan."""
     pipeline = None if pipeline_result is None else pipeline_result.plan
     if pipeline is not None:
         solutions = [candidate.solution for _, candidate in pipeline.kinds]
@@ -100,7 +100,7 @@ def solver_report(
 
 
 def _with_outcome(meshes: Sequence[MeshReport], chosen: str, again: bool) -> tuple[MeshReport, ...]:
-    """Return the meshes with the outcome of both searches, where there were two."""
+    """Return the mesh reports, with "chosen" only for the mesh ``chosen``; unchanged if there was only one search."""
     if not again:
         return tuple(meshes)
     reports = []
