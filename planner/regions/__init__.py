@@ -1,4 +1,4 @@
-"""Where may layouts change? The ops between module boundaries, grouped into regions and blocks.
+"""Regions, inside which layouts cannot change, and the repeated blocks of a model.
 
 regions, and the links between them    regions.build_regions, .RegionGraph
 the repeated blocks                    blocks.find_blocks

@@ -47,9 +47,9 @@ class ModuleBodies:
             self.entries[key] = (self._source(key, crossings), crossings[-1])
 
     def _add_entries_of_repeated_calls(self) -> None:
-        """Make a tensor that only passes through a boundary an entry there, if another call of the module has one.
+        """Add entries for tensors that only pass through a boundary, if another call of the module has an entry there.
 
-        A plan has one key for all calls of a module: a redistribution at the boundary happens in each of them.
+        A plan has one key for all calls of a module, so a redistribution at the boundary happens in each call.
         """
         keys = {self._plan_key(crossings[-1]) for crossings in self._paths.values()}
         for (value, _), crossings in list(self._paths.items()):
@@ -60,11 +60,11 @@ class ModuleBodies:
                     self._paths.setdefault((value, self._body_behind(crossing)), crossings[: position + 1])
 
     def _plan_key(self, crossing: Crossing) -> tuple[str, str, str]:
-        """Return what a plan names a boundary by."""
+        """Return (module FQN, direction, path), by which a plan names a boundary."""
         return self._graph.calls[crossing.call].fqn, crossing.direction, crossing.path
 
     def _body_behind(self, crossing: Crossing) -> int:
-        """Return the call whose body a tensor is in after it has crossed."""
+        """Return the call whose body a tensor is in after ``crossing``."""
         return crossing.call if crossing.direction == "input" else self._parent(crossing.call)
 
     def _source(self, key: SlotKey, crossings: tuple[Crossing, ...]) -> SlotKey | None:

@@ -116,12 +116,15 @@ class RegionGraph:
 
 
 def is_sent(region: Region, slot: Slot) -> bool:
-    """Tell whether a slot is a tensor that a pipeline stage sends; apart from these only the loss is seen outside."""
+    """Return whether a slot is a tensor that leaves the root module and is not the loss, which is a scalar.
+
+    A pipeline stage sends these tensors to the next stage.
+    """
     return region.call == OUTSIDE and slot.origin == "entry" and bool(slot.value.shape)
 
 
 def is_received(slot: Slot) -> bool:
-    """Tell whether a slot is a tensor that a pipeline stage receives, and sends a gradient back for."""
+    """Return whether a slot is a tensor that a pipeline stage receives, and whose gradient it sends back."""
     return slot.source is None and slot.value.kind == "input" and slot.value.requires_grad
 
 
@@ -177,7 +180,7 @@ def build_regions(graph: OpGraph, *, fold: bool = True) -> RegionGraph:
 
 
 def _connects_ops(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str) -> bool:
-    """Tell whether a tensor of ``op`` puts it into one region with the other ops that read or write the tensor."""
+    """Return whether ``op`` is in one region with the other ops that read or write this tensor."""
     kind = graph.values[value].kind
     if kind == "plain":
         return _decided_by_plain_entry(graph, bodies, op, value)
@@ -185,9 +188,9 @@ def _connects_ops(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str) -> b
 
 
 def _decided_by_plain_entry(graph: OpGraph, bodies: ModuleBodies, op: Op, value: str) -> bool:
-    """Tell whether a plain tensor is an entry of an op that reads nothing but plain tensors and parameters.
+    """Return whether a plain tensor is an entry, and ``op``, which reads it, reads only plain tensors and parameters.
 
-    Such an op's layout follows from its plain inputs alone: they may be sharded at the boundary.
+    The layout of such an op follows from its plain inputs alone, which may be sharded at the boundary.
     """
     reads_plain = all(graph.values[name].kind in ("plain", "parameter") for name in op.inputs)
     return reads_plain and (value, op.call) in bodies.entries
