@@ -1,4 +1,4 @@
-"""How does a graph travel? `OpGraph` to JSON and back, as data that runs no code.
+"""Traced graphs as JSON documents and back, as data that runs no code.
 
 a graph as JSON, and back         codec.write_graph, .read_graph
 its fields and its schema         document

@@ -1,7 +1,7 @@
-"""The ops that a graph from outside may hold: a list of names, and what their schemas say of their arguments.
+"""The ops that a graph from outside may contain: a list of names, with a check of each op's schema.
 
-A name on the list is looked up in torch's own registry of ops and nowhere else. Everything on it computes tensors from
-tensors; on meta tensors each takes neither memory nor a time that goes with its sizes.
+A name on the list is looked up in torch's own registry of ops and nowhere else. Every op on the list computes tensors
+from tensors. On meta tensors it takes no memory, and its time does not depend on their sizes.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ ALLOWED: Final = frozenset(
     *(f"prims.{name}" for name in _PRIMS.split()),
     *(name.removesuffix(".default") for name in (experts.OP_NAME, *fused_kernels.NAMES)),
 }
-"""Names without their overloads; the in-place variant of each (``add_``) is allowed as well."""
+"""Names of ops, without overloads. The in-place variant of each op (``add_``) is allowed as well."""
 
 
 def name_of(target: Any) -> str | None:
-    """Return the name of an op that a graph may hold, None of anything else."""
+    """Return the name of an op that a graph may contain; None for any other object."""
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = str(target)
@@ -98,7 +98,7 @@ def name_of(target: Any) -> str | None:
 
 
 def find_op(name: str) -> torch._ops.OpOverload | None:
-    """Return the op called ``name``, as in ``aten.linear.default``; None where none of the list is."""
+    """Return the op called ``name``, as in ``aten.linear.default``; None if no op on the list has this name."""
     namespace, _, rest = name.partition(".")
     base, _, overload = rest.partition(".")
     is_allowed = f"{namespace}.{base}" in ALLOWED or f"{namespace}.{base.removesuffix('_')}" in ALLOWED

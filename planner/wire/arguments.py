@@ -12,7 +12,7 @@ from planner.errors import GraphFormatError
 from planner.graph.op_graph import Ref
 
 MAX_DEPTH: Final = 6
-"""Lists in lists: ops have two at most."""
+"""Most levels of nested lists; ops have two."""
 MAX_LIST: Final = 10_000
 MAX_TEXT: Final = 1_000
 MAX_INT: Final = 2**63 - 1
@@ -40,14 +40,14 @@ _CONSTANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class CannotWriteError(ValueError):
-    """An argument that has no form in a document."""
+    """Raised for an argument that a document cannot hold."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of ``dtype`` in a document.
 
     Raises:
-        CannotWriteError: it has none.
+        CannotWriteError: a document cannot hold this dtype.
     """
     name = str(dtype).removeprefix("torch.")
     if DTYPES.get(name) is not dtype:
@@ -59,7 +59,7 @@ def written(item: Any) -> Any:
     """Return the JSON value of an argument.
 
     Raises:
-        CannotWriteError: it has none; says what it is.
+        CannotWriteError: a document cannot hold this argument. The message says what it is.
     """
     if item is None or isinstance(item, (bool, str)):
         return item
@@ -89,16 +89,21 @@ def _written_constant(item: Any) -> Any:
 
 
 class ArgumentReader:
-    """Reads arguments; ``has_value`` tells of a value's name whether an op may refer to it."""
+    """Reads arguments; ``has_value`` returns whether a name is that of a value which an op may refer to."""
 
     def __init__(self, has_value: Callable[[str], bool]) -> None:
         self._has_value = has_value
 
     def read(self, item: Any, where: str, depth: int = 0) -> Any:
-        """Return the argument that the JSON value ``item`` writes.
+        """Return the argument that the JSON value ``item`` stands for.
+
+        Args:
+            item: a JSON value.
+            where: its place in the document, for messages.
+            depth: number of lists around it.
 
         Raises:
-            GraphFormatError: it writes none; names ``where`` it is.
+            GraphFormatError: it stands for no argument.
         """
         if item is None or isinstance(item, (bool, float)):
             return item

@@ -16,24 +16,24 @@ from planner.wire.replay import check_runs
 
 
 def write_graph(module: TracedModule) -> dict[str, str]:
-    """Return the JSON value of ``module``, compressed: the same for the same module.
+    """Return ``module`` as a compressed JSON value. Equal modules have equal values.
 
     Raises:
-        ModelError: its graph holds what cannot be sent; names the op.
+        ModelError: the graph has an op or an argument that cannot be sent. The message names the op.
     """
     return compressed(document_of(module))
 
 
 def read_graph(data: object, *, run: bool = True) -> TracedModule:
-    """Return the module in ``data``, a JSON value as `write_graph` makes it, compressed or not.
+    """Return the module in ``data``, a JSON value in the format of `write_graph`, compressed or not.
 
     Args:
-        data: from anywhere.
-        run: whether its ops are run, on meta tensors, to see that they make what the document says. Without this only
-            what can be read off is checked: fit for a process that is not to be risked.
+        data: a JSON value from any source, trusted or not.
+        run: whether to run the ops on meta tensors, to check that they return the tensors that the document states.
+            Without it no op runs, so that a process that must not fail can call this function.
 
     Raises:
-        GraphFormatError: it is no graph; names the place that is wrong.
+        GraphFormatError: ``data`` is no valid graph. The message names the place that is wrong.
     """
     module = read_document(parse_document(data))
     if run:
@@ -42,9 +42,9 @@ def read_graph(data: object, *, run: bool = True) -> TracedModule:
 
 
 def graph_digest(data: object) -> str:
-    """Return a hash of the graph in ``data``, equal for its forms where they hold the same text.
+    """Return a hash of the graph in ``data``. It is equal for both forms of the same JSON text, compressed and not.
 
     Raises:
-        GraphFormatError: it is neither form of a graph.
+        GraphFormatError: ``data`` is no form of a graph.
     """
     return hashlib.sha256(text_of(data)).hexdigest()

@@ -1,4 +1,4 @@
-"""A traced module from its document: every name is looked up, every number is in range, every op is on the list."""
+"""Reading of a document as a traced module. Every name, number and op in it is checked."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from planner.wire.module_calls import OUTSIDE, Routes, read_calls
 from planner.wire.schemas import check_arguments, count_of, returns_list
 
 MAX_NBYTES: Final = 2**58
-"""Of one tensor: far more than all that there is, and far less than what overflows."""
+"""Most bytes of one tensor: far more than real tensors have, and far less than what overflows 64 bits."""
 MAX_STEPS: Final = 200_000
-"""Of all bodies together, each as often as an op runs it."""
+"""Most ops of all nested graphs together. A nested graph counts once for each op that runs it."""
 
 Shape = tuple[int, ...]
 
 
 def made_value(name: str, shape: Shape, dtype: torch.dtype, op: Op, sources: Sequence[Value]) -> Value:
-    """Return a tensor that ``op`` makes of ``sources``, with what follows from that."""
+    """Return an output of ``op``. Its kind and whether it requires a gradient follow from the inputs, ``sources``."""
     kind: ValueKind = "plain" if all(source.kind == "plain" for source in sources) else "activation"
     differentiable = op.grad_enabled and any(source.requires_grad for source in sources)
     needs_grad = differentiable and dtype.is_floating_point and "detach" not in str(op.target)
@@ -36,10 +36,10 @@ def made_value(name: str, shape: Shape, dtype: torch.dtype, op: Op, sources: Seq
 
 
 def read_document(document: GraphDocument) -> TracedModule:
-    """Return the module that ``document`` writes down.
+    """Return the traced module in ``document``.
 
     Raises:
-        GraphFormatError: something in it cannot be; names the place.
+        GraphFormatError: the document is invalid. The message names the place that is wrong.
     """
     if document.torch != torch_fingerprint():
         raise GraphFormatError.at(
@@ -77,7 +77,7 @@ class _Reader:
         self._declared: dict[str, ValueDocument] = {}
         self._values: dict[str, Value] = {}
         self._home: dict[str, int] = {}
-        """Value -> the call that makes it."""
+        """Value -> index of the module call that computes it."""
         self._calls = read_calls(document)
         self._routes = Routes(document, self._calls)
         self._steps_left = MAX_STEPS
@@ -100,7 +100,7 @@ class _Reader:
         )
 
     def _read_given(self) -> None:
-        """Read the values that no op makes."""
+        """Read the values that no op computes, and the declared shapes and dtypes of all values."""
         for index, value in enumerate(self._document.values):
             where = f"values[{index}]"
             if value.name in self._declared:

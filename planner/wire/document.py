@@ -1,6 +1,6 @@
 """The document of a traced graph: its fields, its JSON Schema, and its compressed form. Data only, bounded in size.
 
-The document goes by itself, or compressed as ``{"format": "shardplan-graph", "zlib": "<base64>"}``.
+The document is sent as it is, or compressed as ``{"format": "shardplan-graph", "zlib": "<base64>"}``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SCHEMA_FILE: Final = Path(__file__).with_name("graph.schema.json")
 _SCHEMA_ID: Final = f"urn:shardplan:graph:{FORMAT_VERSION}"
 
 MAX_NBYTES: Final = 16 * 2**20
-"""Bytes of a document once it is inflated; that of Llama-3.1 405B has 2 million."""
+"""Most bytes of an uncompressed document. The document of Llama-3.1 405B has 2 million."""
 MAX_ITEMS: Final = 1_000_000
-"""JSON values in a document: what it takes in memory goes by their number."""
+"""Most JSON values in a document, which determine the memory that it takes."""
 MAX_OPS: Final = 50_000
 MAX_VALUES: Final = 200_000
 MAX_CALLS: Final = 100_000
@@ -213,16 +213,16 @@ def json_schema() -> dict[str, Any]:
 
 
 def compressed(document: GraphDocument) -> dict[str, str]:
-    """Return the compressed form of ``document``: the same for the same document."""
+    """Return the compressed form of ``document``. Equal documents have equal forms."""
     text = document.model_dump_json(exclude_defaults=True).encode()
     return {"format": FORMAT, "zlib": base64.b64encode(zlib.compress(text, 9)).decode()}
 
 
 def text_of(data: object) -> bytes:
-    """Return the JSON text of a document, inflated where it is compressed.
+    """Return the JSON text of the document in ``data``, compressed or not.
 
     Raises:
-        GraphFormatError: it is neither, or too large.
+        GraphFormatError: ``data`` is no form of a document, or too large.
     """
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise GraphFormatError(f'the graph is no object with "format": "{FORMAT}".', what_to_do=_WHOLE)
@@ -257,10 +257,10 @@ def _inflated(text: str) -> bytes:
 
 
 def parse_document(data: object) -> GraphDocument:
-    """Return the document in ``data`` (JSON values), whatever its form.
+    """Return the document in ``data``, a JSON value, compressed or not.
 
     Raises:
-        GraphFormatError: it is none; names the place that is wrong.
+        GraphFormatError: ``data`` is no valid document. The message names the place that is wrong.
     """
     text = text_of(data)
     try:

@@ -1,4 +1,4 @@
-"""A traced module as a document."""
+"""Writing of a traced module as a document."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def document_of(module: TracedModule) -> GraphDocument:
     """Return the document of ``module``.
 
     Raises:
-        ModelError: its graph holds an op or an argument that no document can hold; names the op and its module.
+        ModelError: a document cannot hold an op or an argument of the graph. The message names the op and its module.
     """
     return _Writer(module).write()
 
@@ -110,7 +110,7 @@ class _Writer:
         return documents
 
     def _check_made(self, value: Value, op: Op) -> None:
-        """Make sure that a reader, who is not told what follows from the op, finds the same."""
+        """Check that a reader derives ``value`` from ``op``: the document has neither its kind nor ``requires_grad``."""
         sources = [self._graph.values[name] for name in op.inputs]
         assert made_value(value.name, value.shape, value.dtype, op, sources) == value, value
 

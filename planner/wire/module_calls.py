@@ -1,4 +1,4 @@
-"""The module calls of a graph's document, and the boundaries that values pass on their way between them."""
+"""Reading of a document's module calls, and of the module boundaries that values cross between calls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from planner.wire.document import GraphDocument
 
 MAX_CALL_DEPTH: Final = 50
 MAX_PASSED: Final = 200_000
-"""Boundaries passed by all values together; in Llama-3.1 405B it is five thousand."""
+"""Most crossings of module boundaries by all values together; Llama-3.1 405B has five thousand."""
 OUTSIDE: Final = -1
-"""Where the model's inputs come from and its outputs go to."""
+"""In place of a call: the caller of the root module, which passes the inputs and gets the outputs."""
 
 
 def read_calls(document: GraphDocument) -> tuple[Call, ...]:
-    """Return the calls, each within an earlier one, the first of them the root's.
+    """Return the module calls: first the root module's, then calls that are each within an earlier one.
 
     Raises:
-        GraphFormatError: they are no tree.
+        GraphFormatError: the calls are not in this order, or nested too deeply.
     """
     modules, depths, calls = document.model.modules, list[int](), list[Call]()
     for index, (module, parent) in enumerate(document.calls):
@@ -39,7 +39,7 @@ def read_calls(document: GraphDocument) -> tuple[Call, ...]:
 
 
 class Routes:
-    """Follows values over the boundaries of one graph."""
+    """Follows values over the module boundaries of one graph."""
 
     def __init__(self, document: GraphDocument, calls: Sequence[Call]) -> None:
         self._calls = calls
@@ -50,15 +50,16 @@ class Routes:
                 raise GraphFormatError.at(f"crossings[{index}].call", "there is no such call")
 
     def follow(self, row: Sequence[int], start: int, end: int, where: str) -> tuple[Crossing, ...]:
-        """Return the boundaries that ``row`` counts up, which are to lead from one module to the next.
+        """Return the crossings that ``row`` lists, after checking that they lead from one call to the other.
 
         Args:
-            row: positions among the document's crossings.
-            start: the call in which the value is made.
-            end: the call in which it is used.
+            row: positions among the document's crossings, in the order in which the value crosses the boundaries.
+            start: the call in which the value is computed.
+            end: the call in which the value is used; `OUTSIDE` for an output of the model.
+            where: place in the document, for messages.
 
         Raises:
-            GraphFormatError: they lead nowhere, or are too many.
+            GraphFormatError: the crossings do not lead there, or there are too many of them.
         """
         self._left -= len(row)
         if self._left < 0:
@@ -74,9 +75,9 @@ class Routes:
         return tuple(passed)
 
     def _beyond(self, crossing: Crossing, at: int, where: str) -> int:
-        """Return the call that a value in call ``at`` is in once it has passed a boundary."""
+        """Return the call that a value is in after ``crossing``, if it was in call ``at`` before."""
         enters = crossing.direction == "input"
-        # A module whose arguments or results hold no tensors leaves no mark, so a boundary may be passed unseen.
+        # Boundaries of modules without tensors among their arguments or results are not recorded: they may be skipped.
         inside, around = (crossing.call, at) if enters else (at, crossing.call)
         if not self._is_within(inside, around):
             raise GraphFormatError.at(where, f"{crossing.direction} of call {crossing.call} is not on the way")
@@ -84,7 +85,7 @@ class Routes:
         return crossing.call if enters else OUTSIDE if parent is None else parent
 
     def _is_within(self, call: int, around: int) -> bool:
-        """Tell whether ``call`` is ``around``, or within it."""
+        """Return whether ``call`` is ``around`` or within it."""
         while call > around:
             parent = self._calls[call].parent
             call = OUTSIDE if parent is None else parent

@@ -1,7 +1,7 @@
-"""Whether a graph from outside is one: its ops, run on meta tensors, make the tensors that it says they do.
+"""The check that the ops of a graph from outside run, and return the tensors that the graph states.
 
-Meta tensors hold no data, so that this takes neither memory nor a device. It is done where a solve is, in a process
-that may be ended, and before anything is planned.
+The ops run on meta tensors, which hold no data, so the check takes neither memory nor a device. It is done in the
+process that solves, which may be ended, and before anything is planned.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from planner.graph.trace_module import BASE_BATCH, TracedModule
 
 
 def check_runs(module: TracedModule) -> None:
-    """Refuse a graph whose ops do not run, or make other tensors than it says.
+    """Check that all ops of a graph run, and return tensors of the stated shapes and dtypes.
 
     Raises:
-        GraphFormatError: naming the first such op.
+        GraphFormatError: an op does not. The message names the first such op.
     """
     graph = at_batch(module.graph, module.traced_batch, BASE_BATCH) if module.any_batch else module.graph
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What the schemas of ops say of their arguments and results, checked before an op is run."""
+"""Checks of ops by their schemas before they run: types of arguments, devices, number of results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_number(item: Any) -> bool:
 
 
 def _is_tensor(item: Any) -> bool:
-    return isinstance(item, Ref) or _is_number(item)  # what is captured has numbers where torch makes tensors of them
+    return isinstance(item, Ref) or _is_number(item)  # captured ops may have numbers, which torch converts to tensors
 
 
 def _is_never(item: Any) -> bool:
@@ -59,7 +59,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def computes_tensors(op: torch._ops.OpOverload) -> bool:
-    """Tell whether an op returns nothing but tensors and takes nothing that a document cannot hold."""
+    """Return whether an op returns only tensors, takes only what a document can hold, and has no ``out`` argument."""
     result_types = {str(item.real_type) for item in op._schema.returns}
     other_arguments = [item for item in op._schema.arguments if str(item.real_type) not in _KINDS]
     has_out = any(item.is_out for item in op._schema.arguments)
@@ -67,10 +67,12 @@ def computes_tensors(op: torch._ops.OpOverload) -> bool:
 
 
 def check_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
-    """Refuse arguments that the schema of ``op`` does not take, and a tensor made anywhere but on the meta device.
+    """Check that ``op`` takes these arguments by its schema, and that its results will be on the meta device.
+
+    Any device may be given by keyword, because `run_op` replaces it by the meta device.
 
     Raises:
-        GraphFormatError: naming the argument.
+        GraphFormatError: a check fails. The message names the argument.
     """
     positional = [item for item in op._schema.arguments if not item.kwarg_only]
     if len(args) > len(positional):
@@ -90,7 +92,7 @@ def check_arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
 
 def _check_one(op: torch._ops.OpOverload, item: Any, value: Any, *, by_name: bool, where: str) -> None:
     kind = str(item.real_type)
-    fixed = kind.startswith("List[") and item.N and _is_number(value)  # one number for all of a fixed length
+    fixed = kind.startswith("List[") and item.N and _is_number(value)  # one number stands for a list of fixed length
     if not _KINDS[kind](value) and not (fixed and _KINDS[kind]([value])):
         raise GraphFormatError.at(where, f"the argument {item.name!r} of {op} is no {kind}")
     if isinstance(value, torch.device) and not by_name and value.type != "meta":
@@ -98,7 +100,7 @@ def _check_one(op: torch._ops.OpOverload, item: Any, value: Any, *, by_name: boo
 
 
 def _has_place(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Tell whether an op's result has a place: a device that is named, or that of a tensor that is read."""
+    """Return whether the device of an op's result is determined: by a device argument, or by an input tensor."""
     if isinstance(arguments.get("device"), torch.device):
         return True
     return any(
@@ -110,18 +112,18 @@ def _has_place(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> bool:
 
 
 def returns_list(op: torch._ops.OpOverload) -> bool:
-    """Tell whether ``op`` returns a list of tensors, however many."""
+    """Return whether ``op`` returns a list of tensors, of any length."""
     return str(op._schema.returns[0].real_type) == "List[Tensor]"
 
 
 def count_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Sequence[int]) -> int:
-    """Return how many tensors ``op`` returns, from what it is given alone: it may be too many to make.
+    """Return how many tensors ``op`` returns, without running it: there may be too many to create.
 
     Args:
-        shape: of the first tensor among its arguments.
+        shape: shape of the first tensor among the arguments; empty if there is no tensor.
 
     Raises:
-        ValueError: its arguments do not say.
+        ValueError: the number does not follow from the arguments.
     """
     if not returns_list(op):
         return len(op._schema.returns)
