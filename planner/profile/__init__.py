@@ -1,4 +1,4 @@
-"""What does each op do? FLOPs, bytes read and written, and the tensors that autograd saves.
+"""Profiles of ops: FLOPs, bytes read and written, and the tensors that autograd saves.
 
 all ops of a graph                     profile.profile_graph
 one op: FLOPs, bytes, saved tensors    op_profile.OpProfile

@@ -24,7 +24,7 @@ class FlopCount(TorchDispatchMode):
         self._alive: list[torch.Tensor] = []
 
     def inner_nbytes(self, results: Sequence[torch.Tensor]) -> int:
-        """Return the bytes of GEMMs' results that are none of ``results``."""
+        """Return the bytes of GEMM results without those in ``results``, the outputs of the op."""
         outer = (self._result_nbytes.get(tensor.untyped_storage()._cdata, 0) for tensor in results)
         return sum(self._result_nbytes.values()) - sum(outer)
 

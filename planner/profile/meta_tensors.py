@@ -52,7 +52,7 @@ class ResultLayout:
 class MetaTensors:
     """Tensors of a graph by value name, on the meta device.
 
-    Ops that equal one that has run are not run. Their results are created only where an op that runs reads them.
+    An op that equals an earlier op is not run. Its results are created only if an op that runs reads them.
 
     Attributes:
         root: value -> the first value with the same storage.
@@ -109,7 +109,7 @@ class MetaTensors:
         return self._roots.get(storage._cdata)
 
     def memory_key(self, names: Sequence[str]) -> Hashable:
-        """Return a key that is equal for tensors that lie in memory, and share it, in the same way."""
+        """Return a key that is equal for tensors with equal strides, offsets, storage sizes and sharing of storages."""
         roots = [self.root[name] for name in names]
         return tuple(
             (self._position[name], self.storage_nbytes[name], roots.index(root))

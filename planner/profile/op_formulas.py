@@ -1,7 +1,7 @@
-"""Profiles by formula, of ops that are not run to be profiled: flash attention, fused ops and experts.
+"""Profiles by formula in place of a measurement: flash attention, cross entropy, fused ops and experts.
 
-The executor runs these ops by code of its own (``executor.ops``), so that running what the graph holds would not show
-what they do.
+A real step runs other code than the graph's ops: a fused attention kernel, or the executor's own ops
+(``executor.ops``). So to run the graph's op on meta tensors would not measure what a step does.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def fused_op_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: Me
 def experts_profile(op: Op, inputs: Sequence[Value], output: Value, tensors: MetaTensors) -> OpProfile:
     """Return the profile of the experts' op (`planner.model_rewrites.experts`), and add its result to ``tensors``.
 
-    Every expert gets the same number of tokens.
+    The profile assumes that every expert gets the same number of tokens.
     """
     work = experts.ExpertsWork.from_shapes([value.shape for value in inputs], inputs[4].shape[0], output.dtype.itemsize)
     tensors.add_result(op.outputs[0], output)

@@ -25,9 +25,9 @@ class OpProfile:
             returns. Negative where it frees saved tensors before it allocates the gradients.
         forward_dispatched, backward_dispatched: what torch dispatches op by op. An op of the executor's own runs on
             local tensors: its dispatched ops are the conversions from DTensor to local tensor and back.
-        autograd_sums: inputs (positions) that another op has read before: autograd adds the two gradients.
-        gemm_sums: inputs whose gradient this op's GEMM adds to the gradient that later linear layers have left.
-        in_place: those of ``gemm_sums`` whose gradient exists once at that time: the GEMM adds to it in place.
+        autograd_sums: positions of inputs that an earlier op reads too: autograd adds the two gradients.
+        gemm_sums: positions of inputs whose gradient this op's GEMM adds to the gradient from later linear layers.
+        in_place: the inputs in ``gemm_sums`` of which no other gradient exists then, so that the GEMM adds in place.
         cached_tokens: tokens of each sequence in the key-value cache of an attention op; 0 where there is no cache.
     """
 

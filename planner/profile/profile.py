@@ -95,7 +95,7 @@ class _Saved:
         return tensor
 
     def claim(self, storage: torch.UntypedStorage, root: str) -> None:
-        """Count the storage as a tensor of the graph if autograd saves it: it is that of a result."""
+        """Count ``storage``, which holds a result, as a tensor of the graph if autograd saves it."""
         if self.extra_nbytes.pop(storage._cdata, None) is not None:
             self.values.append(root)
 
@@ -137,7 +137,7 @@ class _Profiler:
         return signature, self.tensors.memory_key(op.inputs), root_nbytes, len(op.outputs)
 
     def _by_position(self, op: Op, profile: OpProfile) -> _ProfiledOp | None:
-        """Return the profile with tensors by position; None where autograd saves one that the op does not touch."""
+        """Return the profile with tensors by position; None if autograd saves a tensor that is no input or output."""
         roots = [self.tensors.root[name] for name in (*op.inputs, *op.outputs)]
         if any(name not in roots for name in profile.saved):
             return None
@@ -255,5 +255,5 @@ class _Profiler:
 
 
 def _is_differentiable(inputs: Sequence[Value], outputs: Sequence[Value]) -> bool:
-    """Tell whether an op has a backward."""
+    """Return whether an op has a backward."""
     return any(value.requires_grad for value in inputs) and any(value.requires_grad for value in outputs)

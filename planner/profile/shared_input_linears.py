@@ -42,10 +42,10 @@ def gradient_sums(graph: OpGraph, *, shared_input_linears: bool) -> dict[str, Gr
 
 
 def _accumulating_linears(graph: OpGraph) -> tuple[dict[str, bool], frozenset[str]]:
-    """Return the linear layers whose GEMM adds to a gradient that exists, and all layers behind the first of a group.
+    """Return (layer -> whether its GEMM adds in place, all layers but the first of each group).
 
-    The value of a layer says whether linear layers of its group are the only uses of the tensor: then no other gradient
-    of the tensor exists at that time.
+    The mapping has the linear layers whose GEMM adds to an existing gradient. A GEMM adds in place if the layers of its
+    group are the only uses of the tensor: then no other gradient of the tensor exists at that time.
     """
     readers: dict[tuple[str | None, str], list[str]] = defaultdict(list)
     uses: dict[str, int] = defaultdict(int)
