@@ -1,4 +1,4 @@
-"""`WorkerContext`: what the tasks of a search share in one process: the planner of runs, and objects built from it."""
+"""`WorkerContext`: the planner of runs and the objects built from it, which the tasks in one process share."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def split(graph: OpGraph, blocks: Blocks, counts: Sequence[int], *which: int) ->
 
     Args:
         counts: number of blocks of each stage; 0 is allowed for the first and the last.
-        which: the wanted stages, counted from 0, in ascending order. No two of them are adjacent.
+        which: the stages to return, counted from 0, in ascending order. No two of them are adjacent.
     """
     (block_names,) = blocks.lists.values()
     assert sum(counts) == len(block_names)
