@@ -110,7 +110,7 @@ class _Writer:
         return documents
 
     def _check_made(self, value: Value, op: Op) -> None:
-        """Check that a reader derives ``value`` from ``op``: the document has neither its kind nor ``requires_grad``."""
+        """Check that a reader derives ``value`` from ``op``: a document has neither its kind nor ``requires_grad``."""
         sources = [self._graph.values[name] for name in op.inputs]
         assert made_value(value.name, value.shape, value.dtype, op, sources) == value, value
 

@@ -77,8 +77,8 @@ def read_plan(search: RunPlanner, plan: ShardingPlan, names: ModuleNames) -> Rea
         names: FQNs of the model's parameters and modules.
 
     Raises:
-        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
-        PlanKeyError: a key that matches nothing, or two that disagree.
+        PlanMismatchError: the model cannot run in the plan's layouts.
+        PlanKeyError: a key matches nothing, or two keys disagree.
     """
     document = json.loads(plan.to_json())
     *coarser, finest = plan_groupings(plan, search.model.blocks, names)
