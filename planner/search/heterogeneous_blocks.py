@@ -20,7 +20,7 @@ _WORTHWHILE = 0.005
 """Fraction of the incumbent's step time that a plan with heterogeneous blocks has to save."""
 
 _NODE_LIMIT = 48
-"""Nodes of the solver's branch and bound in each program: enough for most of the gain, and equal on any machine."""
+"""Nodes of the solver's branch and bound in each program. They give most of the gain, and one plan on all machines."""
 
 _RAISED_NODE_LIMIT = 4 * _NODE_LIMIT
 """Nodes when the best program is solved once more, if its relaxation leaves room for a faster plan."""
