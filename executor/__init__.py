@@ -1,6 +1,6 @@
-"""Runs a plan: turns a module into a DTensor module, and counts the collectives that it runs.
+"""Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
-The names below are imported on first use, since they need torch. `verify` is in `executor.verify`.
+The names below are imported on first use, because they need torch. `verify` is in `executor.verify`.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from executor.torch_internals import collective_of, flattened_groups, is_communi
 from planner.plan.estimate import Phase
 
 UNKNOWN_AXIS = "?"
-"""Name for process groups that are no axis of the mesh."""
+"""Axis name of collectives whose process group belongs to no axis of the mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class CollectiveKey:
-    """What is counted together; ``bytes`` is the full buffer of one call, as nccl-tests counts it."""
+    """Collectives with equal keys are counted together. ``bytes`` is the full buffer of one call, as in nccl-tests."""
 
     phase: Phase
     kind: CollectiveKind
@@ -46,10 +46,15 @@ def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives while it is entered."""
+    """A dispatch mode that counts the collectives inside its ``with`` block in ``counts``."""
 
     def __init__(self, axes: Mapping[str, str], phase: Callable[[], Phase]) -> None:
-        """Take process group -> axis, and the function that returns the phase at the time of a call."""
+        """Start with no collectives.
+
+        Args:
+            axes: name of a process group -> name of its mesh axis.
+            phase: returns the phase of the step that is running.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = Counter()
         self._axes = axes

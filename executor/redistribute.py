@@ -21,7 +21,7 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 def conjugate(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor in ``layout``, by default: S -> S, R -> R, P -> R."""
+    """Return the default layout of the gradient of a tensor in ``layout``: S -> S, R -> R, P -> R."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in layout)
 
 
@@ -36,15 +36,15 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def stride_as(local: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense global tensor of ``shape`` with the order of dims in memory of ``local``.
+    """Return the strides of a dense global tensor of ``shape`` whose dims have the memory order of those of ``local``.
 
-    Fused attention returns heads adjacent in memory, as the surrounding module needs them. To make the local tensor
-    contiguous would be a copy, which the module would undo by another one.
+    Fused attention returns a tensor in which the heads of one token are adjacent in memory, as the surrounding module
+    needs them. Making the local tensor contiguous would copy it, and the module would copy it back.
 
     Args:
-        local: local tensor of the global one.
-        shape: of the global tensor.
-        like: decides the order of dims of equal stride, as with one head on a rank.
+        local: the local tensor of the global tensor.
+        shape: shape of the global tensor.
+        like: its strides order the dims that have equal strides in ``local``, as with one head on a rank.
     """
     order = sorted(range(local.dim()), key=lambda dim: (local.stride(dim), like.stride(dim)), reverse=True)
     strides = contiguous_stride([shape[dim] for dim in order])
@@ -52,7 +52,7 @@ def stride_as(local: torch.Tensor, shape: Sequence[int], like: torch.Tensor) -> 
 
 
 def _in_own_storage(local: torch.Tensor) -> torch.Tensor:
-    """Return ``local``, contiguous and in a storage of its size: a slice would keep the whole tensor alive."""
+    """Return ``local``, contiguous, in a storage of its size: a slice would keep its whole base tensor alive."""
     local = local.contiguous()
     return local.clone() if local.untyped_storage().nbytes() > local.nbytes else local
 
@@ -67,13 +67,13 @@ class Redistributor:
         mesh_spec: MeshSpec,
         zigzag: ZigzagPermutation | None = None,
     ) -> None:
-        """Take a mesh.
+        """Create the redistributor of one mesh.
 
         Args:
-            device_mesh: that redistributions run on.
-            cluster: whose prices choose their paths.
-            mesh_spec: ``device_mesh`` as the planner prices it.
-            zigzag: permutation of sequences' tokens; None where they are in natural order.
+            device_mesh: the mesh on which redistributions run.
+            cluster: its prices decide which path of collectives is the cheapest.
+            mesh_spec: names and sizes of the axes of ``device_mesh``, for the prices.
+            zigzag: the permutation of tokens into zigzag order; None: sequences stay in natural order.
         """
         groups = [axis_group(mesh_spec, name, cluster) for name in mesh_spec.names]
 
@@ -88,7 +88,7 @@ class Redistributor:
 
     @classmethod
     def from_plan(cls, device_mesh: DeviceMesh, plan: ShardingPlan) -> Redistributor:
-        """Return the redistributor of ``plan``; one written by hand, without a cluster, is priced on toy devices."""
+        """Return the redistributor of ``plan``; a hand-written plan without a cluster is priced on toy devices."""
         fields = dict(plan.cluster)
         cluster = ClusterSpec.from_dict(fields) if fields else ClusterSpec.parse(f"{plan.mesh.size}xtoy")
         return cls(device_mesh, cluster, plan.mesh.spec, ZigzagPermutation.from_plan(plan))
@@ -113,22 +113,22 @@ class Redistributor:
         return waited(torch_internals.all_reduce(local, reduce_op, self.device_mesh.get_group(axis)))
 
     def as_dtensor(self, tensor: torch.Tensor) -> DTensor:
-        """Return ``tensor``; a plain one as a replicated DTensor."""
+        """Return ``tensor`` if it is a DTensor, otherwise the replicated DTensor whose local tensor is ``tensor``."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.device_mesh, self.replicated, run_check=False)
 
     def labels(self, labels: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return the local tensor of labels [rows] in ``layout``, in the token order of the plan."""
+        """Return this rank's local tensor of ``labels`` [rows] in ``layout``, in the token order of the plan."""
         dtensor = self.as_dtensor(labels)
         ordered = dtensor if self.zigzag is None else self.zigzag.labels_to_zigzag(dtensor)
         return local_of(self.to_layout(ordered, layout))
 
     def to_layout(self, tensor: DTensor, target: Layout) -> DTensor:
-        """Return ``tensor`` in ``target``, outside autograd.
+        """Return ``tensor`` redistributed to the layout ``target``, outside autograd.
 
         Raises:
-            NoPathError: a split would be uneven.
+            NoPathError: a dim would be sharded unevenly.
         """
         return tensor if tuple(tensor.placements) == target else self.start(tensor, target)()
 
@@ -138,7 +138,10 @@ class Redistributor:
         return lambda: local_of(self.to_layout(detached, target))
 
     def start(self, tensor: DTensor, target: Layout) -> Callable[[], DTensor]:
-        """Start to redistribute ``tensor`` to ``target``, outside autograd; return a function that waits for it."""
+        """Start to redistribute ``tensor`` to ``target``, outside autograd; return a function that returns the result.
+
+        The function waits for the last collective.
+        """
         shape = tuple(tensor.shape)
         local = self._run_steps(local_of(tensor), shape, tuple(tensor.placements), target)
 
@@ -149,10 +152,10 @@ class Redistributor:
         return finish
 
     def _run_steps(self, local: torch.Tensor, shape: tuple[int, ...], source: Layout, target: Layout) -> torch.Tensor:
-        """Return the local tensor after all steps; the collective of the last one may still be running."""
+        """Return the local tensor after all steps; the collective of the last step may still be running."""
         start, end = self._replicated_on_single_ranks(source), self._replicated_on_single_ranks(target)
-        # A gradient that the plan has as partial may come reduced, for instance as zeros. There is no step R -> P:
-        # one rank keeps the values, and the others have zeros.
+        # Autograd may give a reduced gradient (for instance zeros) where the plan expects a partial one. No step R -> P
+        # exists, so rank 0 of the axis keeps the values, and all other ranks get zeros.
         reduced = tuple(
             Replicate() if b.is_partial() and not a.is_partial() else b for a, b in zip(start, end, strict=True)
         )
@@ -200,12 +203,12 @@ class Redistributor:
 
         Args:
             tensor: a DTensor, or a plain tensor, which counts as replicated.
-            layout: of the result. Where the tensor has it already, only the gradient is redistributed.
+            layout: layout of the result. If the tensor has this layout already, only the gradient is redistributed.
             source_grad: layout of the gradient that ``tensor`` gets, whatever layout the gradient arrives in. None: the
                 tensor's own layout, with `Replicate` in place of `Partial`.
 
         Raises:
-            NoPathError: a split would be uneven.
+            NoPathError: a dim would be sharded unevenly.
         """
         source = self.as_dtensor(tensor)
         grad_layout = conjugate(tuple(source.placements)) if source_grad is None else source_grad
@@ -216,7 +219,7 @@ class Redistributor:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Saves layouts, and no tensor, for the backward pass."""
+    """A redistribution in autograd. It saves layouts for the backward pass, and no tensor."""
 
     @staticmethod
     def forward(

@@ -39,20 +39,21 @@ def shard_module(
     sharders: Mapping[str, Sharder] | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; a training loop stays as it was.
+    """Return ``module``, changed in place to run on ``device_mesh`` as ``plan`` says; training loops need no change.
 
-    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch, and
+    Feed each rank its slice of the batch (``local_batch``). Gradients are those of the loss over the global batch. They
     are in their parameters' layouts after every ``plan.micro_batches`` backward passes; scale the loss of each
-    micro-batch by ``1 / plan.micro_batches``. Run a plan for prefill or decoding under ``torch.no_grad``, with
-    transformers' ``DynamicCache`` where the model takes one: its keys and values are DTensors, sharded as attention is.
+    micro-batch by ``1 / plan.micro_batches``. Run a plan for prefill or decoding under ``torch.no_grad``. If the model
+    takes a key-value cache, pass transformers' ``DynamicCache``: its keys and values are DTensors, sharded as attention
+    is.
 
     Args:
-        module: plain, on the mesh's device or on meta.
-        device_mesh: mesh of the ranks that all call this.
-        plan: for this module and this mesh.
-        sharders: by the names that the plan uses.
-        src_data_rank: the rank, counted along each axis, whose parameter values are used; None uses each rank's own,
-            without communication.
+        module: a plain module (no parameter is a DTensor yet), on the mesh's device or on meta.
+        device_mesh: the plan's mesh; all of its ranks call this function.
+        plan: a plan for this module and this mesh.
+        sharders: name of a Sharder in the plan -> the Sharder; None: the plan names none.
+        src_data_rank: index along each axis of the rank whose parameter values are used, as in ``distribute_tensor``.
+            None: each rank uses its own values, without communication.
 
     Raises:
         PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
@@ -63,7 +64,7 @@ def shard_module(
 
 
 def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:
-    """Do what ``shard_module`` does with a module on meta, which also runs there; ``phases`` is told of each phase."""
+    """Return ``module``, which is on meta, sharded to run there as a plan says; ``phases`` tracks the current phase."""
     return _shard(module, resolve_plan(module, device_mesh, plan), phases, src_data_rank=None, on_meta=True)
 
 

@@ -43,12 +43,12 @@ def make_dtensor(
 
 
 def like_dtensor(local: torch.Tensor, spec: TensorSpec) -> DTensor:
-    """Return the DTensor of ``local`` and ``spec``, which may have strided placements."""
+    """Return the DTensor with the local tensor ``local`` and ``spec``; ``spec`` may have strided shards."""
     return DTensor(local, spec, requires_grad=False)
 
 
 def spec_of(tensor: DTensor) -> TensorSpec:
-    """Return mesh, layout, global shape and stride of ``tensor``."""
+    """Return the mesh, layout, global shape and global stride of ``tensor``."""
     return tensor._spec
 
 
@@ -64,13 +64,13 @@ def start_all_gather(local: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def reduce_scatter(local: torch.Tensor, dim: int, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's shard along ``dim`` of the reduction over ranks; it may still be running."""
+    """Return this rank's shard along ``dim`` of the sum (or ``reduce_op``) over ranks, which may still be running."""
     result: torch.Tensor = funcol.reduce_scatter_single(local.contiguous(), reduce_op, dim, group)
     return result
 
 
 def all_reduce(local: torch.Tensor, reduce_op: str, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the reduction over ranks, which may still be running; ``local`` is not changed."""
+    """Return the sum (or ``reduce_op``) over ranks, which may still be running; ``local`` is not changed."""
     result: torch.Tensor = funcol.all_reduce(local.contiguous(), reduce_op, group)
     return result
 
@@ -85,9 +85,9 @@ def all_to_all(
 
     Args:
         local: concatenation along dim 0 of the pieces for each rank.
-        group: of the ranks.
-        received: lengths of the pieces from each rank; None: all are equal.
-        sent: lengths of the pieces for each rank; None: all are equal.
+        group: process group of the ranks.
+        received: length along dim 0 of the piece from each rank; None: all are equal.
+        sent: length along dim 0 of the piece for each rank; None: all are equal.
     """
     return waited(funcol.all_to_all_single(local.contiguous(), received, sent, group))
 
@@ -100,7 +100,7 @@ def waited(tensor: torch.Tensor) -> torch.Tensor:
 def chosen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> SDPBackend:
     """Return the kernel that ``scaled_dot_product_attention`` would run in training, without mask or dropout.
 
-    In training, since torch leaves out kernels that support the width in the forward only.
+    The inputs require gradients here: then torch excludes kernels that support the head dim in the forward only.
     """
     with torch.enable_grad():
         q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
@@ -112,11 +112,11 @@ _cudnn_before: list[bool] = []
 
 
 def use_flash_attention_3() -> None:
-    """Make ``scaled_dot_product_attention`` run FlashAttention-3 in this process, where it can.
+    """Make ``scaled_dot_product_attention`` run FlashAttention-3 in this process, where the kernel supports the call.
 
     Raises:
         ImportError: the package ``flash_attn_interface`` is not installed.
-        RuntimeError: it is not what torch expects.
+        RuntimeError: the package is not what torch expects.
     """
     if not _cudnn_before:
         activate_flash_attention_impl("FA3")
@@ -132,7 +132,7 @@ def restore_attention() -> None:
 
 
 def allows_implicit_replication() -> bool:
-    """Tell whether DTensor treats plain tensors as replicated, in this thread."""
+    """Return whether DTensor treats plain tensors as replicated, in this thread."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
@@ -160,7 +160,7 @@ def run_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` compiled; modes that are entered do not see the ops inside."""
+    """Return ``function`` compiled by ``torch.compile``, outside autograd; active torch modes do not see its ops."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     kernel: Callable[..., Any] = torch.compile(function)
@@ -179,12 +179,12 @@ def current_saved_tensor_hooks() -> SavedTensorHooks | None:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors with the same storage have in common, as long as one of them lives."""
+    """Return an id of the storage of ``tensor`` (of a DTensor: of its local tensor), unique while the storage lives."""
     return int((local_of(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata)
 
 
 def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
-    """Return a parameter of ``tensor`` on ``mesh`` itself; torch may use an equal mesh from a cache instead."""
+    """Return ``tensor`` as a parameter on the object ``mesh``, in place of an equal mesh from torch's cache."""
     parameter = nn.Parameter(tensor)
     assert isinstance(parameter, DTensor)
     parameter._spec = dataclasses.replace(parameter._spec, mesh=mesh)
@@ -192,7 +192,7 @@ def parameter_on(mesh: DeviceMesh, tensor: DTensor) -> nn.Parameter:
 
 
 def flattened_groups(mesh: DeviceMesh) -> dict[tuple[str, ...], str]:
-    """Return adjacent axes that torch has flattened into one -> the name of their process group."""
+    """Return {names of adjacent axes: name of their process group} for axes that torch has flattened into one."""
     groups, names = {}, mesh.mesh_dim_names or ()
     flattened = mesh._get_root_mesh()._flatten_mapping
     for first in range(len(names)):
@@ -204,12 +204,12 @@ def flattened_groups(mesh: DeviceMesh) -> dict[tuple[str, ...], str]:
 
 
 def adopt_parameters(module: FSDPModule) -> None:
-    """Make ``module`` gather the registered parameters in place of those that ``fully_shard`` made."""
+    """Make ``module`` all-gather the parameters registered now, in place of those that ``fully_shard`` registered."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
             fsdp_param.sharded_param = getattr(info.module, info.param_name)
-            # Where a group has several axes, torch has a mesh with one axis in their place.
+            # Where a group has several axes, torch's own mesh has one flattened axis in their place.
             fsdp_param._sharding_spec = cast(DTensor, fsdp_param.sharded_param)._spec
             fsdp_param.reset_sharded_param()
 
@@ -223,7 +223,12 @@ class CollectiveContexts:
 
 
 def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
-    """Make ``module`` run with parameters and buffers of collectives on meta, which torch does not support."""
+    """Make ``module`` run with its parameters and the buffers of its collectives on meta. torch does not support this.
+
+    Args:
+        module: a module to which ``fully_shard`` has been applied.
+        contexts: contexts in which its collectives run.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     meta = torch.device("meta")
@@ -247,14 +252,14 @@ def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
     module.set_custom_all_gather(AllGather())
     module.set_custom_reduce_scatter(ReduceScatter())
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        # A group's device is left: it decides streams and events, which meta has not. A parameter's decides buffers.
+        # The group keeps its device, which selects streams and events: meta has none. A parameter's selects buffers.
         group._validate_no_meta_params = lambda: None  # type: ignore[method-assign]
         for fsdp_param in group.fsdp_params:
             fsdp_param.device = meta
 
 
 def parameter_versions(module: FSDPModule) -> tuple[int, ...]:
-    """Return the number of in-place changes of each parameter of ``module``, those of its local tensor included."""
+    """Return the number of in-place changes of each parameter of ``module``, including changes of its local tensor."""
     groups = module._get_fsdp_state()._fsdp_param_groups
     sharded: list[Any] = [fsdp_param.sharded_param for group in groups for fsdp_param in group.fsdp_params]
     return tuple(parameter._version + local_of(parameter)._version for parameter in sharded)
@@ -270,13 +275,13 @@ def forget_gradients(module: FSDPModule) -> None:
 
 
 def backward_was_interrupted(root: FSDPModule) -> bool:
-    """Tell whether the last backward of ``root`` ended in an exception."""
+    """Return whether the last backward of ``root`` ended in an exception."""
     context = root._get_fsdp_state()._state_ctx
     return bool(context.post_backward_final_callback_queued) and current_backward_pass() == -1
 
 
 def was_interrupted(root: FSDPModule) -> bool:
-    """Tell whether the last forward of ``root``, or a backward, ended in an exception."""
+    """Return whether the last forward or backward of ``root`` ended in an exception."""
     context = root._get_fsdp_state()._state_ctx
     unfinished = context.iter_forward_root is not None or context.post_backward_final_callback_queued
     return unfinished and current_backward_pass() == -1
@@ -298,7 +303,7 @@ def forget_forwards(root: FSDPModule, count: int) -> None:
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Within it this process is rank 0 of ``world_size`` ranks of a fake process group, which communicates nothing."""
+    """Return a context in which this process is rank 0 of a fake process group that communicates nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
@@ -341,14 +346,14 @@ COLLECTIVES: dict[str, tuple[CollectiveKind, Buffer]] = {
     "c10d::alltoall_": ("all_to_all", "output"),
     "c10d::broadcast_": ("broadcast", "output"),
 }
-"""Operator that communicates -> (kind, its full buffer, as nccl-tests counts bytes)."""
+"""Operator that communicates -> (kind, the buffer that nccl-tests counts); ``gathered``: the input of all ranks."""
 
 NOT_COUNTED = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group", "barrier", "check_for_nan")
-"""Beginnings of the names of operators in the same namespaces that move no data."""
+"""Prefixes of the names of operators that are in the same namespaces but move no data."""
 
 
 def is_communication(func: torch._ops.OpOverload) -> bool:
-    """Tell whether ``func`` is an operator that moves data between ranks."""
+    """Return whether ``func`` is an operator that moves data between ranks."""
     name = func.name().partition(".")[0]
     namespace, _, op = name.partition("::")
     return namespace in {
@@ -364,7 +369,7 @@ def collective_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> tuple[C
     """Return the kind, bytes of the full buffer on one rank, and name of the process group of a call of ``func``.
 
     Raises:
-        NotImplementedError: an operator that is not in ``COLLECTIVES``.
+        NotImplementedError: ``func`` is not in ``COLLECTIVES``.
     """
     name = func.name().partition(".")[0]
     if name not in COLLECTIVES:

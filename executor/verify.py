@@ -1,4 +1,4 @@
-"""``verify``: the collectives that a plan really runs, compared with its estimate, without a GPU and without values."""
+"""``verify``: the collectives that one step of a plan runs, compared with the plan's estimate, on meta tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from planner.plan.estimate import ONCE_A_STEP
 from planner.plan.sharding_plan import JobPhase, ShardingPlan
 
 _MAX_MICRO_BATCHES = 2
-"""Micro-batches that are run: the third and later ones run the collectives of the second."""
+"""Most micro-batches that ``verify`` runs: the third and later ones have the same collectives as the second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCount:
-    """``count`` calls per step that agree in everything else; ``bytes`` is of one call."""
+    """Number of collectives per step with one phase, kind, mesh axis and ``bytes``, the full buffer of one call."""
 
     phase: str
     kind: str
@@ -47,7 +47,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Collectives whose number in a step differs between the plan and the run."""
+    """Collectives of one phase, kind, axis and size, whose number per step differs between the plan and the run."""
 
     phase: str
     kind: str
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The collectives that a plan expects of a step, those that ran, and the differences."""
+    """The collectives of a step that the plan expects, the collectives that ran, and the differences."""
 
     expected: tuple[CollectiveCount, ...]
     observed: tuple[CollectiveCount, ...]
@@ -82,22 +82,23 @@ class VerifyReport:
 def verify(
     module: nn.Module, plan: ShardingPlan, example_inputs: Any, micro_batches: int | None = None
 ) -> VerifyReport:
-    """Return the comparison of the collectives of one step under ``plan`` with the plan's estimate.
+    """Return a report that compares the collectives of one step under ``plan`` with the plan's estimate.
 
-    A training step is every micro-batch's forward and backward and the reduction of gradients, on meta tensors, without
-    the optimizer. In prefill it is one forward. In decoding it is the forward of one token, with a cache of as many
-    tokens as the job says; the forward that fills the cache is not counted. A copy of ``module`` runs; ``module`` is
-    not changed.
+    A copy of ``module`` runs on meta tensors; ``module`` is not changed. A training step is the forward and backward of
+    every micro-batch and the gradient reduction, without the optimizer. A prefill step is one forward. A decoding step
+    is the forward of one token, with a key-value cache of as many tokens as the job says. The forward that fills the
+    cache is not counted.
 
     Args:
-        module: that the plan is for, plain, on any device.
-        plan: with an estimate.
+        module: the plain module that the plan is for, on any device.
+        plan: a plan with an estimate.
         example_inputs: a tuple of positional or a dict of keyword arguments; tensors have the shapes of one global
             micro-batch, and only their shapes and dtypes are read.
-        micro_batches: of a step; None is the plan's number.
+        micro_batches: number of micro-batches in a step; None: the plan's number.
 
     Raises:
-        PlanError: the plan has no estimate, does not fit the module, or has a pipeline.
+        PlanError: the plan has no estimate, does not fit the module, has a pipeline, or assumes async tensor
+            parallelism.
     """
     plan.check_runs()
     if plan.estimate is None:
@@ -109,7 +110,7 @@ def verify(
 
 
 def compare(expected: Counts, observed: Counts) -> VerifyReport:
-    """Return the report on two counts."""
+    """Return the report on the ``expected`` and ``observed`` numbers of collectives per step."""
     keys = sorted({key for key in (*expected, *observed) if expected[key] != observed[key]})
     return VerifyReport(
         expected=_sorted_counts(expected),
@@ -127,7 +128,7 @@ def _sorted_counts(counts: Counts) -> tuple[CollectiveCount, ...]:
 def observed_collectives(
     module: nn.Module, plan: ShardingPlan, example_inputs: Any, micro_batches: int | None = None
 ) -> Counts:
-    """Return the collectives of one step, run on rank 0 of fake processes; arguments as for ``verify``."""
+    """Return the collectives that rank 0 of a fake process group runs in one step; arguments as for ``verify``."""
     in_step = plan.micro_batches if micro_batches is None else micro_batches
     run = min(in_step, _MAX_MICRO_BATCHES)
     phases = PhaseTracker()
@@ -166,11 +167,12 @@ def _run_micro_batch(
 
 
 def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
-    """Return the arguments of a decoding step, with a cache of ``tokens`` tokens of each sequence.
+    """Return the keyword arguments of a decoding step, including a cache of ``tokens`` tokens of each sequence.
 
     Args:
-        model: sharded, with a key-value cache as transformers has them.
-        batch: by keyword; ``input_ids`` holds one token of each of this rank's sequences.
+        model: a sharded model that takes a key-value cache as transformers' models do.
+        batch: keyword arguments; ``input_ids`` holds one token of each of this rank's sequences.
+        tokens: number of tokens in the cache; with 0 the cache argument is None.
     """
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         raise PlanError("A decoding step needs input_ids, by keyword.", what_to_do='Give {"input_ids": ...}.')
@@ -191,7 +193,7 @@ def _ones_like(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _loss(output: Any) -> torch.Tensor:
-    """Return the loss in the output of a module, or its first tensor."""
+    """Return the loss in the output of a module, or the first tensor of the output."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if loss is None:
         loss = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
@@ -201,10 +203,10 @@ def _loss(output: Any) -> torch.Tensor:
 
 @contextmanager
 def _process_group(size: int) -> Iterator[None]:
-    """Within it a fake process group of ``size`` ranks is initialised: a new one, unless there is one already.
+    """Return a context with a fake process group of ``size`` ranks: the current group, or a new one if there is none.
 
     Raises:
-        PlanError: the one there is has another size, or is not fake.
+        PlanError: the current process group has another size, or is not fake.
     """
     with ExitStack() as stack:
         if not dist.is_initialized():
@@ -219,7 +221,7 @@ def _process_group(size: int) -> Iterator[None]:
 
 
 def _meta_copy(module: nn.Module, phase: JobPhase) -> nn.Module:
-    """Return a copy with parameters and buffers on meta, in the mode of ``phase``; ties stay tied."""
+    """Return a copy of ``module`` on meta, in eval mode unless ``phase`` is training; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Seconds of every kind of collective, on process groups of the shapes that mesh axes have."""
+"""Measured seconds of every kind of collective, on process groups inside a node, across nodes, and of all ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from executor.calibrate.timing import slowest_rank_s, time_s
 def measure_collectives(
     device: torch.device, sizes: Sequence[int], ranks_per_node: int, repeats: int
 ) -> tuple[tuple[Sweep, ...], tuple[str, ...]]:
-    """Return a sweep for each kind and shape of group, and notes on those that could not be measured.
+    """Return a sweep for each kind of collective and shape of group, and a note on each that could not be measured.
 
-    Every rank calls it. All groups of a shape run a collective at the same time.
+    Every rank calls this function. All groups of one shape run a collective at the same time.
 
     Args:
-        device: of this rank.
+        device: this rank's device.
         sizes: bytes, as ``collective_time_s`` counts them.
-        ranks_per_node: of the cluster.
-        repeats: calls of each collective.
+        ranks_per_node: number of ranks on each node.
+        repeats: number of calls of each collective.
     """
     nodes = dist.get_world_size() // ranks_per_node
     sweeps: list[Sweep] = []
@@ -73,7 +73,7 @@ def _collective_s(
 ) -> float:
     """Return the slowest rank's seconds of one collective."""
     ranks = dist.get_process_group_ranks(group)
-    # The bytes of an all-gather are those of its output, of others those of their input.
+    # The bytes of an all-gather are those of its output. The bytes of any other collective are those of its input.
     numel = max(len(ranks), nbytes // 4 // (len(ranks) if kind == "all_gather" else 1))
     numel -= numel % len(ranks) if kind in ("reduce_scatter", "all_to_all") else 0
     tensor = torch.ones(numel, device=device)

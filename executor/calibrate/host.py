@@ -21,11 +21,11 @@ _ROWS, _HEADS, _WIDTH = 16, 4, 32
 """Sizes of the block's tensors, so small that their kernels take no time."""
 
 _TOUCHED_BYTES = 2**22
-"""Bytes written between two ops, more than a core's own caches hold. Kernels of a step do so too, and leave the host's
-code and data out of the caches."""
+"""Bytes written between two ops, more than a core's own caches hold. The kernels of a real step do the same: they evict
+the host's code and data from the caches."""
 
 _NEW_BYTES = 2**26
-"""Bytes of an allocation that malloc takes from the system each time."""
+"""Bytes of an allocation so large that malloc takes the memory from the system each time."""
 
 _ROUNDS = 5
 """Number of times that writes to new memory and to used memory are measured, in turn."""
@@ -73,7 +73,7 @@ class _KernelStandIn:
     """Writes memory between two ops in place of kernels, and adds up the time that this takes.
 
     Attributes:
-        touched: tensor that is written; None: nothing.
+        touched: tensor that is written; None: nothing is written.
         time_s: seconds of all writes so far.
     """
 
@@ -96,7 +96,12 @@ class _KernelStandIn:
 
 
 def _step(placed: Callable[[torch.Tensor], torch.Tensor], kernels: _KernelStandIn) -> Callable[[], None]:
-    """Return the forward and backward of blocks with the ops of a transformer, on tensors that ``placed`` returns."""
+    """Return a function that runs the forward and backward of blocks with a transformer's ops.
+
+    Args:
+        placed: plain tensor -> the tensor (such as a DTensor) that the blocks use.
+        kernels: runs after each op.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def leaf(*shape: int) -> torch.Tensor:

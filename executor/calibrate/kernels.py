@@ -1,7 +1,7 @@
-"""Measurements of the cluster that this runs on: kernels on all ranks at once, and collectives on all groups at once.
+"""Measurements of the current cluster: kernels on all ranks at once, and collectives on all groups at once.
 
-Every rank calls ``measure``, and all get the same result. On GPUs the code times events instead of reading the clock;
-it has not been run on GPUs yet.
+Every rank calls ``measure``, and all ranks get the same result. On GPUs the code times events instead of reading the
+clock. The code has not been run on GPUs yet.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from executor.calibrate.timing import slowest_rank_s, time_s
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LEAST_S = 0.1
-"""Least seconds of the measurement of a CPU's kernel: several of the scheduler's time slices."""
+"""Minimum seconds for which one kernel is measured on a CPU: several time slices of the scheduler."""
 
 _HOST_LEAST_S = 2.0
-"""Least seconds of the measurement of the host, most of which pass between the ops."""
+"""Minimum seconds of the host's measurement. Writes to memory between the ops take most of them, and do not count."""
 
 _ROUNDS = 3
-"""Number of times that all kernels are measured in turn, so that a disturbance affects few measurements of a kernel."""
+"""Number of times that all kernels are measured in turn: a disturbance affects few measurements of one kernel."""
 
 _Point = TypeVar("_Point", GemmPoint, AttentionPoint, StreamPoint)
 
@@ -45,12 +45,12 @@ class MeasuredSizes:
     """Sizes of the kernels and collectives that are measured on a device.
 
     Attributes:
-        dtypes: of GEMMs, by name; the first one is that of attention.
-        gemms: (m, n, k).
-        attention: (batch, heads, seq, head_dim).
-        streams: bytes of one tensor.
-        collectives: bytes, as ``collective_time_s`` counts them.
-        repeats: least number of calls of each.
+        dtypes: names of the dtypes of GEMMs; attention is measured in the first one.
+        gemms: (m, n, k) of each GEMM.
+        attention: (batch, heads, seq, head_dim) of each attention op.
+        streams: bytes of one tensor of each streaming kernel.
+        collectives: bytes of each collective, as ``collective_time_s`` counts them.
+        repeats: minimum number of calls of each kernel or collective.
     """
 
     dtypes: tuple[str, ...]
@@ -96,11 +96,11 @@ GPU = MeasuredSizes(
 
 
 def measure(device: torch.device, sizes: MeasuredSizes | None = None) -> Measurements:
-    """Return the measurements of this cluster; every rank of the default process group calls it, with one device each.
+    """Return the measurements of this cluster. Every rank of the default process group calls this, with its own device.
 
     Args:
-        device: of this rank.
-        sizes: None takes ``CPU`` or ``GPU``, by the type of the device.
+        device: this rank's device.
+        sizes: the sizes to measure; None: ``CPU`` or ``GPU``, by the type of the device.
     """
     sizes = sizes or (CPU if device.type == "cpu" else GPU)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -147,12 +147,12 @@ def _kernels(device: torch.device, sizes: MeasuredSizes) -> _Kernels:
 
 
 def _medians(rounds: Sequence[Sequence[_Point]]) -> tuple[_Point, ...]:
-    """Return each point with the median of its seconds in all rounds."""
+    """Return each point with the median of its seconds over all rounds."""
     return tuple(replace(same[0], time_s=median(p.time_s for p in same)) for same in zip(*rounds, strict=True))
 
 
 def _launch_s(device: torch.device, repeats: int) -> float:
-    """Return the seconds of one op on a tiny tensor, of many in sequence."""
+    """Return the seconds per op of a sequence of ops on a tiny tensor."""
     ops = 100
     tensor = torch.ones(16, device=device)
 
@@ -165,7 +165,7 @@ def _launch_s(device: torch.device, repeats: int) -> float:
 
 
 def _gemm(device: torch.device, dtype: str, shape: tuple[int, int, int], repeats: int) -> GemmPoint:
-    """Return the mean seconds of a linear layer's three GEMMs: its result, and the gradients of input and weight.
+    """Return the mean seconds of a linear layer's three GEMMs: output, gradient of the input, gradient of the weight.
 
     In a training step the operands of a GEMM are in no cache. So calls cycle through more operands than caches hold.
     """
@@ -195,7 +195,7 @@ def _attention(
 
     def forward() -> torch.Tensor:
         query, key, value = tensors
-        # On a CPU the executor makes torch decompose it, because DTensor has no rule for the CPU's kernel.
+        # On a CPU the executor makes torch decompose attention, because DTensor has no rule for the CPU's kernel.
         with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
@@ -215,8 +215,8 @@ def _streams(device: torch.device, nbytes: int, repeats: int) -> tuple[StreamPoi
     """Return the seconds of an addition (two tensors read, one written) and of a SiLU (one read, one written).
 
     These are the two kinds of elementwise ops in a training step. On a CPU the exponential takes as long as moving the
-    bytes; on a GPU it takes no additional time. One operand of two is in no cache, as in a step, where one operand was
-    just computed and the other one was saved.
+    bytes; on a GPU it takes no additional time. One operand of the addition is in no cache. In a step the same holds:
+    one operand was just computed, and the other one was saved in the forward.
     """
     cached = torch.ones(nbytes // 4, device=device)
     uncached = itertools.cycle([cached.clone() for _ in range(max(1, _CACHE_BYTES // nbytes))])

@@ -14,14 +14,14 @@ import torch.distributed as dist
 def time_s(run: Callable[[], object], device: torch.device, repeats: int, least_s: float = 0.0) -> float:
     """Return the seconds of one call of ``run``, after two calls to warm up; all ranks begin together.
 
-    On a GPU this is the median. On a CPU it is the mean: processes may share cores, so that a short call is either
-    undisturbed or interrupted for long, and only the mean of many calls is what a training step sees.
+    On a GPU the result is the median of all calls. On a CPU it is the mean: processes may share cores, so a short call
+    is either undisturbed or interrupted for long, and only the mean of many calls is what a training step sees.
 
     Args:
         run: the call.
-        device: that it runs on.
-        repeats: least number of calls.
-        least_s: least total seconds of the calls, on a CPU; 0 where all ranks must make equally many calls.
+        device: the device on which ``run`` works.
+        repeats: minimum number of calls; on a GPU the exact number.
+        least_s: minimum total seconds of the calls on a CPU; 0 where all ranks must make equally many calls.
     """
     for _ in range(2):
         run()

@@ -2,7 +2,7 @@
 
 Samples and heads are independent of each other, so every rank runs its device's kernel on its local tensors. DTensor
 would decompose the op where it has no rule for the kernel, as on CPUs, and would fold batch and heads into one dim.
-Where the sequence is sharded, ``executor.ops.context_parallel`` gathers keys and values.
+Where the sequence is sharded, ``executor.ops.context_parallel`` all-gathers keys and values.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ def attention(
 ) -> Any:
     """Return attention [batch, heads, queries, width] in the layout of ``query``; arguments as in torch.
 
-    NotImplemented unless query, key and value have four dims and one layout, which shards batch and heads alone, or
-    without dropout also the sequence on one axis. A mask is redistributed to that layout in the dims that it has: a
-    replicated one is sliced.
+    The result is NotImplemented unless query, key and value have four dims and the same layout, which shards only batch
+    and heads. The sequence may be sharded on one axis too, if there is no dropout and no mask with a gradient; causal
+    attention then needs as many queries as keys. A mask needs four dims. It is redistributed to the same layout, except
+    that its dims of length 1 stay replicated.
 
     Raises:
-        PlanLayoutError: sequences are in zigzag order, and the layout does not fit it.
+        PlanLayoutError: sequences are in zigzag order, but there is a mask, or the sequence is not sharded on the
+            zigzag axis alone.
     """
     inputs = [redistributor.as_dtensor(tensor) for tensor in (query, key, value)]
     layout = tuple(inputs[0].placements)
@@ -72,7 +74,7 @@ def attention(
             options.get("scale"),
             is_zigzag=zigzag is not None,
         )
-    # The gradients of output and inputs all have this layout.
+    # The gradients of the output and of all inputs have this layout.
     q, k, v = (tensor.to_local(grad_placements=layout) for tensor in inputs)
     result = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options
@@ -100,5 +102,5 @@ def _local_mask(redistributor: Redistributor, mask: DTensor, layout: Layout) -> 
         gradient.append(Partial() if dim is not None and not is_sharded else placement)
     if tuple(target) != tuple(mask.placements):
         mask = redistributor.redistribute(mask, tuple(target), tuple(gradient))
-    # A learned mask, as T5's, is one for the whole batch: each rank's gradient is an addend, and stays partial.
+    # A learned mask, such as T5's, is shared by the whole batch: each rank's gradient is an addend, and stays partial.
     return mask.to_local(grad_placements=tuple(gradient))

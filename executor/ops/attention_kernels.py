@@ -1,9 +1,9 @@
 """Attention kernels, forward and backward as separate calls, with the log-sum-exp of each row.
 
-The log-sum-exps ``lse`` [batch, heads, rows] combine attention over pieces of the keys. torch has such kernels for
-CPUs, and on CUDA, for half precision without a mask, cuDNN's and FlashAttention-2. cuDNN's runs where torch would
-choose it for ``scaled_dot_product_attention``, as on Hopper and Blackwell. FlashAttention-3 replaces both where a plan
-says so. All other attention is computed with all scores in memory.
+The log-sum-exps ``lse`` [batch, heads, rows] are needed to combine attention over pieces of the keys. torch has such a
+kernel for CPUs. On CUDA, for half precision without a mask, it has cuDNN's and FlashAttention-2. cuDNN's runs where
+torch would choose it for ``scaled_dot_product_attention``, as on Hopper and Blackwell. FlashAttention-3 replaces both
+where a plan says so. All other attention is computed with all scores in memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _WIDTH_MULTIPLE, _MAX_WIDTH = 8, 256
 
 
 def use_kernel(kernel: AttentionKernel | None, device_type: str) -> None:
-    """Make this process run attention in ``kernel``, or in the kernel that torch chooses where it is None.
+    """Make this process run attention in ``kernel``.
 
     Args:
-        kernel: of the plan.
-        device_type: of the mesh; nothing is changed unless it is "cuda".
+        kernel: the plan's kernel; None: the kernel that torch chooses.
+        device_type: device type of the mesh; nothing changes unless it is "cuda".
 
     Raises:
         PlanError: the kernel is not available here.
@@ -57,11 +57,11 @@ def attend(
 
     Args:
         q: [batch, heads, rows, width].
-        k: [batch, kv heads, keys, width]; each of its heads serves equally many heads of ``q``.
-        v: likewise, perhaps of another width.
+        k: [batch, kv heads, keys, width]; each kv head serves the same number of heads of ``q``.
+        v: [batch, kv heads, keys, width]; its width may differ from that of ``q`` and ``k``.
         mask: [batch or 1, heads or 1, rows or 1, keys]; added to the scores, or boolean: True where a row sees a key.
         causal: whether each row sees the keys up to its own. Then there are as many rows as keys, and no mask.
-        scale: of the scores.
+        scale: factor on the scores.
     """
     if _runs_fused(q, v, mask):
         if _prefers_cudnn(q, k, v, causal, scale):
@@ -91,17 +91,18 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of ``q``, ``k`` and ``v``, given that of ``result``.
+    """Return the gradients of ``q``, ``k`` and ``v``, given ``gradient``, the gradient of ``result``.
 
-    Other arguments are those of ``attend``. Where ``k`` and ``v`` are a piece of the keys, ``result`` and ``lse`` are
-    those over all keys.
+    ``result`` and ``lse`` are what ``attend`` returned; the other arguments are those of ``attend``. If ``k`` and ``v``
+    are a piece of the keys, ``result`` and ``lse`` are combined over all keys, and the gradient of ``q`` is an addend.
     """
     if _runs_fused(q, v, mask):
         none = torch.empty(0, dtype=torch.int64, device=q.device)  # no packed sequences, no dropout
         queries, keys = q.shape[2], k.shape[2]
         if _prefers_cudnn(q, k, v, causal, scale):
             seeds = none.new_empty(()), none.new_empty(())
-            # cuDNN takes lengths to be those of packed sequences (torch's _cudnn_attention_backward, is_nested).
+            # Without cumulative lengths: torch would take them for packed sequences (is_nested in its
+            # _cudnn_attention_backward).
             lengths = None, None, None, queries, keys, 0.0, causal
             grad_q, grad_k, grad_v = _aten._scaled_dot_product_cudnn_attention_backward(
                 gradient, q, k, v, result, lse.unsqueeze(-1).contiguous(), *seeds, *lengths, scale=scale
@@ -127,7 +128,10 @@ def _runs_fused(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> 
 
 
 def _prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> bool:
-    """Tell whether torch would run cuDNN's kernel. Forward and backward may differ: ``lse`` means the same to both."""
+    """Return whether torch would run cuDNN's kernel.
+
+    Forward and backward may run in different kernels, because all kernels define ``lse`` in the same way.
+    """
     return torch_internals.chosen_attention(q, k, v, causal, scale) == SDPBackend.CUDNN_ATTENTION
 
 
@@ -137,14 +141,14 @@ def _runs_on_cpu(q: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return ``mask`` as an addend to the scores."""
+    """Return ``mask`` as an addend to the scores: a boolean mask becomes 0 where True and -inf where False."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    """Return the masked scores [batch, kv heads, heads of each, rows, keys], in float32 at least."""
+    """Return the masked scores [batch, kv heads, heads per kv head, rows, keys], in float32 or float64."""
     heads = k.shape[1]
     scores: torch.Tensor = q.unflatten(1, (heads, -1)) @ k.unsqueeze(2).transpose(-1, -2) * scale
     scores = scores if scores.dtype == torch.float64 else scores.float()
@@ -158,7 +162,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, causal:
 
 
 def _softmax(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of ``scores``; zeros in a row that sees no key."""
+    """Return the softmax of ``scores``, given their ``lse``; zeros in a row that sees no key."""
     return (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
 
 

@@ -16,7 +16,7 @@ from executor.redistribute import Redistributor
 
 
 def concatenate(redistributor: Redistributor, tensors: Sequence[torch.Tensor], *args: Any, **options: Any) -> Any:
-    """Return ``tensors`` concatenated without the empty plain ones; NotImplemented where there are none of these."""
+    """Return ``tensors`` concatenated without its empty plain tensors; NotImplemented if it has no such tensor."""
     if "out" in options or not isinstance(tensors, (list, tuple)):
         return NotImplemented
     nonempty = [tensor for tensor in tensors if isinstance(tensor, DTensor) or tuple(tensor.shape) != (0,)]

@@ -1,14 +1,14 @@
 """Context parallelism: attention whose sequence is sharded on one axis, by an all-gather of keys and values.
 
-Queries, keys, values and the result [batch, heads, sequence, width] are this rank's rows. Keys and values of all ranks
-are gathered for the kernel, and again in the backward, which reduces and scatters their gradients. Under a causal mask
-ranks exchange chunks of their queries (``ZigzagChunks``), so that all do equal work;
+Queries, keys, values and the result [batch, heads, sequence, width] are this rank's rows. The forward all-gathers the
+keys and values of all ranks. The backward all-gathers them again, and reduce-scatters their gradients. Under a causal
+mask ranks exchange chunks of their queries (``ZigzagChunks``), so that all ranks do equal work;
 ``planner.strategies.context_parallel`` explains and prices this. Where sequences are in zigzag order already,
 ``executor.ops.zigzag_attention`` runs instead.
 
-Each piece of the keys that a piece of the queries sees is one call of the kernel. The results over two pieces of keys
-are combined by their log-sum-exps (``lse``). The kernel's backward gets the combined result and lse, and returns each
-piece's share of the gradients.
+Each pair of a piece of the queries and a piece of the keys that it sees is one call of the kernel. The results over two
+pieces of keys are combined by their log-sum-exps (``lse``). The kernel's backward gets the combined result and lse, and
+returns the addends of this pair to the gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from executor.redistribute import Redistributor, contiguous_stride, stride_as
 from executor.torch_internals import local_of, make_dtensor, run_function
 
 SEQUENCE = Shard(2)
-"""Of [batch, heads, sequence, width]."""
+"""Placement that shards the sequence of [batch, heads, sequence, width]."""
 
 
 def context_parallel_attention(
@@ -42,13 +42,13 @@ def context_parallel_attention(
     """Return attention, in the layout of ``inputs``.
 
     Args:
-        redistributor: of the mesh.
-        axis: of the mesh, the one that shards the sequence.
+        redistributor: redistributes on the mesh.
+        axis: the mesh axis that shards the sequence.
         inputs: query, key and value, in one layout.
-        mask: of this rank's rows and all keys; None where attention ``is_causal`` or has no mask.
+        mask: mask of this rank's rows and all keys; None: no mask, or ``is_causal``.
         is_causal: whether each row sees the keys up to its own.
-        scale: of the scores; None: one over the square root of the width.
-        is_zigzag: whether the sequences of all inputs are in zigzag order; without a mask.
+        scale: factor on the scores; None: one over the square root of the width.
+        is_zigzag: whether the sequences of all inputs are in zigzag order; then there is no mask.
     """
     scale = inputs[0].shape[3] ** -0.5 if scale is None else scale
     result: DTensor = run_function(_ContextParallel, *inputs, mask, redistributor, axis, is_causal, scale, is_zigzag)
@@ -64,7 +64,13 @@ class _KernelCall(NamedTuple):
 
 
 def _kernel_calls(chunks: ZigzagChunks | None, queries: int, keys: int) -> list[list[_KernelCall]]:
-    """Return the kernel calls of each piece of this rank's queries; ``chunks`` are None without a causal mask."""
+    """Return the kernel calls of each piece of this rank's queries.
+
+    Args:
+        chunks: chunks of the sequence; None: no causal mask.
+        queries: number of this rank's queries.
+        keys: number of keys of all ranks.
+    """
     if chunks is None:
         return [[_KernelCall(slice(0, queries), slice(0, keys), causal=False)]]
     by_piece = []
@@ -80,7 +86,7 @@ def _kernel_calls(chunks: ZigzagChunks | None, queries: int, keys: int) -> list[
 
 
 class _ContextParallel(torch.autograd.Function):
-    """Saves this rank's rows alone."""
+    """The op in autograd. It saves this rank's rows, and no all-gathered tensor."""
 
     @staticmethod
     def forward(
@@ -151,13 +157,14 @@ def _all_gather(k: torch.Tensor, v: torch.Tensor, group: Any) -> tuple[torch.Ten
 def _reduce_scatter(
     addends: list[torch.Tensor], shapes: tuple[torch.Size, torch.Size], ranks: int, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's rows of the sums over ranks of ``addends``.
+    """Return this rank's rows of the sums of ``addends`` over ranks.
 
     Args:
-        addends: of keys and of values, [batch, heads, all rows, width]; the list is emptied before the sums arrive.
-        shapes: of this rank's keys and values.
-        ranks: of the group.
-        group: that the sums are over.
+        addends: addends to the gradients of keys and of values, [batch, heads, all rows, width]. The list is emptied
+            before the collective starts, which frees them.
+        shapes: shapes of this rank's keys and values.
+        ranks: number of ranks in the group.
+        group: process group over which the addends are summed.
     """
     reduce_scatter = KVReduceScatter(shapes, ranks)
     for by_rank, addend, shape in zip(reduce_scatter.allocate(addends[0]), addends, shapes, strict=True):
@@ -210,7 +217,7 @@ def _backward(
     pieces: list[list[_KernelCall]],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of this rank's queries, and its addends to those of all keys and values."""
+    """Return the gradient of this rank's queries, and its addends to the gradients of all keys and all values."""
     calls = [call for piece in pieces for call in piece]
     if len(calls) == 1:
         return attend_backward(grad_out, q, keys, values, mask, result, lse, calls[0].causal, scale)

@@ -28,7 +28,8 @@ def conv2d(
 ) -> Any:
     """Return the convolution of ``input`` [batch, channels, height, width]; arguments as in torch.
 
-    Each axis shards nothing, the batch, or the output channels (of one group). NotImplemented for all other layouts.
+    A mesh axis may shard nothing, the batch, or the output channels (with ``groups=1``). The result is NotImplemented
+    for all other layouts, for ``padding="same"``, and for an input without a batch dim.
     """
     images, kernel = redistributor.as_dtensor(input), redistributor.as_dtensor(weight)
     bias = None if bias is None else redistributor.as_dtensor(bias)
@@ -87,7 +88,7 @@ class _Convolution(torch.autograd.Function):
             return (None,) * 6
         redistributor: Redistributor = ctx.redistributor
         grad_out = redistributor.as_dtensor(gradient)
-        # The convolution is linear in its gradient: on an axis that shards nothing, a partial one can stay partial.
+        # The backward is linear in the gradient, so a partial gradient can stay partial on an axis that shards nothing.
         layout: Layout = tuple(
             place if out == R and place.is_partial() else out
             for place, out in zip(grad_out.placements, ctx.output, strict=True)

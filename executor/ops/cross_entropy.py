@@ -1,12 +1,13 @@
 """Cross entropy of logits [rows, classes] that are sharded by rows, by classes, or both, on any axes.
 
-DTensor averages the means of ranks that ignore different numbers of labels, which is wrong, and gathers sharded
-classes. Here, with m the row's maximum and t its target logit,
+DTensor's own op is wrong if ranks ignore different numbers of labels, because it averages the means of the ranks. It
+also all-gathers sharded classes. Here, with m the row's maximum and t the row's target logit,
 
-    loss = sum over counted rows of (log(sum over classes of exp(x - m)) + m - t), for a mean divided by their number
+    loss = sum over rows that are not ignored of (log(sum over classes of exp(x - m)) + m - t)
 
-where each reduction over a sharded dim is an all-reduce: of the maxima, then of both sums of a row together, then of
-losses and counts. The backward pass, (softmax - onehot) / count, needs no communication.
+divided by the number of these rows if the loss is a mean. Each reduction over a sharded dim is an all-reduce: of the
+maxima, then of the sum of exponentials and t of each row together, then of losses and counts. The backward pass,
+(softmax - onehot) / count, needs no communication.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ def cross_entropy(
 ) -> Any:
     """Return the loss, replicated, of ``input`` [rows, classes] and indices ``target`` [rows]; arguments as in torch.
 
-    NotImplemented for options that are not covered, where all tensors are replicated.
+    The result is NotImplemented for options that are not covered, if the logits are replicated and the plan has
+    no zigzag order.
 
     Raises:
-        PlanLayoutError: options that are not covered, with logits that are not replicated.
+        PlanLayoutError: options that are not covered, with sharded or partial logits or a zigzag order.
     """
     logits = redistributor.as_dtensor(input)
     layout = tuple(logits.placements)
@@ -66,7 +68,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Local shapes: logits ``x`` [n, c], all others [n]."""
+    """The op in autograd. Local shapes: logits ``x`` [n, c], labels and numbers per row [n]."""
 
     @staticmethod
     def forward(
@@ -110,14 +112,14 @@ class _CrossEntropy(torch.autograd.Function):
 def _row_terms(
     x: torch.Tensor, index: torch.Tensor, classes: int, layout: Layout, redistributor: Redistributor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log(sum(exp(x))) over all classes, and the target logit, of each row.
+    """Return log(sum(exp(x))) over all classes of each row, and the target logit of each row, both [n].
 
     Args:
-        x: this rank's logits.
-        index: of the target class, counted from this rank's first class.
-        classes: of this rank.
-        layout: of the logits.
-        redistributor: of the mesh.
+        x: this rank's logits, [n, c].
+        index: index of the target class of each row, counted from this rank's first class, [n].
+        classes: number of this rank's classes, c.
+        layout: layout of the logits.
+        redistributor: runs the all-reduces.
     """
     maxima = x.amax(1)
     for axis in _sharding_axes(layout, 1):
@@ -131,7 +133,7 @@ def _row_terms(
 
 
 def _local_index(index: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each row's target is among this rank's classes, and ``index`` with 0 where it is not."""
+    """Return whether each row's target is among this rank's classes, and ``index`` with 0 for all other rows."""
     is_here = (index >= 0) & (index < classes)
     return is_here, index.masked_fill(~is_here, 0)
 

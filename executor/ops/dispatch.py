@@ -1,7 +1,7 @@
 """Dispatch of calls on DTensors to the executor's own ops: embedding, attention and others.
 
 A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` covers runs on
-local tensors with explicit layouts, forward and backward. DTensor runs all others.
+local tensors with explicit layouts, forward and backward. DTensor runs all other calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from executor.ops.where import where
 from executor.redistribute import Redistributor
 
 OwnOp = Callable[..., Any]
-"""Takes the redistributor and the call's arguments; returns NotImplemented where the op does not cover the call."""
+"""(redistributor, the call's arguments) -> the call's result, or NotImplemented if the op does not cover the call."""
 
 _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
@@ -36,10 +36,10 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
 
 
 class OwnOps(TorchFunctionMode):
-    """Runs the own ops, while it is entered, in calls with a DTensor among the arguments."""
+    """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
     def __init__(self, redistributor: Redistributor, linear: OwnOp | None = None) -> None:
-        """Take the op that runs linear layers; None leaves them to DTensor."""
+        """Take the redistributor, and the op that runs linear layers; None: DTensor runs them."""
         super().__init__()
         self._redistributor = redistributor
         self._own_ops = _OWN_OPS if linear is None else {**_OWN_OPS, F.linear: linear}
@@ -61,7 +61,7 @@ class OwnOps(TorchFunctionMode):
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the arguments, those in lists and tuples one by one."""
+    """Yield the arguments of a call; a list or tuple yields its items."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, tuple)):
             yield from value

@@ -25,9 +25,10 @@ def embedding(
 ) -> Any:
     """Return the rows of ``weight`` [rows, columns] at ``input`` [...], as [..., columns]; arguments as in torch.
 
-    On an axis that shards rows the result is partial; one that shards columns shards its last dim; one that shards
-    indices shards it as the indices. NotImplemented where an axis shards the table and the indices, and with
-    ``max_norm``, ``sparse`` or ``scale_grad_by_freq``.
+    The layouts of the table and of the indices decide that of the result: on an axis that shards rows it is partial; on
+    one that shards columns, its last dim is sharded; on one that shards the indices, it is sharded as the indices. It
+    is NotImplemented if an axis shards both the table and the indices, and with ``max_norm``, ``sparse`` or
+    ``scale_grad_by_freq``.
     """
     if max_norm is not None or sparse or scale_grad_by_freq:
         return NotImplemented
@@ -55,7 +56,7 @@ def _output_layout(ids: Layout, table: Layout, last_dim: int) -> Layout | None:
 
 
 def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim: int) -> tuple[int, int]:
-    """Return (first index, number of indices) of this rank's shard of dim ``dim``, which has ``length`` indices."""
+    """Return (first index, number of indices) of this rank's shard of dim ``dim``, whose length is ``length``."""
     first = 0
     for axis, placement in enumerate(layout):
         if placement == Shard(dim):
@@ -65,7 +66,7 @@ def split_offset(redistributor: Redistributor, length: int, layout: Layout, dim:
 
 
 class _Embedding(torch.autograd.Function):
-    """Looks up the indices that lie in this rank's rows; the others give zeros."""
+    """Looks up the indices that lie in this rank's rows; all other indices give zeros."""
 
     @staticmethod
     def forward(
@@ -111,10 +112,10 @@ class _Embedding(torch.autograd.Function):
 
 
 def _gradient_layouts(gradient: Layout, table: Layout, ids: Layout, output: Layout) -> tuple[Layout, Layout]:
-    """Return the layout that the backward needs the output's gradient in, and that of the table's gradient.
+    """Return the layout in which the backward needs the output's gradient, and the layout of the table's gradient.
 
     Args:
-        gradient: layout in which the output's gradient comes.
+        gradient: layout in which autograd gives the output's gradient.
         table: layout of the table.
         ids: layout of the indices.
         output: layout of the output.
@@ -126,7 +127,7 @@ def _gradient_layouts(gradient: Layout, table: Layout, ids: Layout, output: Layo
             needed.append(id_place)
             result.append(Partial())
         elif table_place == Replicate():
-            # The lookup is linear: a partial gradient can stay partial.
+            # The backward is linear in the gradient, so a partial gradient can stay partial.
             place = grad_place if grad_place.is_partial() else Replicate()
             needed.append(place)
             result.append(place)

@@ -1,17 +1,17 @@
 """Experts of a mixture-of-experts block, with tokens, experts, or the inner dim of every expert sharded on any axes.
 
-Each axis does one of
+A mesh axis that shards anything shards one of
 
-    shards tokens                each rank runs its tokens through all experts; gradients of weights are partial
-    shards experts               each rank runs the tokens that chose its experts; the result is partial
-    shards the inner dim         each rank runs all tokens through its shard of every expert; the result is partial
-    shards experts and tokens    tokens are sent to the ranks of their experts, and the results are sent back
+    tokens                each rank runs its tokens through all experts; gradients of weights are partial
+    experts               each rank runs the tokens that chose its experts; the result is partial
+    the inner dim         each rank runs all tokens through its shard of every expert; the result is partial
+    experts and tokens    tokens are sent to the ranks of their experts, and the results are sent back
 
-Only the last communicates inside the op, by all-to-alls of as many rows as there are for each rank
-(``token_exchange``); one axis at most does it. The gate and up weights of an expert lie in one tensor, one after the
-other. Where the inner dim is sharded, a rank has the same shard of both: ``SS(1,2)``, a strided shard. ``shard_module``
-replaces the forward of every module that ``planner.model_rewrites.experts`` knows, whichever implementation its config
-names.
+Only the last case communicates inside the op, by all-to-alls in which each rank gets exactly the rows of its experts
+(``token_exchange``). At most one axis can be of this kind. The gate and up weights of an expert lie in one tensor, one
+after the other. Where the inner dim is sharded, a rank has the same shard of both: ``SS(1,2)``, a strided shard.
+``shard_module`` replaces the forward of every module that ``planner.model_rewrites.experts`` knows, whichever
+implementation its config names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from planner.model_rewrites.experts import GATE_UP_MATRICES, experts_in
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
 _GATE_UP_INNER = _StridedShard(1, split_factor=GATE_UP_MATRICES)
-"""Shard of the inner dim of gate_up."""
+"""Placement of ``gate_up`` on an axis that shards the inner dim."""
 
 _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placement, Placement, Placement]] = {
     (R, R, R): (R, R, R, R),
@@ -47,7 +47,8 @@ _GRADIENTS: dict[tuple[Placement, Placement, Placement], tuple[Placement, Placem
     (R, _GATE_UP_INNER, Shard(2)): (P, P, _GATE_UP_INNER, Shard(2)),
     (S0, S0, S0): (S0, S0, S0, S0),
 }
-"""(tokens, gate_up, down) -> (result, gradients of tokens and their routing weights, of gate_up, of down)."""
+"""Placements on one axis: (tokens, gate_up, down) -> (result, gradients of tokens and of routing weights, gradient of
+gate_up, gradient of down)."""
 
 
 def replace_experts(module: nn.Module, redistributor: Redistributor) -> None:
@@ -85,7 +86,16 @@ def experts(
     down: torch.Tensor,
     activation: str,
 ) -> DTensor:
-    """Return the weighted sums of the experts' results, [tokens, width]; arguments as of ``experts_op``.
+    """Return each token's weighted sum of its experts' results, [tokens, width].
+
+    Args:
+        redistributor: redistributes on the mesh.
+        hidden: the tokens, [tokens, width].
+        index: the experts chosen for each token, [tokens, chosen].
+        routing_weights: [tokens, chosen].
+        gate_up: [experts, 2 * inner, width], the gate's rows before up's.
+        down: [experts, width, inner].
+        activation: "silu" or "gelu".
 
     Raises:
         PlanLayoutError: layouts that the op does not cover.
@@ -98,7 +108,7 @@ def experts(
 
 
 def _exchange_axis(redistributor: Redistributor, inputs: Sequence[DTensor]) -> int | None:
-    """Return the axis that shards tokens and experts; None where there is none."""
+    """Return the axis that shards both tokens and experts; None if no axis shards both."""
     tokens, experts = inputs[0].placements, inputs[4].placements
     axes = [
         axis
@@ -116,7 +126,7 @@ def _exchange_axis(redistributor: Redistributor, inputs: Sequence[DTensor]) -> i
 
 
 def _output_layout(layouts: list[Layout]) -> Layout:
-    """Return the layout of the result, given those of the five inputs."""
+    """Return the layout of the result, given the layouts of hidden, index, routing weights, gate_up and down."""
     output: list[Placement] = []
     for tokens, index, weights, gate_up, down in zip(*layouts, strict=True):
         if not tokens == index == weights or (tokens, gate_up, down) not in _GRADIENTS:
@@ -133,7 +143,7 @@ def _output_layout(layouts: list[Layout]) -> Layout:
 
 
 class _Experts(torch.autograd.Function):
-    """Local shapes: ``x`` [tokens, width], ``up_weights`` [experts, 2 * inner, width], and rows [rows, ...]."""
+    """The op in autograd. Local shapes: ``x`` [tokens, width], ``up_weights`` [experts, 2 * inner, width]."""
 
     @staticmethod
     def forward(
@@ -202,7 +212,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _local_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the local gradients of hidden, routing weights, gate_up and down, given that of the result."""
+    """Return the local gradients of hidden, routing weights, gate_up and down, given ``gradient`` of the result."""
     weights, up_weights, down_weights, inner, choice, counts, tokens, received_weights, sizes, order = ctx.saved_tensors
     rows, gemm = RoutedRows(choice, counts, weights.shape[1]), GroupedGemm(counts, ctx.per_expert)
     exchange = None if ctx.group is None else TokenExchange(ctx.group, sizes, order)
@@ -238,10 +248,12 @@ def _local_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | N
 def _gradient_layouts(
     gradient: Layout, inputs: tuple[Layout, Layout, Layout], output: Layout
 ) -> tuple[Layout, tuple[Layout, ...]]:
-    """Return the layout that the backward needs the result's gradient in, and those of the four inputs' gradients.
+    """Return the layout in which the backward needs the result's gradient, and the layouts of the inputs' gradients.
+
+    The inputs with gradients are hidden, routing weights, gate_up and down.
 
     Args:
-        gradient: layout in which the result's gradient comes.
+        gradient: layout in which autograd gives the result's gradient.
         inputs: layouts of tokens, gate_up and down.
         output: layout of the result.
     """
@@ -249,7 +261,7 @@ def _gradient_layouts(
     by_axis: list[tuple[Placement, ...]] = []
     for grad_place, tokens, gate_up, down, out in zip(gradient, *inputs, output, strict=True):
         _, *gradients = _GRADIENTS[tokens, gate_up, down]
-        # Where the axis shards nothing, the op is linear in its gradient: a partial one can stay partial.
+        # The backward is linear in the gradient, so a partial gradient can stay partial on an axis that shards nothing.
         stays_partial = out == R and grad_place.is_partial()
         needed.append(grad_place if stays_partial else R if out.is_partial() else out)
         by_axis.append((grad_place,) * 3 if stays_partial else tuple(gradients))
@@ -267,7 +279,10 @@ def _activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _activation_gradient(gradient: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return the gradients of gate and up, concatenated, given that of ``activation(gate) * up``, which it changes."""
+    """Return the gradients of gate and up, concatenated along the last dim.
+
+    ``gradient`` is that of ``activation(gate) * up``; it is changed in place.
+    """
     aten = torch.ops.aten
     backward = aten.silu_backward.default if activation == "silu" else aten.gelu_backward.default
     return torch.cat([backward(gradient * up, gate), gradient.mul_(_activate(gate, activation))], -1)

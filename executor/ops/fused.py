@@ -1,9 +1,9 @@
 """Fused ops on local tensors: RMS norm, gated activation, rotary embedding and cross entropy, one kernel each.
 
 Only the loss communicates; it reduces as ``executor.ops.cross_entropy`` does. The formulas are those of
-``planner.model_rewrites.fused_kernels``. On a GPU each is compiled (``torch.compile``, at its first call) to one kernel
-that reads its inputs and writes its results; elsewhere it runs op by op. The backward has formulas of its own, so that
-only inputs, and one number per row, are saved.
+``planner.model_rewrites.fused_kernels``. On a GPU ``torch.compile`` compiles each formula, at its first call, to one
+kernel that reads its inputs and writes its results. Elsewhere a formula runs op by op. The backward has formulas of its
+own, so that autograd saves only inputs and one number per row.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def replace_with_fused_ops(
     """Make ``module`` run each chain of ops that can be fused as one op.
 
     Args:
-        module: changed in place.
-        redistributor: of the mesh.
-        opaque: submodules that are left alone, those that Sharders made.
+        module: the root module, changed in place.
+        redistributor: redistributes on the mesh.
+        opaque: submodules that stay unchanged: those that Sharders returned.
     """
 
     def fused(name: str, op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(*args: Any) -> torch.Tensor:
             if any(isinstance(value, DTensor) for value in args):
                 return op(redistributor, *args)
-            # Plain tensors, as after a module that returns local ones: they have no layout.
+            # Plain tensors have no layout. They come, for example, from a module in return_local_tensor.
             return fused_kernels.run_forward(name, args)[0]
 
         return call
@@ -61,13 +61,13 @@ def rms_norm(redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor
     """Return the RMS norm of ``x`` over its last dim, in the layout of ``x``.
 
     Args:
-        redistributor: of the mesh.
-        x: its layout shards any dim but the last.
-        weight: replicated.
-        eps: added to the mean square.
+        redistributor: redistributes on the mesh.
+        x: its layout may shard any dim but the last.
+        weight: a replicated tensor [width].
+        eps: number added to the mean square.
 
     Raises:
-        PlanLayoutError: other layouts.
+        PlanLayoutError: an input has another layout.
     """
     inputs = [redistributor.as_dtensor(tensor) for tensor in (x, weight)]
     _check_layout("a norm", inputs[0], range(inputs[0].dim() - 1))
@@ -77,10 +77,10 @@ def rms_norm(redistributor: Redistributor, x: torch.Tensor, weight: torch.Tensor
 
 
 def gated(redistributor: Redistributor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> DTensor:
-    """Return ``activation(gate) * up``, in the layout of both.
+    """Return ``activation(gate) * up``, in the layout of ``gate`` and ``up``.
 
     Raises:
-        PlanLayoutError: they have different layouts, or partial ones.
+        PlanLayoutError: ``gate`` and ``up`` have different layouts, or partial ones.
     """
     inputs = [redistributor.as_dtensor(tensor) for tensor in (gate, up)]
     _check_layout("a gated activation", inputs[0], range(inputs[0].dim()))
@@ -91,10 +91,10 @@ def gated(redistributor: Redistributor, gate: torch.Tensor, up: torch.Tensor, ac
 
 
 def gated_pairs(redistributor: Redistributor, pairs: torch.Tensor, activation: str) -> DTensor:
-    """Return ``activation(gate) * up`` of ``pairs``, in which each gate precedes its up along the last dim.
+    """Return ``activation(gate) * up`` of ``pairs``, whose last dim is gate, up, gate, up and so on.
 
     Raises:
-        PlanLayoutError: the layout is partial, or has a gate and its up on two ranks.
+        PlanLayoutError: the layout is partial, or puts a gate and its up on two ranks.
     """
     dtensor = redistributor.as_dtensor(pairs)
     _check_layout("a gated activation", dtensor, range(dtensor.dim()))
@@ -105,16 +105,16 @@ def gated_pairs(redistributor: Redistributor, pairs: torch.Tensor, activation: s
 
 
 def rotary(redistributor: Redistributor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> DTensor:
-    """Return ``x`` [batch, heads, seq, width] with rotary position embedding, in its layout.
+    """Return ``x`` [batch, heads, seq, width] with rotary position embedding, in the layout of ``x``.
 
     Args:
-        redistributor: of the mesh.
-        x: its layout shards any dim but the width.
-        cos: [samples or 1, seq, width], sliced where ``x`` is sharded.
-        sin: likewise.
+        redistributor: redistributes on the mesh.
+        x: its layout may shard any dim but the width.
+        cos: [samples or 1, seq, width]; redistributed to the shard that matches that of ``x``.
+        sin: the same shape as ``cos``, and redistributed in the same way.
 
     Raises:
-        PlanLayoutError: other layouts.
+        PlanLayoutError: ``x`` has another layout.
     """
     dtensor = redistributor.as_dtensor(x)
     _check_layout("a rotary embedding", dtensor, range(3))
@@ -143,7 +143,7 @@ def fused_cross_entropy(
 
 
 def _check_layout(what: str, tensor: DTensor, dims: Sequence[int]) -> None:
-    """Raise ``PlanLayoutError`` where the layout of ``tensor`` does anything but shard ``dims``."""
+    """Raise ``PlanLayoutError`` if the layout of ``tensor`` does anything but replicate or shard ``dims``."""
     if any(placement != R and placement not in [Shard(dim) for dim in dims] for placement in tensor.placements):
         raise _wrong_layout(what, tensor)
 
@@ -165,13 +165,13 @@ def _angle_placement(placement: Placement, samples: int) -> Placement:
 
 
 def _run(formula: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a formula, which is compiled on a GPU."""
+    """Return ``formula(*args)``; on a GPU the formula is compiled."""
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in args)
     return compiled(formula)(*args) if on_gpu else formula(*args)
 
 
 def _grad_out(redistributor: Redistributor, gradient: torch.Tensor, output: Layout) -> DTensor:
-    """Return a result's gradient in the layout ``output``, but partial where it comes partial instead of replicated."""
+    """Return a result's gradient in the layout ``output``; where ``output`` replicates, a partial one stays partial."""
     dtensor = redistributor.as_dtensor(gradient)
     layout = tuple(
         place if out == R and place.is_partial() else out for place, out in zip(dtensor.placements, output, strict=True)
@@ -185,7 +185,7 @@ def _like(local: torch.Tensor, tensor: DTensor) -> DTensor:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Saves ``x``, the weight and a scale per row."""
+    """RMS norm in autograd. It saves ``x``, the weight and one scale per row."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, weight: DTensor, redistributor: Redistributor, eps: float) -> DTensor:
@@ -211,7 +211,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Saves ``gate`` and ``up``."""
+    """Gated activation in autograd. It saves ``gate`` and ``up``."""
 
     @staticmethod
     def forward(ctx: Any, gate: DTensor, up: DTensor, redistributor: Redistributor, activation: str) -> DTensor:
@@ -231,7 +231,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedPairs(torch.autograd.Function):
-    """Saves ``pairs``."""
+    """Gated activation of pairs in autograd. It saves ``pairs``."""
 
     @staticmethod
     def forward(ctx: Any, pairs: DTensor, redistributor: Redistributor, activation: str) -> DTensor:
@@ -254,7 +254,7 @@ class _GatedPairs(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """Saves the local ``cos`` and ``sin``."""
+    """Rotary embedding in autograd. It saves the local ``cos`` and ``sin``."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, cos: torch.Tensor, sin: torch.Tensor, redistributor: Redistributor) -> DTensor:
@@ -273,7 +273,7 @@ class _Rotary(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Local shapes: logits [n, c], all others [n]."""
+    """Cross entropy in autograd. Local shapes: logits [n, c], labels and numbers per row [n]."""
 
     @staticmethod
     def forward(

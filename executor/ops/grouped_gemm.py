@@ -17,12 +17,14 @@ from cost_model.kernels.gemm import runs_one_by_one
 
 @torch.library.custom_op("shardplan::gemm_per_expert", mutates_args=())
 def gemm_per_expert(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return each row times the transpose of its expert's weight, as one op, so that checkpointing can save the result.
+    """Return each row times the transpose of its expert's weight, [rows, n].
+
+    All GEMMs together are one op, so that selective checkpointing can save the result.
 
     Args:
         rows: [rows, k], sorted by expert.
         weights: [experts, n, k].
-        counts: [experts], rows of each; on the CPU.
+        counts: [experts], number of rows of each expert; on the CPU.
     """
     result, sizes = rows.new_empty(rows.shape[0], weights.shape[1]), counts.tolist()
     for own_rows, weight, out in zip(rows.split(sizes), weights, result.split(sizes), strict=True):
@@ -38,8 +40,8 @@ class GroupedGemm(NamedTuple):
     """The GEMMs of one call of the experts.
 
     Attributes:
-        counts: [experts], rows of each; on the CPU where ``per_expert``.
-        per_expert: whether each expert has a GEMM of its own.
+        counts: [experts], number of rows of each expert; on the CPU if ``per_expert``.
+        per_expert: whether each expert has a GEMM of its own, in place of one grouped kernel.
     """
 
     counts: torch.Tensor
@@ -49,13 +51,13 @@ class GroupedGemm(NamedTuple):
     def choose(
         cls, counts: torch.Tensor, counts_on_host: torch.Tensor | None, rows: int, weights: torch.Tensor
     ) -> Self:
-        """Return the faster of both ways.
+        """Return the faster of the two ways: the grouped kernel, or one GEMM per expert.
 
         Args:
-            counts: [experts], rows of each.
-            counts_on_host: the same on the CPU, where it is known there already.
-            rows: of all experts.
-            weights: [experts, n, k], of one of the GEMMs.
+            counts: [experts], number of rows of each expert.
+            counts_on_host: ``counts`` on the CPU; None: not known there yet.
+            rows: number of rows of all experts together.
+            weights: [experts, n, k], the weights of one of the GEMMs.
         """
         if not _is_faster_per_expert(rows, weights):
             return cls(counts, per_expert=False)

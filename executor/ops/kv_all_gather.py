@@ -17,7 +17,7 @@ class KVAllGather:
     """An all-gather of keys and values that has started."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, group: Any) -> None:
-        """Start to gather this rank's ``k`` and ``v`` [batch, heads, rows, width] over ``group``."""
+        """Start to all-gather this rank's ``k`` and ``v`` [batch, heads, rows, width] over ``group``."""
         self.shapes = k.shape, v.shape
         flat = k.new_empty(k.numel() + v.numel())
         flat[: k.numel()].view(k.shape).copy_(k)
@@ -33,14 +33,14 @@ class KVAllGather:
 
 
 class KVReduceScatter:
-    """A reduce-scatter of the gradients of keys and values: each rank gets the sums for its own."""
+    """A reduce-scatter of the gradients of keys and values: each rank gets the sums for its own keys and values."""
 
     def __init__(self, shapes: tuple[torch.Size, torch.Size], ranks: int) -> None:
-        """Take the shapes of a rank's keys and values, [batch, heads, rows, width]."""
+        """Take the shapes of one rank's keys and values, [batch, heads, rows, width], and the number of ranks."""
         self._shapes, self._ranks = shapes, ranks
 
     def allocate(self, like: torch.Tensor) -> ByRank:
-        """Return uninitialized addends of the dtype of ``like``, to be filled before ``start``."""
+        """Return uninitialized addends to every rank's gradients, in the dtype of ``like``; fill before ``start``."""
         self._addends = like.new_empty(self._ranks, sum(shape.numel() for shape in self._shapes))
         return _views(self._addends, *self._shapes)
 

@@ -1,12 +1,12 @@
-"""Shared-input linears: linear layers that read one tensor accumulate its gradient in their GEMMs.
+"""Shared-input linears: linear layers that read the same tensor accumulate its gradient in their GEMMs.
 
-Autograd adds the gradients that the readers of a tensor return, with two tensors read and one written for each
-addition. For linear layers (q, k and v projections, or gate and up projections) each GEMM can add to the result of the
-one before (``addmm`` in place: the kernel reads the sum as it writes it).
+Without them, autograd adds the gradients that the readers of a tensor return. Each addition reads two tensors and
+writes one. For linear layers (q, k and v projections, or gate and up projections) each GEMM can add to the result of
+the GEMM before (``addmm`` in place: the kernel reads the sum as it writes it).
 
-The layers read the tensor through a node of its own (``_ReadInput``). Autograd runs that node when all of the layers
-have run, or their results were not used; it returns the accumulated gradient. The gradient is passed outside of
-autograd's edges, so the layers have to run on one stream.
+The layers read the tensor through an autograd node of its own (``_ReadInput``). Autograd runs that node after the
+backward of all layers whose results were used, and the node returns the accumulated gradient. The gradient is passed
+outside of autograd's edges, so all layers have to run on one stream.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SharedInputLinears:
     ) -> Any:
         """Return ``input @ weight.T + bias``, or NotImplemented for DTensor to run the layer.
 
-        NotImplemented with a plain tensor, where ``input`` needs no gradient or is a leaf (its node would keep it
-        alive), and under autocast, whose casts differ from layer to layer.
+        The result is NotImplemented if an argument is a plain tensor, if ``input`` needs no gradient or is a leaf (the
+        node would keep a leaf alive), and under autocast, whose casts differ from layer to layer.
         """
         tensors = (input, weight) if bias is None else (input, weight, bias)
         accumulates = torch.is_grad_enabled() and input.requires_grad and not input.is_leaf
@@ -60,7 +60,7 @@ class SharedInputLinears:
 
 
 class _InputGradient:
-    """The gradient of one tensor [rows, width], accumulated over the GEMMs that a backward pass has run."""
+    """The gradient of one tensor [rows, width], accumulated over the GEMMs of a backward pass."""
 
     def __init__(self, redistributor: Redistributor) -> None:
         self.redistributor = redistributor
@@ -68,7 +68,7 @@ class _InputGradient:
 
     def add(self, gradient: DTensor, weight: DTensor) -> None:
         """Add ``gradient`` [rows, outputs] times ``weight`` [outputs, width]."""
-        # By pass: what an interrupted pass leaves must not reach another one.
+        # One sum for each pass: the sum of an interrupted pass must not reach another pass.
         sums = self._by_pass[current_backward_pass()]
         layouts = tuple(gradient.placements), tuple(weight.placements)
         accumulated = sums.get(layouts)
@@ -80,7 +80,7 @@ class _InputGradient:
             sums[layouts] = cast(DTensor, accumulated + gradient @ weight)
 
     def take(self) -> torch.Tensor | None:
-        """Return what this pass has accumulated, and forget it; None where it has run no layer."""
+        """Return and forget the gradient that this backward pass has accumulated; None if it has run no layer."""
         sums = list(self._by_pass.pop(current_backward_pass(), {}).values())
         return functools.reduce(operator.add, sums) if sums else None
 
@@ -91,9 +91,9 @@ class _SharedInput:
 
     Attributes:
         alias: the tensor as the layers read it.
-        gradient: of the tensor.
-        version: of the tensor when it was first read.
-        grad_fn: of the tensor when it was first read.
+        gradient: accumulates the gradient of the tensor.
+        version: the tensor's version counters when it was first read: its own and its local tensor's.
+        grad_fn: the tensor's ``grad_fn`` when it was first read.
     """
 
     alias: torch.Tensor
@@ -107,7 +107,7 @@ class _SharedInput:
         return cls(run_function(_ReadInput, x, gradient), gradient, _version(x), x.grad_fn)
 
     def is_current(self, x: torch.Tensor) -> bool:
-        """Tell whether ``x`` has not been changed in place since it was first read."""
+        """Return whether ``x`` is unchanged (no op has changed it in place) since it was first read."""
         return self.version == _version(x) and self.grad_fn is x.grad_fn
 
 
@@ -116,7 +116,7 @@ def _version(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _gemm_layout(left: tuple[Placement, ...], right: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
-    """Return the layout of a matrix product whose local tensor is the product of local tensors; None if it has none."""
+    """Return the layout of a matrix product that each rank computes by one local GEMM; None if that is not possible."""
     placements = [_gemm_placement(a, b) for a, b in zip(left, right, strict=True)]
     return None if None in placements else tuple(place for place in placements if place is not None)
 

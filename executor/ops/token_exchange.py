@@ -1,6 +1,7 @@
 """Routing of tokens to experts: rows sorted by expert, and their all-to-all where other ranks hold the experts.
 
-A *row* is a token at one of its experts. On meta, where the choice of experts is unknown, experts are equally busy.
+A *row* is a pair of a token and one of its chosen experts. On meta the choices are unknown, so every expert is assumed
+to have the same number of rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class RoutedRows(NamedTuple):
 
     Attributes:
         choice: [rows], index of each row into the flattened [tokens, chosen] choices.
-        counts: [experts], rows of each expert.
-        chosen: experts of a token.
+        counts: [experts], number of rows of each expert.
+        chosen: number of experts that each token chooses.
     """
 
     choice: torch.Tensor
@@ -37,12 +38,12 @@ class RoutedRows(NamedTuple):
 
     @classmethod
     def from_choices(cls, index: torch.Tensor, first: int, experts: int, all_experts: int) -> RoutedRows:
-        """Return the rows at some experts.
+        """Return the rows of the experts ``first`` to ``first + experts - 1``.
 
         Args:
-            index: the experts of each token, [tokens, chosen].
-            first: of the experts.
-            experts: number of them.
+            index: the experts chosen for each token, [tokens, chosen].
+            first: index of the first of these experts.
+            experts: number of these experts.
             all_experts: number of all experts.
         """
         choices = index.reshape(-1) - first
@@ -64,9 +65,9 @@ class TokenExchange(NamedTuple):
 
     Attributes:
         group: process group of the axis that shards tokens and experts.
-        sizes: [2, ranks], on the CPU: rows sent to each rank, and rows received from each. Empty on meta, where all are
-            equal.
-        order: [rows], the received rows in the order of experts.
+        sizes: [2, ranks], on the CPU: number of rows sent to each rank, and number received from each rank. Empty on
+            meta, where all of these are equal.
+        order: [rows], indices that sort the received rows by expert.
     """
 
     group: Any
@@ -97,8 +98,8 @@ class ReceivedRows(NamedTuple):
 
     Attributes:
         rows: number of rows.
-        counts: [experts], rows of each of this rank's experts.
-        counts_on_host: the same on the CPU.
+        counts: [experts], number of rows of each of this rank's experts.
+        counts_on_host: ``counts`` on the CPU.
     """
 
     rows: int
@@ -112,11 +113,11 @@ def exchange_rows(
     """Return this rank's rows sorted by rank and expert, their exchange, and the rows that this rank receives.
 
     Args:
-        redistributor: of the mesh.
-        index: the experts of each of this rank's tokens, [tokens, chosen].
+        redistributor: redistributes on the mesh.
+        index: the experts chosen for each of this rank's tokens, [tokens, chosen].
         all_experts: number of all experts.
-        layout: of the experts' weights; it shards experts on ``axis`` and perhaps on others.
-        axis: of the mesh, which shards tokens and experts.
+        layout: layout of the experts' weights; it shards experts on ``axis`` and perhaps on other axes.
+        axis: the mesh axis that shards tokens and experts.
     """
     group, ranks = redistributor.device_mesh.get_group(axis), redistributor.axis_size(axis)
     firsts, experts = _experts_by_rank(redistributor, all_experts, layout, axis)
@@ -135,7 +136,7 @@ def exchange_rows(
         counts = received.sum(0)
         exchange = TokenExchange(group, torch.empty(0), torch.empty_like(rows.choice))
         return rows, exchange, ReceivedRows(rows.choice.shape[0], counts, counts)
-    # One copy to the host for all numbers that it needs.
+    # One copy to the host for all the numbers that the host needs.
     on_host = torch.cat([sent.view(ranks, experts).sum(1), received.sum(1), received.sum(0)]).cpu()
     sizes, counts_on_host = on_host[: 2 * ranks].view(2, ranks), on_host[2 * ranks :]
     expert_of_row = torch.arange(experts, device=index.device).repeat(ranks).repeat_interleave(received.flatten())
@@ -146,7 +147,7 @@ def exchange_rows(
 def _experts_by_rank(
     redistributor: Redistributor, all_experts: int, layout: Layout, axis: int
 ) -> tuple[Sequence[int], int]:
-    """Return the first expert of each rank along ``axis``, and the number of experts of each."""
+    """Return the index of the first expert of each rank along ``axis``, and the number of experts of each rank."""
     first, experts = split_offset(redistributor, all_experts, layout, 0)
     inner_axes = [other for other, place in enumerate(layout) if other > axis and place == Shard(0)]
     span = experts
@@ -157,5 +158,5 @@ def _experts_by_rank(
 
 
 def _balanced_rows(index: torch.Tensor, experts: int, all_experts: int, ranks: int) -> int:
-    """Return this rank's rows where experts are equally busy."""
+    """Return the number of this rank's rows if every expert has the same number of rows."""
     return ranks * -(-index.numel() * experts // all_experts)

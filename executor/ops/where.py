@@ -1,6 +1,7 @@
 """``torch.where(condition, tensor, number)`` with a replicated condition, as T5 masks its learned position bias.
 
-The op is linear in the gradient, so a partial gradient stays partial. DTensor would reduce it inside the backward pass.
+The backward is linear in the gradient, so a partial gradient stays partial. DTensor would reduce it inside the backward
+pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def where(redistributor: Redistributor, condition: torch.Tensor, input: Any = No
 
 
 def _local_condition(redistributor: Redistributor, condition: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Return the part of ``condition`` for the local tensor of ``tensor``; a dim of length one is not sharded."""
+    """Return the shard of ``condition`` for the local tensor of ``tensor``; dims of length one are not sharded."""
     layout: Layout = tuple(
         Replicate() if (dim := sharded_dim(placement)) is None or condition.shape[dim] == 1 else placement
         for placement in tensor.placements

@@ -1,11 +1,11 @@
-"""Causal attention of one rank on sequences in zigzag order: a kernel over its own keys, and two over other ranks'.
+"""Causal attention of one rank on sequences in zigzag order: one kernel over its own keys, two over other ranks' keys.
 
 Rank r of n holds chunks r and 2n - 1 - r, one after the other, so attention among them is one causal kernel. It runs
-while other ranks' keys and values are gathered. Of these, the chunks that chunk 2n - 1 - r sees are concatenated, those
-that chunk r sees as well first. Each of the two chunks then needs one kernel without a mask.
+during the all-gather of the other ranks' keys and values. Of these, the chunks that chunk 2n - 1 - r sees are
+concatenated; the chunks that chunk r sees as well come first. So each of the two needs one kernel without a mask.
 
-In the backward, the kernel over its own keys runs for some heads while the others' keys are gathered, and for the other
-heads while the gradients of the others' keys are reduced and scattered.
+In the backward, the kernel over the rank's own keys runs for some heads during the all-gather of the other ranks' keys
+and values, and for the remaining heads during the reduce-scatter of their gradients.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _ChunkOfRank = tuple[int, bool]
 
 
 class _OtherChunks(NamedTuple):
-    """The other ranks' chunks, as this rank's rows see them.
+    """The chunks of other ranks that this rank's rows see under the causal mask.
 
     Attributes:
-        visible_chunks: chunks that some row sees, in the order in which they are concatenated.
-        hidden_chunks: chunks that no row sees, this rank's own included.
+        visible_chunks: chunks of other ranks that some row of this rank sees, in the order of their concatenation.
+        hidden_chunks: all other chunks, including this rank's own.
         parts: (rows of this rank, rows of the concatenated chunks) of each kernel, later rows first.
-        rows_without: the rows of this rank that see no other rank's chunk.
+        rows_without: the rows of this rank that see no chunk of another rank.
     """
 
     visible_chunks: list[_ChunkOfRank]
@@ -44,7 +44,7 @@ class _OtherChunks(NamedTuple):
         before, after = list(range(rank)), list(range(rank + 1, chunks.ranks))
         visible_chunks = [(other, False) for other in before + after] + [(other, True) for other in after]
         if not chunks.length(second):
-            # The only row of this rank is in its first chunk, which sees the first chunks before it.
+            # This rank has one row. The row is in its first chunk, which sees the first chunks of lower ranks.
             visible_chunks = visible_chunks[:rank]
         hidden_chunks = [
             (other, is_second)
@@ -55,7 +55,7 @@ class _OtherChunks(NamedTuple):
         seen_by_both = sum(chunks.length(chunks.zigzag_of(other)[0]) for other in before)
         seen_by_second = sum(chunks.length(chunks.zigzag_of(other)[is_second]) for other, is_second in visible_chunks)
         middle = chunks.length(first)
-        # The part over all keys comes first: the other part adds to its gradients of keys.
+        # The part over all visible keys comes first. The backward adds the other part's gradients of keys to it.
         parts = [(slice(middle, chunks.rows), slice(0, seen_by_second)), (slice(0, middle), slice(0, seen_by_both))]
         if seen_by_both == seen_by_second:
             parts = [(slice(0, chunks.rows), slice(0, seen_by_second))]
@@ -150,14 +150,17 @@ def _over_other_keys(
     chunks: ZigzagChunks,
     scale: float,
 ) -> tuple[KVReduceScatter, list[tuple[slice, torch.Tensor]]]:
-    """Return the gradients of other ranks' keys and values, to be reduced, and (rows, gradient of their queries).
+    """Return a reduce-scatter that is ready to start, and the gradient of queries as [(rows, their gradient)].
+
+    The reduce-scatter holds this rank's addends to the gradients of all ranks' keys and values, from the kernels over
+    other ranks' keys.
 
     Args:
-        by_row: of this rank: the result's gradient, queries, the result, its lse.
-        all_gather: of keys and values.
-        other_chunks: the chunks that this rank's rows see.
-        chunks: of the sequence.
-        scale: of the scores.
+        by_row: the result's gradient, the queries, the result and its lse, of this rank.
+        all_gather: the all-gather of keys and values.
+        other_chunks: the chunks of other ranks that this rank's rows see.
+        chunks: the chunks of the sequence.
+        scale: factor on the scores.
     """
     reduce_scatter = KVReduceScatter(all_gather.shapes, chunks.ranks)
     keys, values = other_chunks.concatenated(chunks, all_gather.wait())

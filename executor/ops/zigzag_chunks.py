@@ -14,15 +14,15 @@ from planner.plan.token_order import chunk_range, zigzag_chunks
 class ZigzagChunks(NamedTuple):
     """The 2n chunks of a sequence on the n ranks of an axis.
 
-    In contiguous order rank r holds chunks 2r and 2r + 1, in zigzag order chunks r and 2n - 1 - r. In both orders one
-    of the two has an even number and one an odd number: where the rows of a rank are odd in number, even chunks have
-    one row fewer, and each rank still has ``rows`` rows.
+    In contiguous order rank r holds chunks 2r and 2r + 1, in zigzag order chunks r and 2n - 1 - r. So in both orders a
+    rank holds one even-numbered and one odd-numbered chunk. If ``rows`` is odd, even-numbered chunks have one row fewer
+    than odd-numbered chunks, and each rank has ``rows`` rows in both orders.
 
     Attributes:
         group: process group of the axis.
-        ranks: of the axis.
-        rank: this one's index on the axis.
-        rows: of each rank.
+        ranks: number of ranks on the axis.
+        rank: index of this rank on the axis.
+        rows: number of rows (tokens of the sequence) on each rank.
     """
 
     group: Any
@@ -31,7 +31,7 @@ class ZigzagChunks(NamedTuple):
     rows: int
 
     def range(self, chunk: int) -> range:
-        """Return the rows of a chunk, counted in the whole sequence."""
+        """Return the rows of a chunk, as indices in the whole sequence."""
         return chunk_range(chunk, self.rows)
 
     def length(self, chunk: int) -> int:
@@ -83,7 +83,7 @@ class ZigzagChunks(NamedTuple):
         sending = torch.cat([pieces[chunk] for chunk in sent])
         arrived = torch_internals.all_to_all(sending, self.group, received_rows, sent_rows)
         arrived_pieces = dict(zip(received, arrived.split([self.length(chunk) for chunk in received]), strict=True))
-        # Heads are adjacent in memory, as the surrounding module needs them.
+        # The heads of one row become adjacent in memory, as the surrounding module needs them.
         return torch.cat([arrived_pieces[chunk].transpose(0, 1) for chunk in after], 1).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""A plan meets a module: names, layouts, groups and checks, resolved before anything is changed.
+"""A plan resolved against a module, before anything is changed: names, layouts, FSDP groups and checks.
 
 the plan, resolved against one module    resolved_plan.resolve_plan, .ResolvedPlan
 its checks, before any change            checks

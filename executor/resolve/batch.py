@@ -25,14 +25,14 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
     """Return this rank's slice of a global micro-batch.
 
     Args:
-        batch: a tuple of positional, or a dict of keyword arguments of the root module, as the plan names them. Every
+        batch: a tuple of positional or a dict of keyword arguments of the root module, as the plan names them. Every
             rank passes the same values.
-        device_mesh: of the plan's shape.
+        device_mesh: a mesh with the shape of the plan's mesh.
         plan: its input ports of the root have the layout of each tensor.
 
     Raises:
-        UnmatchedKeyError: a tensor that the plan does not name.
-        PlanLayoutError: a tensor that its layout does not divide evenly.
+        UnmatchedKeyError: the plan does not name a tensor of the batch.
+        PlanLayoutError: the layout of a tensor does not divide the tensor evenly.
     """
     layouts = root_layouts(plan)
     coordinate = device_mesh.get_coordinate()
@@ -59,7 +59,14 @@ def local_batch(batch: Any, device_mesh: DeviceMesh, plan: ShardingPlan) -> Any:
 def slice_of(
     tensor: torch.Tensor, layout: Layout, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], name: str
 ) -> torch.Tensor:
-    """Return the slice of ``tensor`` under ``layout`` of the rank at ``coordinate``.
+    """Return the shard of ``tensor`` in ``layout`` that the rank at ``coordinate`` of the mesh holds.
+
+    Args:
+        tensor: the global tensor.
+        layout: its layout on the mesh; a partial placement counts as replicated.
+        mesh_shape: sizes of the mesh's axes.
+        coordinate: index of the rank along each axis.
+        name: name of the tensor in the error message.
 
     Raises:
         PlanLayoutError: ``layout`` does not divide the tensor evenly.

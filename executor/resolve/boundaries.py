@@ -16,16 +16,16 @@ from planner.plan.sharding_plan import ShardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """What hooks do to tensors that enter or leave modules. Keys are FQNs of modules, "" for the root.
+    """What hooks do to tensors that enter or leave modules. Modules are named by FQN, "" for the root.
 
-    An argument is named by position or keyword, and "" is the first one. A result is named by position or key, and ""
-    is the only tensor. Dots lead into nested tuples, lists and dicts.
+    The name of an argument is its position or keyword; "" is the first argument. The name of a result is its position
+    or key; "" is the only tensor. Dots lead into nested tuples, lists and dicts.
 
     Attributes:
         inputs: module -> argument -> port.
         outputs: module -> result -> port.
-        zigzag_inputs: module -> argument -> dim whose tokens are brought into zigzag order.
-        zigzag_outputs: module -> result -> dim, likewise.
+        zigzag_inputs: module -> argument -> dim along which its tokens are brought into zigzag order.
+        zigzag_outputs: module -> result -> dim along which its tokens are brought into zigzag order.
         local_outputs: modules whose results become plain local tensors.
     """
 
@@ -40,7 +40,7 @@ def resolve_boundaries(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> 
     """Return the boundaries of ``plan``.
 
     Args:
-        plan: it has passed ``validate``.
+        plan: a plan that has passed ``validate``.
         modules: every name of every module -> the module.
 
     Raises:

@@ -22,7 +22,7 @@ from planner.plan.sharding_plan import PlanMesh, ShardingPlan
 
 
 def check_mesh(planned: PlanMesh, mesh: DeviceMesh) -> None:
-    """Raise ``PlanMismatchError`` where ``mesh`` has other axes than ``planned``; it may leave them without names."""
+    """Raise ``PlanMismatchError`` if ``mesh`` has other axes than ``planned``; axes of ``mesh`` may have no names."""
     names = mesh.mesh_dim_names
     shape = tuple(mesh.shape)
     if shape == planned.shape and names in (None, planned.names):
@@ -39,7 +39,7 @@ def check_mesh(planned: PlanMesh, mesh: DeviceMesh) -> None:
 
 
 def check_axis_names(planned: PlanMesh, mesh: DeviceMesh) -> None:
-    """Raise ``PlanMismatchError`` where the axes of ``mesh`` have no names, which ``fully_shard`` needs."""
+    """Raise ``PlanMismatchError`` if the axes of ``mesh`` have no names, which ``fully_shard`` needs."""
     if mesh.mesh_dim_names is not None:
         return
     raise PlanMismatchError(
@@ -52,7 +52,7 @@ def check_axis_names(planned: PlanMesh, mesh: DeviceMesh) -> None:
 
 
 def check_fingerprint(module: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ``PlanMismatchError`` where ``plan`` was made for another model, or with another torch."""
+    """Raise ``PlanMismatchError`` if ``plan`` was made for another model, or with another version of torch."""
     current = {"torch": torch_fingerprint()}
     if "model" in plan.fingerprint:
         current["model"] = model_fingerprint(module)
@@ -69,12 +69,12 @@ def check_fingerprint(module: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
-    """Raise where ``plan`` names a Sharder that ``sharders`` lacks, or gives the root to one.
+    """Check that ``sharders`` has every Sharder that ``plan`` names, and that none of them gets the root.
 
     Raises:
-        EmptyPathError: the root.
-        UnmatchedKeyError: no Sharder of that name was passed.
-        PlanTypeError: what was passed is no Sharder.
+        EmptyPathError: the plan gives the root to a Sharder.
+        UnmatchedKeyError: the plan names a Sharder that was not passed.
+        PlanTypeError: an object in ``sharders`` is no Sharder.
     """
     for key, name in plan.plan.items():
         if not isinstance(name, str):
@@ -105,12 +105,12 @@ def check_sharders(plan: ShardingPlan, sharders: Mapping[str, Sharder]) -> None:
 def check_layouts(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Mapping[str, Layout]], mesh: PlanMesh
 ) -> None:
-    """Raise ``PlanLayoutError`` where a layout does not divide its parameter evenly.
+    """Raise ``PlanLayoutError`` if a layout does not divide its parameter evenly.
 
     Args:
-        parameters: by FQN.
+        parameters: FQN -> parameter.
         layouts: field of the plan -> parameter FQN -> layout.
-        mesh: that the layouts are on.
+        mesh: the plan's mesh.
     """
     for field, by_name in layouts.items():
         for fqn, layout in by_name.items():
@@ -126,7 +126,7 @@ def check_layouts(
 
 
 def _reason(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> str:
-    """Return why ``layout`` does not divide ``parameter``."""
+    """Return the reason why ``layout`` does not divide ``parameter`` evenly, as part of a message."""
     missing = [dim for dim in map(sharded_dim, layout) if dim is not None and dim >= parameter.dim()]
     if missing:
         return f"but it has no dim {missing[0]}"
@@ -138,10 +138,10 @@ def _reason(parameter: nn.Parameter, layout: Layout, mesh: PlanMesh) -> str:
 def check_outside_sharders(
     field: str, names: Iterable[str], modules: Mapping[str, nn.Module], sharder_names: Mapping[str, str]
 ) -> None:
-    """Raise ``KeyConflictError`` where one of ``names`` lies inside a module that a Sharder replaces.
+    """Raise ``KeyConflictError`` if one of ``names`` lies inside a module that a Sharder replaces.
 
     Args:
-        field: of the plan, for messages.
+        field: field of the plan that has the names, for messages.
         names: FQNs of modules or parameters.
         modules: every name of every module -> the module.
         sharder_names: module FQN -> name of its Sharder.
@@ -149,10 +149,10 @@ def check_outside_sharders(
     if not sharder_names:
         return
     replaced = {modules[fqn]: fqn for fqn in sharder_names}
-    # A module with several names is replaced under all of them.
+    # A module with several FQNs is replaced under all of them.
     aliases = {fqn: replaced[item] for fqn, item in modules.items() if item in replaced}
     for name in names:
-        # By component: the Sharder of emb has nothing to do with emb2.weight.
+        # Compare whole components: the Sharder of emb has nothing to do with emb2.weight.
         components = name.split(".")
         for length in range(1, len(components)):
             owner = aliases.get(".".join(components[:length]))

@@ -1,4 +1,4 @@
-"""Modules, arguments and tensors by the names that a plan has for them."""
+"""Modules, arguments and tensors, looked up by the names that a plan has for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FSDP groups: parameters that ``fully_shard`` gathers in one collective, resolved from the plan and checked."""
+"""FSDP groups: parameters that ``fully_shard`` all-gathers in one collective, resolved from the plan and checked."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class FsdpParameter:
 
     Attributes:
         fqn: name from the root; the first one that the plan gives it.
-        slots: where the parameter is registered; several where it is tied within its group.
+        slots: (module, attribute) pairs that hold the parameter; several where it is tied within its group.
         stored: layout between steps.
         compute: layout at use: ``stored``, but replicated on the axes of the group.
-        accumulated: layout in which every backward leaves the gradient: ``stored``, but partial on other axes whose
-            sum is taken once a step.
+        accumulated: layout in which every backward leaves the gradient: ``stored``, but ``P(sum)`` on each axis outside
+            the group on which the gradient is reduced only once a step.
         dim: dim of the tensor that ``stored`` shards on the axes of the group.
     """
 
@@ -53,10 +53,10 @@ class FsdpGroup:
     """Parameters that are gathered in one all-gather before the module ``fqn`` runs.
 
     Attributes:
-        fqn: of the module; "" is the root.
-        axes: adjacent axes of the mesh over which the parameters are gathered as if the axes were one.
-        parameters: of the group, each once.
-        reshard_after: until when they stay gathered.
+        fqn: FQN of the module; "" is the root.
+        axes: adjacent axes of the mesh; the all-gather runs over all of them as if they were one axis.
+        parameters: the parameters of the group, each once.
+        reshard_after: when the gathered parameters are resharded.
     """
 
     fqn: str
@@ -78,17 +78,18 @@ def resolve_fsdp_groups(
 
     Args:
         names: module FQN -> names of parameters, relative to the module.
-        module: the root.
-        layouts: of the parameters that become DTensors, by FQN.
-        mesh: that the layouts are on.
+        module: the root module.
+        layouts: FQN -> layouts of each parameter that becomes a DTensor.
+        mesh: the plan's mesh.
         checkpointed: FQNs of checkpointed modules.
-        reshard_after: module FQN -> until when its parameters stay gathered, where that is not its forward.
+        reshard_after: module FQN -> when its parameters are resharded, for modules that do not reshard after forward.
 
     Raises:
         UnmatchedKeyError: a parameter that does not exist.
-        KeyConflictError: a parameter in two groups, or used outside its own; a module inside a checkpointed block.
+        KeyConflictError: a parameter in two groups, or tied to a name outside its group; a module inside a checkpointed
+            block.
         PlanKeyError: a module that is never called, a parameter without gradient, or two dtypes in one group.
-        PlanLayoutError: layouts that ``fully_shard`` does not have.
+        PlanLayoutError: layouts that ``fully_shard`` does not support.
     """
     resolver = _GroupResolver(module, layouts, mesh, checkpointed)
     groups = [resolver.group(fqn, own, reshard_after.get(fqn, ReshardAfter.FORWARD)) for fqn, own in names.items()]
@@ -100,7 +101,7 @@ def _components(fqn: str) -> list[str]:
 
 
 class _GroupResolver:
-    """Resolves one group after another, and remembers which parameters have a group."""
+    """Resolves one group after another, and remembers the group of each parameter."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class _GroupResolver:
         self._group_of: dict[nn.Parameter, str] = {}
 
     def group(self, fqn: str, names: tuple[str, ...], reshard_after: ReshardAfter) -> FsdpGroup:
-        """Return the group of the module ``fqn``; ``names`` are those of its parameters inside the module."""
+        """Return the group of the module ``fqn``; ``names`` are names of parameters relative to the module."""
         self._check_module(fqn)
         paths = [f"{fqn}.{name}" if fqn else name for name in names]
         members: dict[nn.Parameter, FsdpParameter] = {}
@@ -175,7 +176,7 @@ class _GroupResolver:
                 )
 
     def _check_one_group(self, parameter: nn.Parameter, fqn: str, paths: Collection[str]) -> None:
-        """Check that a parameter is in no other group, and that all its names are in this one."""
+        """Check that a parameter is in no other group, and that all of its names are in this group."""
         names = self._names[parameter]
         other = self._group_of.setdefault(parameter, fqn)
         if other != fqn:
@@ -198,7 +199,7 @@ class _GroupResolver:
             )
 
     def _member(self, path: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], FsdpParameter]:
-        """Return the axes on which a parameter is gathered, and the parameter as a member of a group."""
+        """Return the axes over which a parameter is all-gathered, and the parameter as a member of its group."""
         if not parameter.requires_grad:
             raise PlanKeyError(
                 f"fully_shard gathers {path!r}, which needs no gradient.",
@@ -236,7 +237,7 @@ class _GroupResolver:
                 path, f"is stored in {texts}: they differ on {len(axes)} axes, not on one or on some in a row"
             )
         placement = stored[axes[0]]
-        # The type, since a strided shard is a Shard too.
+        # Compare the type: in older versions of torch a strided shard is an instance of Shard.
         if type(placement) is not Shard or any(stored[a] != placement or compute[a] != Replicate() for a in axes):
             raise _wrong_layout(path, f"is stored in {texts}: on {self._axis_names(axes)} that is not S(d) and R")
         for inner in range(axes[-1] + 1, len(mesh.shape)):
@@ -255,9 +256,10 @@ class _GroupResolver:
 
 
 def _is_left_by_reduce_scatter(accumulated: Layout, stored: Layout, axes: tuple[int, ...]) -> bool:
-    """Tell whether a gradient can be in ``accumulated`` after its reduce-scatter over ``axes``.
+    """Return whether a gradient can be in ``accumulated`` after its reduce-scatter over ``axes``.
 
-    On each axis it is placed as the parameter, or is a partial sum where the parameter is replicated on another axis.
+    On each axis the gradient has the placement of the parameter. On an axis outside ``axes`` where the parameter is
+    replicated, the gradient may also be a partial sum.
     """
     return len(accumulated) == len(stored) and all(
         gradient == parameter or (axis not in axes and parameter == Replicate() and gradient == Partial("sum"))

@@ -1,4 +1,4 @@
-"""Device mesh of a plan."""
+"""The device mesh of a plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def device_mesh_for(plan: ShardingPlan, *, device_type: str | None = None) -> De
 
     Args:
         plan: its mesh has the names and sizes of axes, and the device type.
-        device_type: replaces that of the plan, to try a plan for GPUs on CPUs.
+        device_type: replaces the plan's device type, to try a plan for GPUs on CPUs; None: the plan's.
     """
     return init_device_mesh(device_type or plan.mesh.device, plan.mesh.shape, mesh_dim_names=plan.mesh.names)

@@ -22,7 +22,7 @@ class ParameterLayouts:
     """The layouts of a parameter under one of its names.
 
     Attributes:
-        owner: module that the parameter is registered in.
+        owner: module in which the parameter is registered.
         attribute: name of the parameter in ``owner``.
         stored: layout between steps; the same under all names of a tied parameter.
         compute: layout that the forward of ``owner`` needs.
@@ -50,16 +50,16 @@ class ParameterLayouts:
 
     @property
     def redistributes(self) -> bool:
-        """Whether the forward needs another layout than the stored one, or the backward brings the gradient to one."""
+        """Whether the forward redistributes the parameter, or every backward redistributes its gradient."""
         return self.stored != self.compute or self.gradient is not None
 
 
 def named_layouts(plan: ShardingPlan, parameters: Collection[str]) -> dict[str, dict[str, Layout]]:
-    """Return for each of ``plan``, ``compute_plan`` and ``gradient_plan``: parameter FQN -> layout.
+    """Return parameter FQN -> layout for each of the fields ``plan``, ``compute_plan`` and ``gradient_plan``.
 
     Args:
-        plan: its keys are patterns of FQNs.
-        parameters: every name of every parameter.
+        plan: a plan; the keys of these fields are FQN patterns.
+        parameters: every FQN of every parameter.
 
     Raises:
         UnmatchedKeyError: a key matches no parameter.
@@ -73,7 +73,7 @@ def named_layouts(plan: ShardingPlan, parameters: Collection[str]) -> dict[str, 
 
 
 def with_tied_names(names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return every name of every parameter that ``names`` name; ``parameters`` has each under all its names."""
+    """Return every FQN of the parameters in ``names``; ``parameters`` maps every FQN, tied or not, to a parameter."""
     named_parameters = {parameters[fqn] for fqn in names}
     return [fqn for fqn, parameter in parameters.items() if parameter in named_parameters]
 
@@ -88,16 +88,17 @@ def resolve_parameters(
 ) -> dict[str, ParameterLayouts]:
     """Return FQN -> layouts, for every name of every parameter that becomes a DTensor.
 
-    These are the parameters that the plan names, and those that meet sharded tensors, which are replicated: all
-    parameters of a module that has a named one, and all parameters of the model where the plan lays out its inputs. A
-    plain parameter would get the gradient of this rank's shard of the batch alone. Parameters inside a module that a
-    Sharder replaces are left to the Sharder.
+    These are the parameters that the plan names, and other parameters that meet sharded tensors: the remaining
+    parameters of a module that owns a named parameter, and all parameters of the model if the plan has layouts for the
+    inputs of the root. The other parameters are replicated. As plain tensors they would get only the gradient of this
+    rank's shard of the batch. Parameters inside a module that a Sharder replaces are left to the Sharder. If the plan
+    names no parameter, none becomes a DTensor.
 
     Args:
-        module: the root, not yet sharded.
-        layouts_by_field: of ``named_layouts``.
+        module: the root module, not yet sharded.
+        layouts_by_field: the result of ``named_layouts``.
         axes: number of axes of the mesh.
-        has_root_inputs: whether the plan lays out the inputs of the root.
+        has_root_inputs: whether the plan has layouts for the inputs of the root.
         replaced: modules that Sharders replace.
 
     Raises:
@@ -140,7 +141,7 @@ def resolve_parameters(
 def _stored_layouts(
     parameters: Mapping[str, nn.Parameter], layouts_by_name: Mapping[str, Layout]
 ) -> dict[nn.Parameter, Layout]:
-    """Return the stored layout of each parameter that the plan names, by any of its names."""
+    """Return the stored layout of each parameter that the plan names, under any of the parameter's FQNs."""
     layouts: dict[nn.Parameter, Layout] = {}
     first_name: dict[nn.Parameter, str] = {}
     for fqn, layout in layouts_by_name.items():

@@ -16,13 +16,13 @@ def place_parameters(
 ) -> None:
     """Replace every parameter of ``resolved`` by a DTensor in its stored layout; tied parameters stay tied.
 
-    Parameters on the meta device stay there. All ranks of the mesh call this.
+    Parameters on the meta device stay there. All ranks of the mesh call this function.
 
     Args:
-        resolved: its parameters are plain.
-        src_data_rank: the rank, counted along each axis, whose values are used. None: each rank slices its own values,
+        resolved: the resolved plan; its parameters are still plain.
+        src_data_rank: index along each axis of the rank whose values are used. None: each rank slices its own values,
             without communication; then all ranks must hold the same values.
-        dtype: stored dtype of floating-point parameters; None keeps their own.
+        dtype: stored dtype of floating-point parameters; None: their own dtype.
     """
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for layouts in resolved.parameters.values():

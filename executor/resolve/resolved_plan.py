@@ -27,23 +27,23 @@ from planner.plan.reshard import reshard_modes
 from planner.plan.sharding_plan import ShardingPlan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""By the names that a job has for them."""
+"""Name of a dtype in a job -> torch's dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedPlan:
     """A plan with every pattern of FQNs resolved against one module. All checks have passed; nothing has changed.
 
-    Placement of parameters, hooks, FSDP groups, gradient reduction and checkpointing read it; none of them resolves a
-    key again.
+    Placement of parameters, hooks, FSDP groups, gradient reduction and checkpointing read the resolved plan. None of
+    them resolves a key again.
 
     Attributes:
-        plan: as it was given.
-        device_mesh: mesh of the ranks that run it.
+        plan: the plan as the caller passed it.
+        device_mesh: mesh of the ranks that run the plan.
         parameters: FQN -> layouts, for every name of every parameter that becomes a DTensor.
         boundaries: what hooks do to the arguments and results of modules.
         checkpointing: module FQN -> mode of activation checkpointing.
-        fsdp_groups: parameters that ``fully_shard`` gathers together; innermost modules first.
+        fsdp_groups: groups of parameters that ``fully_shard`` all-gathers together; innermost modules first.
         sharders: module FQN -> the Sharder that replaces the module.
         compute_dtype: dtype of parameters at use.
         reduce_dtype: dtype in which gradients accumulate and are reduced.
@@ -60,11 +60,11 @@ class ResolvedPlan:
     reduce_dtype: torch.dtype
 
     def parameters_outside_fsdp(self) -> dict[nn.Module, list[ParameterLayouts]]:
-        """Return owner -> layouts of those of its own parameters that are in no FSDP group, each parameter once."""
+        """Return module -> layouts of its own parameters that are in no FSDP group, each attribute once."""
         slots = {slot for group in self.fsdp_groups for parameter in group.parameters for slot in parameter.slots}
         by_owner: dict[nn.Module, list[ParameterLayouts]] = {}
         for layouts in self.parameters.values():
-            # An owner with several names uses its parameters in the layouts of the first.
+            # A module with several FQNs uses its parameters in the layouts of its first FQN.
             if layouts.slot not in slots:
                 slots.add(layouts.slot)
                 by_owner.setdefault(layouts.owner, []).append(layouts)
@@ -77,11 +77,11 @@ def resolve_plan(
     """Return ``plan`` resolved against ``module``, which is only read.
 
     Args:
-        module: as it was planned: not yet sharded or wrapped.
-        device_mesh: mesh of the ranks that will run it. Its device type may differ from the plan's: a plan for GPUs can
-            be tried on CPUs.
-        plan: machine-made or written by hand.
-        sharders: by the names that the plan uses.
+        module: the module as it was planned: not yet sharded or wrapped.
+        device_mesh: mesh of the ranks that will run the module. Its device type may differ from the plan's: a plan for
+            GPUs can be tried on CPUs.
+        plan: a plan made by the planner or written by hand.
+        sharders: name of a Sharder in the plan -> the Sharder; None: the plan names none.
 
     Raises:
         PlanError: the plan has a pipeline, or assumes overlap that the executor does not run.

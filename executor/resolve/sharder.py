@@ -32,7 +32,7 @@ def apply_sharders(module: nn.Module, sharders: Mapping[str, Sharder]) -> frozen
         sharders: FQN of a submodule -> the Sharder that replaces it.
 
     Raises:
-        PlanTypeError: a Sharder returned something else than a module; nothing has been replaced.
+        PlanTypeError: a Sharder returned something other than a module; nothing has been replaced.
     """
     replacements: dict[nn.Module, nn.Module] = {}
     for fqn, sharder in sharders.items():

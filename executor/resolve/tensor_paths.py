@@ -1,4 +1,4 @@
-"""Arguments and results of a module, changed where a plan names them."""
+"""Changes to the arguments and results of a module that a plan names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from executor.resolve.fqns import path_text
 T = TypeVar("T")
 
 Change = Callable[[Any, T, str], Any]
-"""Takes a leaf, the value that the plan has for it, and its name; returns what takes its place."""
+"""(leaf, the plan's value for the leaf, name of the leaf) -> the object that replaces the leaf."""
 
 
 def change_arguments(
@@ -26,11 +26,12 @@ def change_arguments(
     """Return the arguments of a call, with ``change`` applied to those in ``by_name``.
 
     Args:
-        by_name: position or keyword of an argument, with dots into nested ones, -> value; "" is the first argument.
+        by_name: position or keyword of an argument -> the plan's value for it. Dots lead into nested tuples, lists and
+            dicts; "" is the first argument.
         positional: names of the arguments that can be passed by position.
         change: applied to each named leaf.
-        args: of the call.
-        kwargs: of the call.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
     first = "0" if args else next(iter(kwargs), "0")
     values = {name or first: value for name, value in by_name.items()}
@@ -54,12 +55,13 @@ def change_arguments(
 
 
 def change_results(by_name: Mapping[str, T], change: Change[T], output: Any) -> tuple[Any, frozenset[str]]:
-    """Return the output of a call with ``change`` applied to the results in ``by_name``, and the names that occur.
+    """Return a call's output with ``change`` applied to the results in ``by_name``, and the names that occur in it.
 
     Args:
-        by_name: position or key of a result, with dots into nested ones, -> value; "" is the only tensor.
+        by_name: position or key of a result -> the plan's value for it. Dots lead into nested tuples, lists and dicts;
+            "" is the only tensor.
         change: applied to each named leaf.
-        output: of the call.
+        output: the output of the call.
     """
     occurring: set[str] = set()
     is_only_tensor = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output)) == 1

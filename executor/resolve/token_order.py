@@ -1,6 +1,6 @@
-"""Zigzag token order: tokens are permuted where the plan says so, and back for the user.
+"""Zigzag token order: hooks permute tokens where the plan says so, and ``natural_order`` permutes results back.
 
-Ids and tables of positions are replicated along the sequence on every rank, so the permutation is a local copy.
+Every rank has token ids and position tables for whole sequences, so the permutation is a local copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ZigzagPermutation:
     """The permutation of a sequence's tokens between their natural order and zigzag order."""
 
     def __init__(self, order: ZigzagOrder, plan: ShardingPlan) -> None:
-        """Take the order of ``plan``; the mesh of ``plan`` has its axis."""
+        """Create the permutation of ``order``, the zigzag order of ``plan``; its axis is one of the plan's mesh."""
         self.axis = plan.mesh.names.index(order.axis)
         self.length = order.length
         self._axis_name = order.axis
@@ -44,27 +44,27 @@ class ZigzagPermutation:
         """Return ``tensor`` with the tokens along ``dim`` in zigzag order.
 
         Args:
-            tensor: in natural order; every rank has whole sequences.
-            dim: of the tokens.
+            tensor: a tensor in natural order; every rank has whole sequences.
+            dim: the dim of tokens.
             what: name of the tensor in messages.
 
         Raises:
-            PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
+            PlanLayoutError: ``dim`` is sharded, or its length is not the plan's sequence length.
         """
         self._check_whole(tensor, dim, what, "zigzag")
         return _on_local(tensor, lambda local: local.index_select(dim, self._indices_on(local)))
 
     def to_natural(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return ``tensor``, whose tokens along ``dim`` are in zigzag order, with them in natural order.
+        """Return ``tensor`` with its tokens along ``dim``, which are in zigzag order, in natural order.
 
         Raises:
-            PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
+            PlanLayoutError: ``dim`` is sharded, or its length is not the plan's sequence length.
         """
         self._check_whole(tensor, dim, "the tensor", "natural")
         return _on_local(tensor, lambda local: local.index_select(dim, self._indices_on(local).argsort()))
 
     def labels_to_zigzag(self, labels: DTensor) -> DTensor:
-        """Return labels [samples * seq] with those of each sequence in zigzag order.
+        """Return ``labels`` [samples * seq] with the labels of each sequence in zigzag order.
 
         Raises:
             PlanLayoutError: the layout shards sequences.
@@ -81,13 +81,13 @@ class ZigzagPermutation:
         )
 
     def check_attention(self, sequence_axes: list[int]) -> None:
-        """Raise where attention's sequence is not sharded on the axis of this order alone.
+        """Check that attention's sequence is sharded on the zigzag axis and on no other axis.
 
         Args:
-            sequence_axes: axes of the mesh that shard the sequence.
+            sequence_axes: axes of the mesh that shard attention's sequence.
 
         Raises:
-            PlanLayoutError: they are other axes.
+            PlanLayoutError: the sequence is sharded on another axis, or on none.
         """
         if sequence_axes != [self.axis]:
             raise PlanLayoutError(
@@ -130,27 +130,27 @@ def _on_local(tensor: TensorT, permute: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def natural_order(tensor: torch.Tensor, plan: ShardingPlan, dim: int = 1) -> torch.Tensor:
-    """Return what a model returned under ``plan``, such as its logits, with tokens in natural order.
+    """Return ``tensor``, a result of the sharded model such as its logits, with tokens in natural order.
 
     Args:
-        tensor: whole along ``dim``, as ``DTensor.full_tensor()`` is.
-        plan: where it has no zigzag order, the tensor is returned as it is.
-        dim: of the tokens.
+        tensor: a tensor that is not sharded along ``dim``, such as ``DTensor.full_tensor()``.
+        plan: the model's plan; if it has no zigzag order, ``tensor`` is returned unchanged.
+        dim: the dim of tokens.
 
     Raises:
-        PlanLayoutError: ``dim`` is no whole sequence of the plan's length.
+        PlanLayoutError: ``dim`` is sharded, or its length is not the plan's sequence length.
     """
     permutation = ZigzagPermutation.from_plan(plan)
     return tensor if permutation is None else permutation.to_natural(tensor, dim)
 
 
 def attach_token_order(module: nn.Module, boundaries: Boundaries, permutation: ZigzagPermutation | None) -> None:
-    """Hook the modules at which tokens are brought into zigzag order. Call it before ports are hooked.
+    """Hook the modules at which tokens are brought into zigzag order. Call this before ``attach_ports``.
 
     Args:
-        module: the root.
-        boundaries: resolved against it.
-        permutation: None where sequences stay in their natural order.
+        module: the root module.
+        boundaries: the plan's boundaries, resolved against ``module``.
+        permutation: the permutation into zigzag order; None: sequences stay in natural order.
     """
     if permutation is None:
         return
@@ -198,7 +198,7 @@ class _Permute:
         return self._permutation.to_zigzag(leaf, dim, f"{name!r}, {self._boundary}")
 
     def check_count(self, dims: Mapping[str, int]) -> None:
-        """Raise ``PlanKeyError`` where not all tensors in ``dims`` occurred."""
+        """Raise ``PlanKeyError`` if not every name in ``dims`` had a tensor."""
         if self._count != len(dims):
             raise PlanKeyError(
                 f"zigzag names {', '.join(map(repr, dims))} of {self._boundary}, which has {self._count} of them.",

@@ -1,4 +1,4 @@
-"""A sharded module runs: hooks, FSDP, activation checkpointing and gradient reduction.
+"""The run of a sharded module: hooks, FSDP, activation checkpointing and gradient reduction.
 
 redistribution at module boundaries    boundary_hooks
 FSDP groups                            fully_sharded

@@ -22,12 +22,12 @@ from planner.plan.ports import Port
 
 
 def attach_ports(module: nn.Module, boundaries: Boundaries, shared: SharedRedistributions) -> None:
-    """Hook the modules that have ports.
+    """Register hooks on the modules that have ports.
 
     Args:
-        module: the root; Sharders have replaced their modules.
-        boundaries: resolved against it.
-        shared: redistributes.
+        module: the root module, after Sharders have replaced their modules.
+        boundaries: the plan's boundaries, resolved against ``module``.
+        shared: runs the redistributions.
     """
     for submodule, fqn, ports in modules_at(module, boundaries.inputs):
         hook = _InputHook(fqn=fqn, ports=ports, positional=positional_names(submodule), shared=shared)
@@ -44,7 +44,7 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
     Args:
         tensor: a DTensor in any layout, or plain.
         port: layouts of the tensor and of its gradient.
-        shared: redistributes, and returns the same copy to all modules that want the same layout.
+        shared: runs the redistributions, and returns the same copy to all modules that need the same layout.
         is_local: whether a plain tensor is this rank's shard under ``port.layout``. If not, it is the whole tensor.
     """
     if not isinstance(tensor, DTensor) and is_local:
@@ -53,9 +53,9 @@ def through_port(tensor: torch.Tensor, port: Port, shared: SharedRedistributions
 
 
 class ReallgatherForward:
-    """A module's forward that saves its arguments as they were before redistribution, where a port says so.
+    """A module's forward for which autograd saves arguments as they were before redistribution (``Port.reallgather``).
 
-    The backward redistributes them again, as Megatron's sequence-parallel linear does.
+    The backward redistributes these arguments again, as Megatron's sequence-parallel linear does.
     """
 
     def __init__(self, module: nn.Module, shared: SharedRedistributions) -> None:
@@ -73,7 +73,7 @@ class ReallgatherForward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InputHook:
-    """A forward pre-hook that redistributes arguments; ``positional`` are the names of those without keyword."""
+    """A forward pre-hook that redistributes arguments; ``positional`` are the names that can be passed by position."""
 
     fqn: str
     ports: Mapping[str, Port]
@@ -91,8 +91,8 @@ class _InputHook:
             return None
         if not isinstance(leaf, torch.Tensor):
             raise _not_a_tensor("input_plan", self.fqn, name, leaf)
-        # A planned port inside the model knows its source: a plain tensor there is replicated. What a user passes to
-        # the root is this rank's shard.
+        # A port with a source is planned: a plain tensor at such a port inside the model is replicated. A plain tensor
+        # that the user passes to the root, or that reaches a hand-written port, is this rank's shard.
         return through_port(leaf, port, self.shared, is_local=self.fqn == "" or port.source is None)
 
 
@@ -117,8 +117,8 @@ class _OutputHook:
         return through_port(leaf, port, self.shared, is_local=port.source is None)
 
     def _check_names(self, occurring: Collection[str]) -> None:
-        # A planned port, which has a source, may lack its result in this call: there is no loss without labels. In a
-        # port that was written by hand the name is mistyped.
+        # The result of a planned port, which has a source, may be absent from this call: there is no loss without
+        # labels. If the result of a hand-written port is absent, its name is mistyped.
         missing = sorted(name for name, port in self.ports.items() if name not in occurring and port.source is None)
         if missing:
             raise UnmatchedKeyError(

@@ -1,9 +1,10 @@
 """Activation checkpointing: blocks that save their inputs, and run their forward again in the backward pass.
 
-``full`` saves nothing else. ``selective`` also saves the results of ``SAVED_OPS``, the ops with the most FLOPs. In
-both, every collective inside the block runs again (phase ``recompute``): redistributions of activations at boundaries
-inside the block, and all-gathers of parameters, whose copies the block's backward uses. The ports of the block itself
-lie outside it and run once; so do the all-gathers of ``executor.runtime.fully_sharded``.
+The mode ``full`` saves nothing else. ``selective`` also saves the results of ``SAVED_OPS``, the ops with the most
+FLOPs. In both modes every collective inside the block runs again (phase ``recompute``): redistributions of activations
+at boundaries inside the block, and all-gathers of parameters, whose copies the block's backward uses. The ports of the
+block itself and the FSDP all-gathers of ``executor.runtime.fully_sharded`` lie outside the block. A recomputation does
+not run these again.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ def checkpoint_blocks(
     """Wrap the forward of every checkpointed module. Call it after all other wrappers of forwards.
 
     Args:
-        module: the root.
+        module: the root module.
         modes: module FQN -> mode.
-        contexts: that a recomputation enters.
-        parameters: that a recomputation shows again.
-        region: is entered by each block.
+        contexts: the contexts that a recomputation enters.
+        parameters: shows a recomputation the cast parameters of its forward.
+        region: each block enters it while it runs.
     """
     for block, _, mode in modules_at(module, modes):
         block.forward = CheckpointedForward(block, mode, contexts, parameters, region)
 
 
 class CheckpointedForward:
-    """A module's forward of which autograd saves the inputs, and with "selective" the results of ``SAVED_OPS``."""
+    """A module's forward of which autograd saves only the inputs, in "selective" also the results of ``SAVED_OPS``."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        # The recomputation needs the cast parameters of this forward: by then others, or none, are shown.
+        # The recomputation needs the cast parameters of this forward. At that time the modules show others, or none.
         recomputing = functools.partial(self._recomputing, self._parameters.current)
         return checkpoint(
             functools.partial(self._run_block, kwargs),
@@ -125,7 +126,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 class _ReenterableContexts:
-    """Enters new contexts each time: a backward pass that runs twice recomputes twice."""
+    """A context that enters new contexts each time it is entered: a backward that runs twice recomputes twice."""
 
     def __init__(self, factories: list[Callable[[], AbstractContextManager[Any]]]) -> None:
         self._factories = factories

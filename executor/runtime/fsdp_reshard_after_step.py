@@ -1,7 +1,7 @@
-"""FSDP modules that reshard once a step: gathered in the step's first forward, reduced in its last backward.
+"""FSDP modules that reshard once a step: all-gather in the step's first forward, reduce-scatter in its last backward.
 
-In between their gradients accumulate unreduced, in the reduction's dtype. torch's ``fully_shard`` does so where it is
-told, at the start of every backward, whether that backward is the last.
+In between, their gradients accumulate unreduced, in the dtype of the reduction. torch's ``fully_shard`` supports this,
+but has to be told at the start of every backward whether that backward is the last one of the step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from executor.runtime.grad_reduction import GradientReduction
 class ReshardAfterStep:
     """Tells FSDP modules which backward of a step is the last, and reshards those whose parameters have changed.
 
-    Clearing the gradients amid a step restarts it, and drops the gradients that have accumulated in these modules. This
-    shows by the gradients of the other parameters, so at least one parameter must be outside these modules.
+    If the user clears the gradients in the middle of a step, the step restarts, and the gradients that have accumulated
+    in these modules are dropped. The clearing is detected on gradients of other parameters. So at least one parameter
+    must be outside these modules.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
@@ -34,7 +35,7 @@ class ReshardAfterStep:
         self._modules[module] = ()
 
     def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call it after ``fully_shard``, whose callback at the end of a backward has to come first."""
+        """Hook ``root``. Call this after ``fully_shard``, whose callback at the end of a backward has to run first."""
         root.register_forward_hook(self._hook_outputs)
 
     def _hook_outputs(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -53,7 +54,7 @@ class ReshardAfterStep:
             module.set_reshard_after_backward(is_last, recurse=False)
 
     def before_forward(self) -> None:
-        """Reshard modules whose parameters have changed, and drop gradients of a step that was restarted."""
+        """Reshard modules whose parameters have changed. If the user has cleared gradients, restart the step."""
         if self._modules and self._reduction.gradients_were_cleared():
             self._restart()
         for module, versions in self._modules.items():
@@ -63,13 +64,13 @@ class ReshardAfterStep:
                 self._modules[module] = current
 
     def after_forward_without_backward(self) -> None:
-        """Reshard what a forward without a backward has gathered, unless it ran amid a step."""
+        """Reshard the modules after a forward without a backward, unless the forward ran in the middle of a step."""
         if not self._reduction.is_amid_step:
             for module in self._modules:
                 module.reshard()
 
     def abandon_step(self) -> None:
-        """Drop what an interrupted backward has left."""
+        """Restart the step after an interrupted backward, and drop the gradients that it left."""
         if self._modules:
             self._restart()
 

@@ -1,13 +1,14 @@
-"""FSDP groups, run by torch's ``fully_shard``: one flat all-gather before a module's forward.
+"""FSDP groups, run by torch's ``fully_shard``.
 
-One more before its backward, unless the parameters stay gathered until then, and one reduce-scatter of the gradients
-after it. torch prefetches the next module's all-gather, and overlaps all of them with compute. Parameters that stay
-gathered for the step are gathered and reduced once (``fsdp_reshard_after_step``). Parameters are DTensors on the whole
-mesh throughout: in their stored layout between steps, and in their compute layout while the module runs. Gradients are
-summed, not averaged, because the loss is the mean over the global batch already.
+A group has one flat all-gather before its module's forward, one more before the module's backward unless the parameters
+stay gathered until then, and one reduce-scatter of gradients after the backward. torch prefetches the next module's
+all-gather, and overlaps all of these collectives with compute. A group that reshards after the step has one all-gather
+and one reduce-scatter a step (``fsdp_reshard_after_step``). Parameters are DTensors on the whole mesh throughout: in
+their stored layout between steps, and in their compute layout while the module runs. Gradients are summed, not
+averaged, because the loss is the mean over the global batch already.
 
-torch passes the inputs of a module that need gradients through a node of its own. Redistributions of them are therefore
-shared inside the module, but not with the rest of the model.
+torch replaces the arguments of an FSDP module that need gradients by views. ``_ArgumentAliases`` registers the views,
+so that a redistribution of an argument is shared with the rest of the model.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def apply_fsdp_groups(
     """Apply ``fully_shard`` to the module of every FSDP group. Call it after all other wrappers of forwards.
 
     Args:
-        module: the root, with its parameters placed.
-        resolved: its groups are innermost modules first.
-        shared: is told of the aliases that torch passes to a module in place of its arguments.
+        module: the root module; its parameters are DTensors in their stored layouts.
+        resolved: the resolved plan; its groups are sorted innermost modules first.
+        shared: learns which views torch passes to a module in place of its arguments.
         reduction: knows which backward of a step is the last.
-        phases: is told of what runs once a step, where parameters are on meta.
+        phases: on meta, tracks the phase of the collectives that run once a step.
         on_meta: whether the parameters are on meta, and stay there while the module runs.
     """
     groups, device_mesh = resolved.fsdp_groups, resolved.device_mesh
@@ -70,7 +71,7 @@ def apply_fsdp_groups(
         if on_meta:
             torch_internals.gather_on_meta(fsdp_module, _collective_contexts(group, phases))
     if not isinstance(module, FSDPModule):
-        # A root without parameters of its own: under it all modules share streams and prefetch in one order.
+        # The root has no group. As an FSDP module it makes all FSDP modules share streams and prefetch in one order.
         module.register_forward_hook(_replace_views)
         axes = _fsdp_axes(device_mesh, next(iter(groups)))
         fully_shard(module, mesh=device_mesh, dp_mesh_dims=axes, ignored_params=set(module.parameters()))
@@ -81,7 +82,7 @@ def apply_fsdp_groups(
 
 
 def _collective_contexts(group: FsdpGroup, phases: PhaseTracker) -> torch_internals.CollectiveContexts:
-    """Return the contexts in which the collectives of a group run, so that they are counted in their phase."""
+    """Return the contexts in which the collectives of a group run: they set the phase in which collectives count."""
     if group.reshard_after is not ReshardAfter.STEP:
         return torch_internals.CollectiveContexts()
     return torch_internals.CollectiveContexts(
@@ -100,7 +101,7 @@ def _fully_shard(
     fully_shard(
         owner,
         mesh=device_mesh,
-        # For the root too, whose parameters torch would leave gathered.
+        # Set for the root too: torch's default would leave the root's parameters gathered.
         reshard_after_forward=group.reshard_after is ReshardAfter.FORWARD,
         shard_placement_fn=lambda parameter: Shard(by_parameter[parameter].dim),
         mp_policy=policy,
@@ -109,14 +110,14 @@ def _fully_shard(
     )
     for item in group.parameters:
         sharded = tuple(cast(DTensor, item.parameter).placements)
-        # Where a group has several axes, torch has one in their place.
+        # Where a group has several axes, torch has one flattened axis in their place.
         expected = tuple(place for axis, place in enumerate(item.stored) if axis not in group.axes[1:])
         assert sharded == expected, f"{item.fqn} is stored in {item.stored}, fully_shard has {sharded}"
         _register(item, stored[item.fqn])
     fsdp_module = cast(FSDPModule, owner)
     torch_internals.adopt_parameters(fsdp_module)
     fsdp_module.set_gradient_divide_factor(1.0)
-    # Otherwise the factor goes into a reduction that gloo does not have.
+    # Otherwise torch puts the divide factor into a reduce op that gloo does not have.
     fsdp_module.set_force_sum_reduction_for_comms(True)
     owner.register_forward_pre_hook(_GradientCheck(group, device_mesh))
     return fsdp_module
@@ -129,7 +130,7 @@ def _fsdp_axes(device_mesh: DeviceMesh, group: FsdpGroup) -> DataParallelMeshDim
 
 
 def _register(item: FsdpParameter, parameter: nn.Parameter) -> nn.Parameter:
-    """Register ``parameter`` in the slots of ``item``, and return the parameter that was there."""
+    """Register ``parameter`` in the slots of ``item``, and return the parameter that it replaces."""
     before = item.parameter
     for owner, name in item.slots:
         owner._parameters[name] = parameter
@@ -137,7 +138,7 @@ def _register(item: FsdpParameter, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _compute_layout_on_meta(item: FsdpParameter, device_mesh: DeviceMesh) -> nn.Parameter:
-    """Return a meta stand-in for the parameter in its compute layout: ``fully_shard`` shards it, and copies nothing."""
+    """Return a meta stand-in for the parameter in its compute layout, which ``fully_shard`` shards without a copy."""
     stored = cast(DTensor, item.parameter)
     size = list(torch_internals.local_of(stored).shape)
     fsdp_axes = (axis for axis, (a, b) in enumerate(zip(item.stored, item.compute, strict=True)) if a != b)
@@ -148,9 +149,10 @@ def _compute_layout_on_meta(item: FsdpParameter, device_mesh: DeviceMesh) -> nn.
 
 
 def _replace_views(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """A forward hook that replaces results that are views by tensors of the same memory that are none.
+    """Return ``output`` with every view in it replaced by a tensor that has the same memory but is no view.
 
-    It runs before torch's own hook, whose hooks on results are lost where a view is changed in place, as is legal.
+    This forward hook runs before torch's own FSDP hook, which registers hooks on the gradients of results. If the
+    result is a view, a later op may change it in place, and the hooks would be lost.
     """
 
     def is_view(leaf: Any) -> bool:
@@ -175,10 +177,10 @@ class _WithoutBase(torch.autograd.Function):
 
 
 class _GradientCheck:
-    """A forward pre-hook that has every gradient of a group checked before it is reduced.
+    """A forward pre-hook that registers a check of every gradient's layout, to run before the gradient is reduced.
 
-    ``fully_shard`` sums a gradient over its axes in whatever layout it comes. A replicated one would come out too
-    large, and one that is partial on another axis as well would be reduced there too, in every backward.
+    ``fully_shard`` sums a gradient over the group's axes, whatever its layout is. A replicated gradient would come out
+    too large. A gradient that is also partial on another axis would be reduced on that axis too, in every backward.
     """
 
     def __init__(self, group: FsdpGroup, device_mesh: DeviceMesh) -> None:
@@ -191,7 +193,7 @@ class _GradientCheck:
             return
         for item in self._group.parameters:
             gathered = item.parameter
-            # torch gathers into the same parameter each time.
+            # torch all-gathers into the same parameter object each time.
             if gathered not in self._hooked:
                 self._hooked.add(gathered)
                 gathered.register_hook(self._check_of(item))
@@ -211,7 +213,8 @@ class _GradientCheck:
                 raise _wrong_gradient(item, layout, tuple(expected))
             if item.accumulated == item.stored:
                 return None
-            # torch would take the sums over other axes in every backward; here they are taken once a step.
+            # The new layout hides partial sums on other axes from torch, which would reduce them in every backward.
+            # Gradient reduction reduces them once a step.
             local = torch_internals.local_of(cast(DTensor, gradient))
             return make_dtensor(local, self._mesh, tuple(shown), gradient.shape, gradient.stride())
 
@@ -230,10 +233,10 @@ def _wrong_gradient(item: FsdpParameter, layout: Layout, expected: Layout) -> Pl
 
 
 class _ArgumentAliases:
-    """Hooks around torch's own, which passes a module views of its arguments to learn when its backward is over.
+    """Two forward pre-hooks, one before and one after torch's own, that register views of arguments as aliases.
 
-    They register the views as aliases. Otherwise two blocks that need one tensor (an encoder's output, say) in the same
-    layout would each redistribute it.
+    torch's hook passes a module views of its arguments, to learn when the module's backward is over. Without aliases,
+    two blocks that need one tensor (an encoder's output, say) in the same layout would each redistribute it.
     """
 
     def __init__(self, shared: SharedRedistributions) -> None:
@@ -280,13 +283,14 @@ class _PassHooks:
                 self._after_step.abandon_step()
             self._root.reset_iter_state()
         self._after_step.before_forward()
-        # Still gathered after a forward without a backward; the parameters may have changed since.
+        # After a forward without a backward these modules are still gathered, but their parameters may have changed.
         self._reshard()
         self._recorded = torch_internals.recorded_forwards(self._root)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.is_grad_enabled():
-            # No backward will follow. The record would grow, and make the next backward prefetch wrong modules.
+            # No backward follows. torch's record of forwards would grow, and the next backward would prefetch wrong
+            # modules.
             torch_internals.forget_forwards(self._root, self._recorded)
             self._reshard()
             self._after_step.after_forward_without_backward()

@@ -17,25 +17,32 @@ from executor.runtime.run_context import PhaseTracker
 from executor.torch_internals import at_end_of_backward, current_backward_pass, local_of, make_dtensor
 
 _CONCURRENT_REDUCTIONS = 2
-"""Reductions that are overlapped with the backward at a time: each holds an unreduced gradient."""
+"""Most reductions that run at a time, overlapped with the backward. Each one holds an unreduced gradient."""
 
 
 class GradientReduction:
-    """Takes ``param.grad`` to the parameter's stored layout in the last backward pass of every step.
+    """Redistributes ``param.grad`` to the parameter's stored layout in the last backward pass of every step.
 
-    A step has ``micro_batches`` backward passes; a pass is one call of ``backward``. Until the last one a gradient
-    stays in the layout that autograd gives it, usually partial over the axes that shard the batch, and accumulates in
-    the reduction's dtype; one that comes in the stored layout accumulates in the parameter's dtype. Nothing is divided:
-    the loss is the mean over the global (micro-)batch already, so with several micro-batches the caller scales each
-    loss by ``1 / micro_batches``, as in any loop that accumulates gradients. Clearing the gradients
+    A step has ``micro_batches`` backward passes; a pass is one call of ``backward``. Before the last pass a gradient
+    stays in the layout that autograd gives it, usually partial over the axes that shard the batch. It accumulates in
+    the dtype of the reduction, or in the parameter's dtype if autograd gives it in the stored layout. Gradients are not
+    divided, because the loss is the mean over the global (micro-)batch already. With several micro-batches the caller
+    scales each loss by ``1 / micro_batches``, as in any loop that accumulates gradients. Clearing the gradients
     (``zero_grad(set_to_none=True)``) before the last pass restarts the step. Reductions are overlapped with the rest of
-    the backward; all are complete when it ends.
+    the backward, and all reductions are complete when the backward ends.
     """
 
     def __init__(
         self, redistributor: Redistributor, *, micro_batches: int, dtype: torch.dtype, phases: PhaseTracker
     ) -> None:
-        """Take the mesh's redistributor, the passes of a step, the dtype of sums and reductions, and the tracker."""
+        """Start before the first step.
+
+        Args:
+            redistributor: redistributes gradients on the mesh.
+            micro_batches: number of backward passes of a step.
+            dtype: dtype in which unreduced gradients accumulate and are reduced.
+            phases: tracks the phase of a step.
+        """
         self._redistributor = redistributor
         self._micro_batches = micro_batches
         self._dtype = dtype
@@ -49,12 +56,12 @@ class GradientReduction:
     def attach(
         self, parameters: Iterable[nn.Parameter], reduce_scattered: Mapping[nn.Parameter, Layout] | None = None
     ) -> None:
-        """Hook every parameter that needs a gradient.
+        """Register a hook on every parameter that needs a gradient.
 
         Args:
-            parameters: each once, however many names it has.
-            reduce_scattered: parameters whose gradients ``fully_shard`` leaves partial on other axes -> the layout of
-                the gradient. ``fully_shard`` gives the gradient the placements of the parameter.
+            parameters: parameters outside FSDP groups; each once, however many names it has.
+            reduce_scattered: FSDP parameter -> layout of its gradient after the reduce-scatter, where the gradient is
+                still partial on axes outside the group. ``fully_shard`` labels it with the parameter's placements.
         """
         parameters = tuple(parameters)
         self._reduce_scattered.update(reduce_scattered or {})
@@ -66,18 +73,18 @@ class GradientReduction:
                 parameter.register_post_accumulate_grad_hook(self._on_accumulated)
 
     def begin(self) -> bool:
-        """Return whether the running backward pass is the last of its step. Call it as the pass begins."""
+        """Return whether the running backward pass is the last of its step. Call this when the pass begins."""
         if self._pass_id != current_backward_pass():
             self._begin_pass()
         return self._passes + 1 == self._micro_batches
 
     @property
     def is_amid_step(self) -> bool:
-        """Whether some passes of a step have run, and not all."""
+        """Whether some passes of the current step have run, but not all."""
         return self._passes > 0
 
     def gradients_were_cleared(self) -> bool:
-        """Tell whether a gradient that was not reduced yet has been cleared or replaced since its last pass."""
+        """Return whether an unreduced gradient has been cleared or replaced since it last accumulated."""
         return any(
             parameter.grad is None or gradient() is not parameter.grad
             for parameter, gradient in self._unreduced.items()
@@ -98,7 +105,7 @@ class GradientReduction:
             is_reduced = tuple(gradient.placements) == tuple(cast(DTensor, parameter).placements)
             parameter.grad = _in_dtype(gradient, parameter.dtype if is_reduced else self._dtype)
         if self._passes + 1 == self._micro_batches:
-            # Now, not at the end of the pass, so that few unreduced gradients are held at once.
+            # Reduce now, not at the end of the pass, so that few unreduced gradients are alive at once.
             self._unreduced.pop(parameter, None)
             self._reduce(parameter)
         else:
@@ -116,7 +123,7 @@ class GradientReduction:
         self._passes += 1
         if self._passes < self._micro_batches:
             return
-        # Parameters that the last micro-batch did not use.
+        # These parameters have no gradient from the last micro-batch.
         for parameter, gradient in self._unreduced.items():
             if gradient() is parameter.grad:
                 self._reduce(parameter)
@@ -146,10 +153,10 @@ class GradientReduction:
         with self._phases.entered("grad_reduce"):
             finish = self._redistributor.start(_in_dtype(gradient, self._dtype), stored)
         if layout is not None:
-            # fully_shard overlaps this with the backward already, and may do so after this pass has ended.
+            # Wait here: fully_shard may run this hook after the pass has ended. It overlaps the hook with the backward.
             parameter.grad = _in_dtype(finish(), parameter.dtype)
             return
-        # Drops this reference to the unreduced gradient: its reduction alone keeps it alive.
+        # Drop this reference to the unreduced gradient, so that only its reduction keeps it alive.
         parameter.grad = None
         self._running.append((parameter, finish))
         self._finish_reductions(_CONCURRENT_REDUCTIONS)

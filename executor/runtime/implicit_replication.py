@@ -1,4 +1,4 @@
-"""DTensor's flag for implicit replication, on during a run and as long as a graph lives that can be run backward."""
+"""DTensor's flag for implicit replication: it is on during a run, and while an autograd graph of a run is alive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from executor import torch_internals
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Within it DTensor treats plain tensors as replicated; unlike torch's own context it can be nested."""
+    """Return a context in which DTensor treats plain tensors as replicated. Unlike torch's own, it can be nested."""
     holders = _this_thread.holders
     holders.acquire()
     try:
@@ -43,14 +43,14 @@ def hold_for_backward(outputs: Iterable[torch.Tensor]) -> None:
 
 
 class _Graph:
-    """An object that lives as long as the autograd nodes in whose metadata it is."""
+    """An object that lives as long as the autograd nodes that store it in their metadata."""
 
 
 class _Holders:
-    """The number of runs and graphs, of all models, that hold the flag of one thread on, and its value before them.
+    """Counts the runs and graphs, of all models, that keep one thread's flag on; the last one restores the flag.
 
-    torch has one flag per thread. A graph that another thread frees is no longer counted, but that thread cannot clear
-    the flag. The last of the next holders in this thread clears it.
+    torch has one flag per thread. If another thread frees the last graph, the count falls to zero, but that thread
+    cannot restore this thread's flag. The flag then stays on until this thread's count falls to zero again.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class _Holders:
 
 
 class _Thread(threading.local):
-    """The holders of the current thread. Like the flag, they are state of the process."""
+    """The ``_Holders`` of the current thread. They are global state, as torch's flag is."""
 
     def __init__(self) -> None:
         self.holders = _Holders()

@@ -3,8 +3,9 @@
 Between steps a parameter is sharded and in its stored dtype. During a forward or a recomputation
 ``ComputeDtypeParameters`` shows it cast to all modules; while the owner's own forward runs, ``ComputeLayoutForward``
 also redistributes it to its compute layout. In backward the gradient stays in the layout in which the op gives it, for
-instance partial, until ``grad_reduction`` reduces it once a step. Where the plan has a ``gradient_plan`` for it, every
-backward redistributes it. Parameters of FSDP groups are handled by ``executor.runtime.fully_sharded`` instead.
+instance partial, until ``grad_reduction`` reduces it once a step. If ``gradient_plan`` has a layout for the parameter,
+every backward redistributes the gradient to that layout. Parameters of FSDP groups are handled by
+``executor.runtime.fully_sharded`` instead.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ComputeDtypeParameters:
     """Shows modules their parameters in the compute dtype, as if the model had been built in it."""
 
     def __init__(self, by_owner: Mapping[nn.Module, Sequence[ParameterLayouts]], dtype: torch.dtype) -> None:
-        """Take the floating-point parameters in ``by_owner`` of another dtype than ``dtype``; they are placed."""
+        """Select the floating-point parameters in ``by_owner`` whose dtype is not ``dtype``. They are DTensors."""
         self._dtype = dtype
         self._slots: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for owner, owned in by_owner.items():
@@ -43,25 +44,25 @@ class ComputeDtypeParameters:
 
     @contextmanager
     def cast(self) -> Iterator[None]:
-        """Within it, a forward, modules see their parameters cast; gradients reach the parameters themselves."""
+        """Return a context for a forward: modules see cast parameters, and gradients reach the original parameters."""
         parameters = dict.fromkeys(p for slots in self._slots.values() for p in slots.values())
         with self.shown({p: run_function(_Cast, p, self._dtype) for p in parameters}, self._slots):
             yield
 
     def slots_in(self, block: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
-        """Return module -> attribute -> parameter, for ``block`` and its submodules."""
+        """Return module -> attribute -> parameter to cast, for ``block`` and its submodules."""
         return {module: self._slots[module] for module in block.modules() if module in self._slots}
 
     @contextmanager
     def shown(
         self, parameters: CastParameters, slots: Mapping[nn.Module, Mapping[str, nn.Parameter]]
     ) -> Iterator[None]:
-        """Within it the modules in ``slots`` see ``parameters``; a recomputation shows those of its forward."""
+        """Return a context in which the modules in ``slots`` see ``parameters``: in a recomputation, its forward's."""
         before, self.current = self.current, parameters
         try:
             for module, names in slots.items():
                 for name, parameter in names.items():
-                    # Past register_parameter, which accepts leaves only.
+                    # Not by register_parameter, which accepts only leaves.
                     module._parameters[name] = cast(nn.Parameter, parameters[parameter])
             yield
         finally:
@@ -117,9 +118,9 @@ def attach_compute_layouts(
 
     Args:
         by_owner: module -> layouts of its own parameters.
-        redistributor: of the mesh.
+        redistributor: redistributes parameters and gradients on the mesh.
         reduce_dtype: dtype in which gradients are redistributed.
-        region: tells whether a checkpointed block runs.
+        region: true while a checkpointed block runs.
     """
     for module, owned in by_owner.items():
         changing = [layouts for layouts in owned if layouts.redistributes]
@@ -149,7 +150,7 @@ def _cast(tensor: DTensor, dtype: torch.dtype) -> DTensor:
 
 
 class _ToComputeLayout(torch.autograd.Function):
-    """Redistributes a parameter to its compute layout, and its gradient to its gradient layout where it has one."""
+    """Redistributes a parameter to its compute layout, and its gradient to the layout of ``gradient_plan``, if any."""
 
     @staticmethod
     def forward(
@@ -175,7 +176,7 @@ class _ToComputeLayout(torch.autograd.Function):
         redistributor: Redistributor = ctx.redistributor
         result = redistributor.as_dtensor(gradient)
         if ctx.gradient_layout is not None:
-            # Sums over ranks are taken in the wider dtype; autograd wants the result in the dtype of the copy.
+            # Sums over ranks use the reduce dtype. Autograd needs the result in the dtype of the copy.
             reduced = redistributor.to_layout(_cast(result, ctx.reduce_dtype), ctx.gradient_layout)
             result = _cast(reduced, result.dtype)
         return result, None, None, None

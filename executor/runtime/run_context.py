@@ -1,4 +1,4 @@
-"""Contexts of a run: what has to be switched on in a forward, its backward, and the recomputation of a block."""
+"""Contexts of a run: modes, flags and cast parameters of a forward, its backward, and the recomputation of a block."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class PhaseTracker:
 
     @property
     def phase(self) -> Phase:
-        """The innermost phase that was entered; outside all of them autograd runs the backward."""
+        """The innermost phase that has been entered; ``backward`` if there is none, since autograd runs then."""
         return self._phases[-1] if self._phases else "backward"
 
     @contextmanager
     def entered(self, phase: Phase) -> Iterator[None]:
-        """Within it ``phase`` is running."""
+        """Return a context in which ``phase`` is running."""
         self._phases.append(phase)
         try:
             yield
@@ -39,10 +39,10 @@ class PhaseTracker:
 
 
 class RunContexts:
-    """Enters and leaves the contexts of a run by hooks on the root module, so that a training loop stays as it is.
+    """Enters and leaves the contexts of a run by hooks on the root module, so that training loops need no change.
 
-    Hooks on the root cover its forward, and a hold on its results covers the backward pass. Checkpointed blocks enter
-    ``recomputing``.
+    Hooks on the root cover its forward. ``hold_for_backward`` on its results keeps implicit replication on for the
+    backward pass. Checkpointed blocks enter ``recomputing``.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class RunContexts:
         cast_parameters: Callable[[], AbstractContextManager[None]],
         device_type: str,
     ) -> None:
-        """Take what is to be entered.
+        """Store the contexts, or the functions that return them.
 
         Args:
-            phases: is told of each phase.
-            shared: gets a scope for each forward and each recomputation.
+            phases: tracks the phase of a step.
+            shared: opens a scope for each forward and each recomputation.
             own_ops: returns the mode that runs the executor's own ops.
             cast_parameters: returns the context in which modules see parameters in the compute dtype.
-            device_type: of the mesh; "cpu" needs another attention kernel.
+            device_type: device type of the mesh; on "cpu" torch decomposes attention into simpler ops.
         """
         self._phases = phases
         self._shared = shared
@@ -71,18 +71,18 @@ class RunContexts:
         self._forward: ExitStack | None = None
 
     def attach(self, root: nn.Module) -> None:
-        """Hook ``root``. Call it after all other hooks, so that these contexts are entered first and left last."""
+        """Hook ``root``. Call this after all other hooks, so that these contexts are entered first and left last."""
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._leave, always_call=True)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Within it, inside a backward pass, a block's forward runs again."""
+        """Return a context for a block's forward that runs again inside a backward pass."""
         with self._phases.entered("recompute"), self._running():
             yield
 
     def own_redistributions(self) -> AbstractContextManager[None]:
-        """Within it redistributions are shared with each other, but not with those outside."""
+        """Return a context in which redistributions are shared among each other, but not with those outside."""
         return self._shared.scope()
 
     @contextmanager
@@ -98,7 +98,7 @@ class RunContexts:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._forward is not None:
-            # An exception kept the hooks of an earlier call from leaving.
+            # An exception in an earlier call kept its hooks from leaving the contexts.
             self._forward.close()
         with ExitStack() as stack:
             stack.enter_context(self._phases.entered("forward"))

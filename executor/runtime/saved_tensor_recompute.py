@@ -1,8 +1,8 @@
-"""Redistributed copies that autograd does not save: the backward redistributes them again.
+"""Redistributed copies that autograd does not save: the backward redistributes their sources again.
 
-Autograd would save a gathered parameter from forward to backward, and sharding it would save no memory. Of an
-activation that tensor parallelism gathers, the plan says whether it is saved. A checkpointed block saves nothing but
-its inputs: its recomputation gathers again, and the block's backward uses that copy.
+Otherwise autograd would save an all-gathered parameter from forward to backward, and sharding the parameter would save
+no memory. For an activation that tensor parallelism all-gathers, the plan says whether the copy is saved. A
+checkpointed block saves only its inputs: its recomputation all-gathers again, and the block's backward uses that copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckpointedRegion:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within it a checkpointed block runs."""
+        """Return a context in which a checkpointed block runs."""
         self._depth += 1
         try:
             yield
@@ -48,7 +48,7 @@ class RecomputedCopy:
     """The local tensor of a redistributed copy, recomputed at most once in a backward and freed after its last use."""
 
     def __init__(self, recompute: Callable[[], torch.Tensor]) -> None:
-        """Take the function that redistributes again; its result has the strides of the copy."""
+        """Take the function that redistributes the source again; its result has the strides of the copy."""
         self._recompute = recompute
         self._local: torch.Tensor | None = None
         self._saved = 0
@@ -69,9 +69,9 @@ class RecomputedCopy:
 
 @contextmanager
 def recompute_copies(copies: Mapping[DTensor, RecomputedCopy]) -> Iterator[None]:
-    """Within it autograd saves no tensor that shares memory with one of ``copies``.
+    """Return a context in which autograd saves no tensor that shares memory with one of ``copies``.
 
-    All other tensors are saved by the hooks that surround this context, those of activation checkpointing for instance.
+    All other tensors go to the saved-tensor hooks around this context, for instance those of activation checkpointing.
     """
     if not copies:
         yield
@@ -83,7 +83,8 @@ def recompute_copies(copies: Mapping[DTensor, RecomputedCopy]) -> Iterator[None]
         recomputed = by_storage.get(storage_key(tensor))
         if recomputed is not None:
             return _SavedView.from_tensor(tensor, recomputed)
-        # torch runs the innermost hooks alone. Detached, because a node that holds its own output is never freed.
+        # torch runs only the innermost hooks, so call the outer ones here. Without outer hooks the tensor is detached,
+        # because a node that holds its own output is never freed.
         return tensor.detach() if outer is None else outer[0](tensor)
 
     def unpack(packed: Any) -> torch.Tensor:
@@ -97,12 +98,12 @@ def recompute_copies(copies: Mapping[DTensor, RecomputedCopy]) -> Iterator[None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedView:
-    """What autograd saves in place of a view of a copy.
+    """The object that autograd saves in place of a tensor that is a view of a redistributed copy.
 
     Attributes:
-        copy: that the tensor was a view of.
-        size, stride, offset: of the local view in the storage of the copy.
-        spec: of the view as a DTensor; None for a plain tensor.
+        copy: the copy.
+        size, stride, offset: size, stride and storage offset of the local view.
+        spec: spec of the view if it is a DTensor; None for a plain tensor.
     """
 
     copy: RecomputedCopy

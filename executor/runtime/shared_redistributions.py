@@ -14,15 +14,15 @@ from executor.redistribute import Redistributor, conjugate
 from executor.runtime.saved_tensor_recompute import RecomputedCopy
 
 _Target = tuple[Layout, Layout, bool]
-"""(layout, layout of the gradient, whether the backward redistributes again)."""
+"""(layout, layout of the gradient, ``reallgather``) of a result; see ``SharedRedistributions.redistribute``."""
 
 
 class SharedRedistributions:
     """Redistributes tensors, and remembers the results as long as their sources live and the scope lasts.
 
-    The q, k and v projections are called one after another with the same tensor object: the first call gathers it, the
-    others get the same result, and autograd adds their gradients before the sum is redistributed back. A result is
-    dropped with its source: without the source no further module can ask for it.
+    The q, k and v projections are called one after another with the same tensor object. The first call redistributes
+    the tensor, the other calls get the same result, and autograd adds their gradients before it redistributes the sum
+    back. A result is dropped with its source tensor, without which no further module can ask for it.
     """
 
     def __init__(self, redistributor: Redistributor) -> None:
@@ -37,7 +37,7 @@ class SharedRedistributions:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Within it calls share results: those of one forward, or of one block's recomputation."""
+        """Return a context in which calls share results: a forward, a checkpointed block, or its recomputation."""
         self._scopes.append(WeakTensorKeyDictionary())
         try:
             yield
@@ -56,11 +56,12 @@ class SharedRedistributions:
         """Return ``tensor`` in ``layout``; the same object for the same tensor, ``layout`` and ``grad`` in one scope.
 
         Args:
-            tensor: a plain one counts as replicated.
-            layout: of the result.
-            grad: layout in which the gradient of the result will come; None is the conjugate of ``layout``.
-            source_grad: layout of the gradient that goes back to ``tensor``; None is the conjugate of its layout.
-            reallgather: whether the backward redistributes again, where a caller passes the result to ``recomputed``.
+            tensor: a DTensor, or a plain tensor, which counts as replicated.
+            layout: layout of the result.
+            grad: layout in which the gradient of the result will come; None: ``conjugate(layout)``.
+            source_grad: layout of the gradient of ``tensor``; None: the ``conjugate`` of the layout of ``tensor``.
+            reallgather: whether the backward redistributes ``tensor`` again, so that the result need not be saved. The
+                caller has to pass the result to ``recomputed``.
         """
         if not self._scopes:
             return self.redistributor.redistribute(tensor, layout, source_grad)
@@ -69,7 +70,7 @@ class SharedRedistributions:
         if target not in results:
             result = self.redistributor.redistribute(tensor, layout, source_grad)
             if result is tensor:
-                # An entry that holds its own key would never go away.
+                # An entry that holds its own weak key alive would never be dropped.
                 return result
             results[target] = result
             if reallgather and torch.is_grad_enabled():
@@ -78,5 +79,5 @@ class SharedRedistributions:
         return results[target]
 
     def recomputed(self, tensors: Iterable[torch.Tensor]) -> dict[DTensor, RecomputedCopy]:
-        """Return those of ``tensors`` that the backward redistributes again, each with its recomputation."""
+        """Return {tensor: its recomputation} for those of ``tensors`` that the backward redistributes again."""
         return {t: self._recomputed[t] for t in tensors if isinstance(t, DTensor) and t in self._recomputed}
