@@ -1,6 +1,6 @@
-"""Costs of clusters, collectives, compute and memory, in seconds and bytes; it knows no graph.
+"""Costs of collectives, compute and memory on a cluster, in seconds and bytes. They depend on no model graph.
 
-``layouts`` and ``redistribute`` import torch; the names exported here do not.
+``layouts`` and ``redistribute`` import torch. The names that are exported here need no torch.
 """
 
 from cost_model.collectives.price import (

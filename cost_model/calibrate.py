@@ -1,10 +1,11 @@
 """A cluster with constants fitted to its own measurements, and the residuals of that fit.
 
-Rates scale the model's prices, so each is fitted separately: the launch as measured, then the bandwidth, then, for each
-dtype, the GEMM rate at which half of the measured GEMMs are predicted too slow and half too fast. Collectives are not
-fitted: their sweeps replace the model. Attention has no constant of its own on a device; its residuals are reported.
+Constants are fitted one after the other. The launch time is taken as measured. Then the bandwidth is fitted, and then,
+for each dtype, the GEMM rate at which half of the measured GEMMs are predicted too slow and half too fast. Collectives
+are not fitted: their sweeps replace the model. A device has no constant for attention; the residuals of attention are
+reported.
 
-Known error: that of the residuals, which ``shardplan calibrate`` writes into the cluster's file.
+Known error: the residuals, which ``shardplan calibrate`` writes into the cluster's file.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ _REPORTED = (
     ("l40s", "l40s-48gb"),
     ("4090", "rtx-4090-24gb"),
 )
-"""(part of the name that a device reports, name in the catalogue); the first match counts."""
+"""(part of the name that a device reports, name in the device catalogue); the first match counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Predicted over measured seconds, minus one, of the points of one kind.
+    """Relative errors (predicted over measured seconds, minus one) of the measurements of one kind.
 
     Attributes:
-        what: the kind: ``gemm bf16``, ``stream``, ``attention forward``, ``all_reduce 1x8``, ...
-        count: number of points.
-        mean_error, worst_error: mean and maximum of absolute values.
-        signed_error: mean with sign; above 0 where predictions are too slow.
+        what: the kind of measurement: ``gemm bf16``, ``stream``, ``attention forward``, ``all_reduce 1x8``, ...
+        count: number of measurements.
+        mean_error, worst_error: mean and maximum of the absolute errors.
+        signed_error: mean of the errors with sign; above 0 where predictions are too slow.
     """
 
     what: str
@@ -98,7 +99,7 @@ def cluster_yaml(cluster: ClusterSpec, residuals: Iterable[Residual], notes: Ite
 
 
 def _start(measured: Measurements) -> DeviceSpec:
-    """Return the catalogue's entry of the measured device, where the fit starts."""
+    """Return the catalogue's entry of the measured device, from which the fit starts."""
     if measured.kind == "cpu":
         return find_device("cpu")
     name = measured.device.lower().replace("nvidia ", "")
@@ -132,7 +133,10 @@ def _fit_device(measured: Measurements, start: DeviceSpec) -> DeviceSpec:
 
 
 def _with_bandwidth(device: DeviceSpec, points: Sequence[StreamPoint]) -> DeviceSpec:
-    """Return the device with the bandwidth at which the prediction of the median point is exact, less the launch."""
+    """Return the device with the median bandwidth of the points, without the launch time of each kernel.
+
+    On a CPU the nominal bandwidth changes, on other devices ``memory_efficiency``.
+    """
     reached = median(point.nbytes / max(point.time_s - device.kernel_launch_s, 0.1 * point.time_s) for point in points)
     if device.kind == "cpu":
         return dataclasses.replace(device, memory_bandwidth_bytes_per_s=reached / device.memory_efficiency)
@@ -140,7 +144,7 @@ def _with_bandwidth(device: DeviceSpec, points: Sequence[StreamPoint]) -> Device
 
 
 def _fitted_rate(device: DeviceSpec, points: Sequence[GemmPoint]) -> float:
-    """Return the ``peak * gemm_efficiency`` at which the median log error of the points is zero; all have one dtype."""
+    """Return the FLOP/s (peak times ``gemm_efficiency``) at which the median log error of points of one dtype is 0."""
     dtype = points[0].dtype
     rate = max(gemm_flops(m=p.m, n=p.n, k=p.k) / p.time_s for p in points)
     for _ in range(_ROUNDS):

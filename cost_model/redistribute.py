@@ -9,9 +9,9 @@ A step changes one placement on one axis:
     S(d) -> S(e)   all_to_all
 
 Where two axes shard the same dim, the outer axis shards first (DTensor's order). So a step on axis ``a`` may shard or
-unshard dim ``d`` only where no inner axis shards ``d``: (S(0),S(0)) -> (R,S(0)) is not one all-gather. The search runs
-over whole layouts, so a path may go through a third layout where that is cheaper: (P,P) -> (S(0),S(0)) -> (R,R) instead
-of two all-reduces. The executor runs the same path.
+unshard dim ``d`` only if no axis inside ``a`` shards ``d``: (S(0),S(0)) -> (R,S(0)) is not one all-gather. The search
+runs over whole layouts, so a path may go through a third layout if that is cheaper: (P,P) -> (S(0),S(0)) -> (R,R)
+instead of two all-reduces. The executor runs the same path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RedistributionStep:
     Attributes:
         nbytes: bytes of the full buffer of the collective, as nccl-tests counts it: the output of an all-gather, the
             input of a reduce-scatter or an all-reduce, one rank's buffer of an all-to-all; 0 for a slice.
-        before, after: the layouts.
+        before, after: the tensor's layouts before and after the step.
     """
 
     kind: StepKind
@@ -59,7 +59,7 @@ class RedistributionStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistribution:
-    """The cheapest path from one layout to another: its steps in order, and their seconds."""
+    """The cheapest path from one layout to another: its steps in order, and the sum of their seconds."""
 
     steps: tuple[RedistributionStep, ...]
     time_s: float
@@ -77,7 +77,12 @@ def _has_inner_shard(layout: Layout, axis: int, dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edge:
-    """A step between two layouts of a `_LayoutGraph`; its buffer is the whole tensor over ``divisor``."""
+    """A step from one layout of a `_LayoutGraph` to another.
+
+    Attributes:
+        divisor: bytes of the whole tensor over bytes of the step's buffer; 0 for a slice, which has no buffer.
+        target: number of the layout after the step.
+    """
 
     kind: StepKind
     axis: int
@@ -109,12 +114,14 @@ def _edges_from(layout: Layout, ndim: int, mesh_shape: Sequence[int]) -> Iterato
 
 
 class _LayoutGraph:
-    """The layouts of a tensor and the steps between them, equal for all shapes that the axes divide alike.
+    """The layouts of a tensor and the steps between them.
+
+    Shapes share one graph if the same sets of axes divide their dims evenly.
 
     Attributes:
-        layouts: by number.
+        layouts: every layout; its index is the layout's number.
         numbers: layout -> its number.
-        texts: text of each layout; it orders paths of equal cost.
+        texts: text of each layout, by number; texts break ties between paths of equal cost.
     """
 
     def __init__(self, shape: Sequence[int], mesh_shape: tuple[int, ...]) -> None:
@@ -143,7 +150,7 @@ class _LayoutGraph:
 
     def _number(self, layout: Layout) -> int:
         if layout not in self.numbers:
-            # The source has an average or a strided shard on another axis.
+            # The source has an average or a strided shard on another axis, which the constructor does not enumerate.
             self.numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
             self.texts.append(format_layout(layout))
@@ -152,7 +159,7 @@ class _LayoutGraph:
 
 @functools.lru_cache(maxsize=4096)
 def _even_subsets(length: int, mesh_shape: tuple[int, ...]) -> tuple[bool, ...]:
-    """Return, for every subset of the axes, whether they shard a dim of ``length`` evenly: the key of a graph."""
+    """Return, for every subset of the axes, whether the subset shards a dim of ``length`` evenly."""
     subsets = itertools.product((False, True), repeat=len(mesh_shape))
     return tuple(
         length % math.prod(size for size, is_member in zip(mesh_shape, subset, strict=True) if is_member) == 0
@@ -185,7 +192,7 @@ class RedistributionPlanner:
 
         Args:
             shape: global shape of the tensor.
-            itemsize: bytes per element as it travels.
+            itemsize: bytes per element in the collectives.
             source: the tensor's layout; it must shard ``shape`` evenly.
         """
         ends = self._ends_from(tuple(shape), itemsize, source)
@@ -195,7 +202,7 @@ class RedistributionPlanner:
         """Return the cheapest redistribution from ``source`` to ``target``.
 
         Raises:
-            NoPathError: there is none.
+            NoPathError: no path leads from ``source`` to ``target``.
         """
         redistribution = self.find(shape, itemsize, source, target)
         if redistribution is None:
@@ -206,7 +213,7 @@ class RedistributionPlanner:
         return redistribution
 
     def find(self, shape: Sequence[int], itemsize: int, source: Layout, target: Layout) -> Redistribution | None:
-        """Return the cheapest redistribution from ``source`` to ``target``, None where there is none."""
+        """Return the cheapest redistribution from ``source`` to ``target``; None if no path leads there."""
         key = (tuple(shape), itemsize, source, target)
         try:
             return self._paths[key]  # one look-up: layouts take long to hash

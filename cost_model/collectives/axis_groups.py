@@ -1,4 +1,4 @@
-"""The groups of ranks along a mesh axis, their placement on nodes, and the rates of the network cards they share."""
+"""Groups of ranks along a mesh axis: their placement on nodes, and the rates of the network cards that they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # layout imports torch, and prices do not need it
     from cost_model.layouts.layout import MeshSpec
 
 RANKS_WITH_CARDS = 8
-"""Most ranks of one node whose network cards one ring or tree uses.
+"""Maximum number of ranks in one node whose network cards one ring or tree uses.
 
 NVLink domains of 72 devices with a card each send at about the rate of 8 cards, as nodes of 8 devices do: bus bandwidth
 811 GB/s on 2 racks, 406 GB/s on 20 (16 GiB). Source: coreweave/nccl-tests README @cb86553, GB200, NCCL 2.26.2 (rows
@@ -84,9 +84,9 @@ def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> A
 def card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
     """Return the bytes per second at which a ring or tree of one group leaves (or enters) one node.
 
-    The groups share the node's cards evenly. A rank uses one card, or its share of them where there are more cards than
-    devices; at most RANKS_WITH_CARDS ranks use cards. On a rail-optimized fabric rings and trees stay on their rail;
-    else they cross the over-subscribed switches.
+    The groups share the node's cards evenly. A rank uses one card, or its share of the cards if the node has more cards
+    than devices. At most RANKS_WITH_CARDS ranks use cards. On a rail-optimized fabric rings and trees stay on their
+    rail; otherwise they cross the over-subscribed switches.
     """
     crossing = 1.0 if cluster.rail_optimized else cluster.oversubscription
     return _cards(group, cluster, RANKS_WITH_CARDS) * _card_bytes_per_s(cluster) / crossing
@@ -95,7 +95,8 @@ def card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
 def pair_card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
     """Return the bytes per second at which messages between pairs of one group leave one node.
 
-    Every rank sends through its own card. Pairs are anywhere, so messages cross the over-subscribed switches.
+    Every rank sends through its own card. The two ranks of a pair can be anywhere, so messages cross the
+    over-subscribed switches.
     """
     return _cards(group, cluster, group.ranks_per_node) * _card_bytes_per_s(cluster) / cluster.oversubscription
 

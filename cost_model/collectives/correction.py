@@ -1,15 +1,15 @@
 """Corrections of NCCL's cost lines: longer latencies, and the time to fill a pipeline of pieces.
 
-NCCL's lines omit the launch by the host, the skew between ranks, and that messages are cut into pieces which follow
-each other through the ranks. For a line with latency L and transfer seconds T, the corrected time is
+NCCL's lines omit the launch by the host, the skew between ranks, and the pipeline in which the pieces of a message
+follow each other through the ranks. For a line with latency L and transfer seconds T, the corrected time is
 
     f a L + T + r sqrt(L T / (1 + T / (u L)))
 
-where a is the factor of its protocol and r, u those of the place (``Place``), and f is the factor of the architecture
-(which L under the root includes). The root is the cost of a pipeline of latency L with the best number of pieces: D
-steps of k pieces take (D + k)(alpha + T/(D k)), least for k = sqrt(D T/alpha). Pieces have a largest size, so the root
-tends to L sqrt(u). Every term rises with L and with T: the time never falls as bytes grow, and never rises with a
-faster link.
+where a is the factor of the line's family, r and u are factors of the place (``Place``), and f is the factor of the
+architecture. L under the root includes f. The root is the cost of a pipeline of latency L with the best number of
+pieces: D steps of k pieces take (D + k)(alpha + T/(D k)), which is least for k = sqrt(D T/alpha). Pieces have a largest
+size, so the root tends to L sqrt(u) as T grows. Every term rises with L and with T: the time never falls as bytes grow,
+and never rises with a faster link.
 
 Source of the constants: fitted to published rows by ``benchmarks/calibrate_from_published.py``; ``collectives.toml``
 holds them with the sources used. Known error: see ``cost_model.collectives.price``.
@@ -39,8 +39,8 @@ class Place:
     """The fitted constants of groups in one node, or of groups on several nodes.
 
     Attributes:
-        latency_factors: ``a`` above, the factor on NCCL's latency, by family of lines.
-        ramps, ramp_limits: ``r`` and ``u`` above, each for collectives and for pairs.
+        latency_factors: family of a line -> factor on NCCL's latency, ``a`` in the module's docstring.
+        ramps, ramp_limits: ``r`` and ``u`` in the module's docstring, each as (for collectives, for pairs).
     """
 
     latency_factors: Mapping[Family, float]
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """All fitted constants of collectives: by place, by architecture, and the link shares that pairs reach."""
+    """All fitted constants of collectives: by place, by architecture, and the fractions of rates that pairs reach."""
 
     one_node: Place
     several_nodes: Place
@@ -59,7 +59,7 @@ class Correction:
 
 
 class Curve(NamedTuple):
-    """A corrected line, as the numbers that a price needs; see ``CostLine`` and the module's docstring."""
+    """A corrected cost line, as the numbers that a price needs; see ``CostLine`` and the module's docstring."""
 
     algorithm: str
     latency_s: float
@@ -129,7 +129,7 @@ def architecture_class(cluster: ClusterSpec) -> str:
 
 
 def corrected(line: CostLine, *, several_nodes: bool, architecture: str, correction: Correction) -> Curve:
-    """Return ``line`` with the correction of its family, place and architecture; ``none`` and ``plain`` have none."""
+    """Return ``line`` with the correction of its family, place and architecture; ``none`` and ``plain`` get none."""
     transfer = (line.seconds_per_byte, line.slow_bytes, line.slow_seconds_per_byte)
     if line.family in ("none", "plain"):
         return Curve(line.algorithm, line.latency_s, *transfer, ramp_latency_s=0.0, ramp_limit_s=1.0)

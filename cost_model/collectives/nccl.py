@@ -1,8 +1,8 @@
 """Seconds of rings and trees as NCCL runs them: one linear cost line per algorithm and protocol.
 
 Source of form and constants: NCCL 2.30.7 @5067397, src/graph/tuning.cc (read 2026-11). With n = ranks of the group, N =
-nodes it spans, R = n/N ranks per node, B = rate of one device's link, C = rate of the network cards that the group has
-in one node, S = nbytes:
+nodes that the group spans, R = n/N ranks per node, B = rate of one device's link, C = rate of the network cards that
+the group has in one node, S = nbytes:
 
     ring   all_reduce: 2(n-1) steps of S/n; all_gather, reduce_scatter: n-1 steps; broadcast: n-1 hops, all of S
            at min(B, C): each of the group's rings enters and leaves each node through a card
@@ -10,8 +10,8 @@ in one node, S = nbytes:
            at 0.92 min(B/2, C/2), but C for N = 2, where the two nodes exchange
     PAT    all_gather, reduce_scatter with one rank per node: log2(N) hops between nodes, and work that grows with n
 
-Known error, nothing fitted: a few percent from 256 MB up; 25 to 60 % too low below, where the launch by the host, skew
-and the filling of pipelines dominate. ``cost_model.collectives.correction`` corrects these.
+Known error, nothing fitted: a few percent from 256 MB up; 25 to 60 % too low below 256 MB, where the launch by the
+host, skew and the filling of pipelines dominate. ``cost_model.collectives.correction`` accounts for these.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cost_model.hardware.cluster import ClusterSpec
 from cost_model.hardware.collective_kinds import CollectiveKind
 
 TREE_EFFICIENCY = 0.92
-"""Share of the bandwidth that a tree reaches. Source: NCCL 2.30.7 tuning.cc."""
+"""Fraction of the bandwidth that a tree reaches. Source: NCCL 2.30.7 tuning.cc."""
 
 LL_MAX_BYTES_PER_S = {2: 39e9, 3: 20.4e9}
-"""Nodes (2, or 3 for more) -> most bytes per second of bus bandwidth in the LL protocol. Source: NCCL 2.30.7 tuning.cc
-llMaxBws, hosts with Intel CPUs."""
+"""Number of nodes (2, or 3 for more) -> largest bus bandwidth of the LL protocol in bytes per second. Source: NCCL
+2.30.7 tuning.cc llMaxBws, hosts with Intel CPUs."""
 
 PAT_EFFICIENCY = 0.75
 PAT_RANK_S = 2.8e-6
 PAT_HOP_SHARE = 1 / 3.5
-"""PAT: share of a ring's bandwidth, seconds per rank, and a hop between nodes over that of a ring. Source: NCCL 2.30.7
-tuning.cc."""
+"""PAT: its bandwidth over a ring's, seconds per rank, and its latency of a hop between nodes over the hop's latency in
+the Simple protocol. Source: NCCL 2.30.7 tuning.cc."""
 
 Family = Literal["none", "plain", "LL", "LL128", "Simple", "nvls", "pairs"]
-"""The key of a line's correction; ``none`` and ``plain`` have no correction."""
+"""The kind of a cost line, by which its correction is found; ``none`` and ``plain`` have no correction."""
 
 
 class CostLine(NamedTuple):
@@ -56,21 +56,22 @@ class CostLine(NamedTuple):
     slow_seconds_per_byte: float = 0.0
 
     def transfer_s(self, nbytes: float) -> float:
-        """Return the seconds of the bytes, without latency."""
+        """Return the seconds of the transfer of ``nbytes``, without latency."""
         return max(nbytes * self.seconds_per_byte, min(nbytes, self.slow_bytes) * self.slow_seconds_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """A protocol of NCCL: its latencies relative to those of LL, which the catalogue holds, and its bandwidth shares.
+    """A protocol of NCCL: its latencies relative to LL's, which the catalogue has, and its fractions of the bandwidth.
 
     Attributes:
         launch: factor on ``DeviceSpec.collective_launch_s`` (NCCL: LL 6.6, LL128 14 and Simple 8.4 us).
         ring_hop_s, tree_hop_s: seconds of a hop in addition to the link's ``latency_s``, (inside a node, between
             nodes). NCCL has, in us for LL, LL128, Simple: Ring 0.6, 1.9, 3.4 inside and 2.7, 4.0, 14 between; Tree 0.6,
-            1.25, 4.0 inside and 5.0, 8.5, 14 between. A slower link adds to these and does not multiply them.
-        ring_share, tree_share: share of the bus bandwidth reached, (one node, several nodes).
-        capped: whether LL_MAX_BYTES_PER_S holds.
+            1.25, 4.0 inside and 5.0, 8.5, 14 between. The latency of a slower link is added to these seconds, which it
+            does not multiply.
+        ring_share, tree_share: fraction of the bus bandwidth that is reached, (on one node, on several nodes).
+        capped: whether LL_MAX_BYTES_PER_S limits the rate.
     """
 
     name: Literal["LL", "LL128", "Simple", "plain"]
@@ -106,7 +107,7 @@ PLAIN_PROTOCOLS = (Protocol(name="plain"),)
 
 
 def ring_and_tree_lines(kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec) -> list[CostLine]:
-    """Return the lines of the rings, trees and PAT that implement ``kind``, one per protocol."""
+    """Return the cost lines of the rings, trees and PAT that implement ``kind``; rings and trees in each protocol."""
     protocols = PLAIN_PROTOCOLS if cluster.device.kind == "cpu" else NCCL_PROTOCOLS
     lines = [_ring(kind, protocol, group, cluster) for protocol in protocols]
     if kind == "all_reduce":
@@ -120,8 +121,9 @@ def ring_and_tree_lines(kind: CollectiveKind, group: AxisGroup, cluster: Cluster
 def rates_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> tuple[float, float]:
     """Return the bytes per second of a device's link inside the node, and of the group's cards in a node.
 
-    A rate that the group does not use is infinite. On a full mesh of links, rings of one node use R links each. Groups
-    on several nodes use chains of R-1 links, of which there are R/(R-1) times as many: 313 and 358 GB/s on MI300X.
+    A rate that the group does not use is infinite. On a full mesh of links, a ring in one node of R ranks uses R links.
+    A group on several nodes uses chains of R-1 links, of which the node has R/(R-1) times as many: 313 GB/s for rings
+    and 358 GB/s for chains on MI300X.
     """
     ranks, several = group.ranks_per_node, group.nodes > 1
     inside = cluster.intra_node.rate_bytes_per_s(ranks) if ranks > 1 else math.inf
@@ -133,7 +135,7 @@ def rates_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> tuple[float, fl
 def hops_s(hop_s: tuple[float, float], inside: float, between: float, cluster: ClusterSpec) -> float:
     """Return the seconds of ``inside`` hops within nodes and ``between`` hops from node to node.
 
-    Each takes its link's latency and ``hop_s``, (inside a node, between nodes).
+    A hop takes the latency of its link plus ``hop_s``, (inside a node, between nodes).
     """
     inside_s = inside * (cluster.intra_node.latency_s + hop_s[0])
     return inside_s + between * (cluster.inter_node.latency_s + hop_s[1])

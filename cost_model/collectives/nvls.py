@@ -1,10 +1,12 @@
 """Seconds of an all-reduce with reduction in the NVLink switch (NVLS), and of NVLSTree between nodes.
 
-Each device sends its S bytes and receives the S/n that it sums; the switch multicasts the results:
+With R ranks per node, each device sends its S bytes and receives the S/R bytes that it sums; the switch multicasts the
+results. With B the rate of a device's link, this takes
 
-    S(1 + 1/R) / (B * efficiency)      R ranks per node, B the rate of a device's link
+    S(1 + 1/R) / (B * efficiency)
 
-Between nodes, a tree over the cards with rate C takes 2S/C, or S/C for two nodes, which exchange.
+Between nodes, a tree over network cards with the rate C takes 2S/C, or S/C for two nodes, which exchange their sums.
+The slower of both counts.
 
 Source: latencies of NCCL 2.30.7 @5067397, src/graph/tuning.cc hwLat (read 2026-11); the form is derived. Known error:
 within 2 % of the plateaus of H100, H200 and B200 for 5 to 8 ranks (NCCL's own form, by channels, is 14 % low on B200).
@@ -27,7 +29,7 @@ tuning.cc hwLat: 20.9 us, of which 2.7 us are the LL protocol's hop."""
 
 
 def nvls_line(group: AxisGroup, cluster: ClusterSpec) -> CostLine | None:
-    """Return the line of an all-reduce in the switch; None for devices without NVLS, and for too few ranks."""
+    """Return the cost line of an all-reduce in the switch; None for devices without NVLS, and for too few ranks."""
     if not 0 < cluster.device.nvls_min_ranks <= group.ranks_per_node:
         return None
     inside, between = rates_bytes_per_s(group, cluster)

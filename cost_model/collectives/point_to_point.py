@@ -1,11 +1,12 @@
 """Seconds of all-to-all and send/recv: messages between pairs of ranks, for which NCCL has no model.
 
-    all_to_all   S(R-1)/n inside the node at the link's rate; R ranks' S(n-R)/n through the cards; both at the same time
-    send_recv    every rank sends S to the next rank of the axis, one rank per node through the cards
+    all_to_all   each rank sends S(R-1)/n bytes inside the node at the link's rate; at the same time the R ranks of a
+                 node send S(n-R)/n bytes each through the node's cards
+    send_recv    every rank sends S bytes to the next rank of the axis; one rank per node sends through the cards
 
-with n ranks, R of them per node, and S the bytes of one rank. Messages to the peers are issued one after the other,
-with a hop's latency each. Pairs do not reach the rate of rings: see ``Shares``. A single pair inside a node has few
-channels until its message is large.
+with n ranks, R of them per node, and S the bytes of one rank. A rank issues the messages to its peers one after the
+other, and each message takes a hop's latency. Messages between pairs do not reach the rate of rings: see ``Shares``. A
+single pair inside a node has few channels until its message is large.
 
 Source: fitted to the rows of one cluster (B200) and to two lines of NVIDIA's slides, 2026-11; see collectives.toml.
 Known error: not known for small messages of other devices, since none are published. A network that is not tuned for
@@ -23,13 +24,14 @@ from cost_model.hardware.cluster import ClusterSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The shares of the rates of links and cards that pairs reach; fitted, in ``collectives.toml``.
+    """Fractions of the rates of links and cards that messages between pairs reach; fitted, in ``collectives.toml``.
 
     Attributes:
-        link: share of a device's link inside a node, for large messages.
-        card: share of a network card.
+        link: fraction of the rate of a device's link inside a node, for large messages.
+        card: fraction of the rate of a network card.
         few_channels_bytes_per_s: largest rate of one pair while its message is below ``few_channels_bytes``.
-        few_channels_bytes: bytes from which on the time is constant until the link's rate takes longer.
+        few_channels_bytes: size of a message above which the time stays constant, until the time at the link's rate is
+            longer.
     """
 
     link: float

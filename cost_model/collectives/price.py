@@ -1,9 +1,9 @@
 """Seconds of one collective on one group of ranks of one cluster.
 
-The fastest algorithm counts, as NCCL chooses: rings, trees and PAT in three protocols (``nccl``), reduction in the
-switch (``nvls``), messages between pairs (``point_to_point``). Each is linear in nbytes, and corrected by measurements
-(``correction``). Measured sweeps of the cluster replace the model (``sweep_prices``). Devices of kind ``cpu`` have
-rings, trees and pairs without correction.
+The price is that of the fastest algorithm, as NCCL chooses it: rings, trees and PAT in three protocols (``nccl``),
+reduction in the switch (``nvls``), messages between pairs (``point_to_point``). Each algorithm's seconds are linear in
+nbytes, and corrected by measurements (``correction``). Measured sweeps of the cluster replace the model
+(``sweep_prices``). Devices of kind ``cpu`` have rings, trees and pairs without correction.
 
 Known error (2026-11, 153 measured rows of trust A and B from sources that nothing was fitted to; benchmarks:
 ``python -m published.pricing.collectives``): mean 9 % in one node, 2 % from 256 MiB up; 19 % on several nodes, 6 % from
@@ -45,9 +45,9 @@ __all__ = [
 
 
 OPS_AROUND_A_COLLECTIVE = 4
-"""DTensor ops whose host time the executor's redistribution takes in addition to the collective: two are dispatched,
-and Python looks up the path and constructs the DTensor. Measured 2026-11-22 on two fake processes of one CPU, forward,
-backward, and of a gradient: 3.5 to 5.3."""
+"""Host time of the executor's redistribution around a collective, in DTensor ops: it dispatches two ops, looks up the
+path in Python, and constructs the DTensor. Measured 2026-11-22 on two fake processes of one CPU, in forward, in
+backward, and for a gradient: 3.5 to 5.3."""
 
 
 def collective_lines(
@@ -57,10 +57,10 @@ def collective_lines(
 
     Args:
         kind, group, cluster: as for ``collective_time_s``.
-        shares: the shares of links and cards that pairs reach; None for those that ship.
+        shares: fractions of the rates of links and cards that messages between pairs reach; None: the shipped ones.
 
     Raises:
-        ValueError: ``kind`` is none of ``CollectiveKind``.
+        ValueError: ``kind`` is not in ``CollectiveKind``.
     """
     if kind not in COLLECTIVE_KINDS:
         raise ValueError(f"unknown collective {kind!r}; known: {', '.join(COLLECTIVE_KINDS)}")
@@ -96,9 +96,9 @@ def collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, clu
 
 
 def dispatched_collective_time_s(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the seconds of one collective of a redistribution, with the host's ops around it.
+    """Return the seconds of one collective of a redistribution, including the host's ops around the collective.
 
-    Equal to ``collective_time_s`` where the device does not wait for its host; the arguments are the same.
+    The arguments are those of ``collective_time_s``, and so is the result where the device does not wait for its host.
     """
     seconds = collective_time_s(kind, nbytes, group, cluster)
     host_op_s = cluster.device.host_op_s
@@ -117,7 +117,7 @@ def collective_times_s(
 
 
 def fastest_algorithm(kind: CollectiveKind, nbytes: float, group: AxisGroup, cluster: ClusterSpec) -> str:
-    """Return the algorithm and protocol whose time ``collective_time_s`` returns without a sweep."""
+    """Return the fastest algorithm and protocol, whose seconds ``collective_time_s`` returns without a sweep."""
     return min(_curves(kind, group, cluster), key=lambda curve: curve.time_s(nbytes)).algorithm
 
 
@@ -137,7 +137,7 @@ def _curves(kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec) -> tup
 def price_curves(
     kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec, correction: Correction
 ) -> tuple[Curve, ...]:
-    """Return the corrected lines of the collective that may be fastest for some size, least latency first."""
+    """Return the corrected cost lines of those algorithms that may be fastest at some size, least latency first."""
     lines = collective_lines(kind, group, cluster, correction.shares)
     architecture = architecture_class(cluster)
     curves = [
@@ -153,7 +153,7 @@ def price_curves(
 
 
 def _never_slower(one: Curve, other: Curve) -> bool:
-    """Return whether every term of ``one`` is at most that of ``other``."""
+    """Return whether every term of ``one`` is at most the same term of ``other``."""
     return (
         one.latency_s <= other.latency_s
         and one.seconds_per_byte <= other.seconds_per_byte

@@ -1,10 +1,11 @@
 """Seconds of collectives from measured sweeps: between their points, beyond them, and for groups of other shapes.
 
-The swept group has its measured times, interpolated linearly in the logarithms of bytes and seconds. Where noise makes
-a larger message faster, both have their geometric mean, so that the time never falls as bytes grow. Beyond the ends,
-and for groups of other shapes, the model's time is scaled by the ratio of measured to modelled time at the end's (or at
-the same) size. A sweep holds for groups in one node or for groups on several, as it was measured. All-gather and
-reduce-scatter hold for each other where only one of them was swept.
+For the group that was swept, the measured times are interpolated linearly in the logarithms of bytes and seconds. Where
+noise makes a larger message faster, these messages get the geometric mean of their times, so that the time never falls
+as bytes grow. Beyond the smallest and the largest size, the model's time is scaled by the ratio of measured to modelled
+time at that size. For a group of another shape, the model's time of each swept size is scaled by the ratio at the same
+size. A sweep of a group in one node holds for other groups in one node, a sweep on several nodes for groups on several
+nodes. If only one of all-gather and reduce-scatter was swept, its sweep holds for both.
 
 Known error (2026-11, one size left out of a published sweep, ``published.pricing.collectives.price_with_sweep``): mean
 4 % between the points in one node, 6 % on several. Beyond the ends it is that of the model's slope.
@@ -33,9 +34,9 @@ class SweepPrice:
     """The price of one collective on one group.
 
     Attributes:
-        log_nbytes, log_times: logarithms of sizes and of seconds, neither falling.
+        log_nbytes, log_times: logarithms of bytes and of seconds; neither sequence falls.
         end_ratios: measured over modelled seconds, at the smallest and at the largest size.
-        modelled_s: size -> the model's seconds, for sizes beyond the ends.
+        modelled_s: bytes -> the model's seconds, for sizes beyond the ends.
     """
 
     log_nbytes: tuple[float, ...]
@@ -59,7 +60,7 @@ class SweepPrice:
 def sweep_price(
     kind: CollectiveKind, group: AxisGroup, cluster: ClusterSpec, modelled_s: ModelledTime
 ) -> SweepPrice | None:
-    """Return the price from the cluster's sweep that is nearest in shape, None where no sweep holds for the group."""
+    """Return the price from the cluster's sweep of the nearest shape; None if no sweep holds for the group."""
     if group.size == 1:
         return None
     sweep = _nearest(kind, group, cluster.sweeps)

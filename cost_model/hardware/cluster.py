@@ -43,16 +43,16 @@ class ClusterSpec:
     """``nodes`` x ``devices_per_node`` devices of one type, and the links between them.
 
     Attributes:
-        nodes, devices_per_node, device: the devices.
-        intra_node, inter_node: the link of a device inside a node, and that of each network card. The rate that a card
-            delivers (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
+        nodes, devices_per_node, device: number of nodes, number of devices in each node, and type of all devices.
+        intra_node, inter_node: the link of a device inside a node, and the link of each network card. The rate that a
+            card delivers (``ib_write_bw``) is ``inter_node.efficiency`` times its nominal bandwidth.
         cards_per_node: network cards in each node.
         oversubscription: bandwidth of the cards over that of the upper switches; 1 where all cards reach their full
             rate at the same time.
         rail_optimized: whether card i of every node is on one switch, so that rings and trees stay below the
-            over-subscribed switches. Messages between pairs cross these in any case.
+            over-subscribed switches. Messages between pairs cross the over-subscribed switches in any case.
         reserved_gb: GB (1e9 bytes) of a device's memory that other processes hold: one figure for all nodes, or one
-            for each; empty for none.
+            figure for each node; empty: 0.
         sweeps: measured collectives, which replace the model.
     """
 
@@ -73,7 +73,7 @@ class ClusterSpec:
             raise ClusterError(f"cluster.oversubscription is {self.oversubscription}; 1 is none, 2 is two to one")
 
     def __hash__(self) -> int:
-        """Return a hash of a few figures: caches of prices hash clusters often, and few clusters agree in these."""
+        """Return a hash of a few figures only, because caches of prices hash clusters often."""
         links = (self.intra_node.bandwidth_bytes_per_s, self.inter_node.bandwidth_bytes_per_s)
         return hash((self.nodes, self.devices_per_node, self.cards_per_node, *links, len(self.sweeps)))
 
@@ -84,17 +84,19 @@ class ClusterSpec:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that a job may hold on every device: those of the node with the least, as all ranks hold the same."""
+        """Bytes that a job may hold on each device; the largest ``reserved_gb`` counts, as all ranks hold the same."""
         return self.device.memory_bytes - round(max(self.reserved_gb, default=0.0) * 1e9)
 
     @property
     def name(self) -> str:
-        """The short form, ``4x8xh100-sxm-80gb``; it does not show figures that differ from the catalogue's."""
+        """The short form, ``4x8xh100-sxm-80gb``, which does not show figures that differ from the catalogue's."""
         return f"{self.nodes}x{self.devices_per_node}x{self.device.name}"
 
     @classmethod
     def parse(cls, spec: str | Path | Mapping[str, object]) -> Self:
-        """Return the cluster of a text (``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, a YAML file's path) or a mapping.
+        """Return the cluster of ``spec``: ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, or the path of a YAML file.
+
+        A mapping is read as by ``from_dict``.
 
         Raises:
             ClusterError: the text has none of these forms, the device is unknown, or the file cannot be read.
@@ -131,17 +133,17 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object], folder: Path = Path()) -> Self:
-        """Return the cluster of plain data.
+        """Return the cluster that ``data`` describes.
 
-        ``device`` (a name, or figures) and ``devices_per_node`` are required. ``nodes`` defaults to 1; ``intra_node``,
+        For example ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``. ``device``
+        (a name, or figures) and ``devices_per_node`` are required. ``nodes`` defaults to 1. ``intra_node``,
         ``inter_node`` (a link's name, or some of its fields) and ``cards_per_node`` default to the usual ones of the
-        device. For example ``{"nodes": 2, "devices_per_node": 8, "device": "h100-sxm-80gb", "cards_per_node": 4}``.
-        ``reserved_gb`` is one number, or one for each node. ``sweeps`` lists files, each a path relative to ``folder``
-        or a mapping with ``file`` and the fields that the file lacks (``kind``, ``nodes``, ``ranks_per_node``), or
-        sweeps as ``to_dict`` writes them.
+        device. ``reserved_gb`` is one number, or one number for each node. ``sweeps`` is a list of files and of sweeps
+        as ``to_dict`` writes them. A file is a path relative to ``folder``, or a mapping with ``file`` and the fields
+        that the file lacks (``kind``, ``nodes``, ``ranks_per_node``).
 
         Raises:
-            ClusterError: a key is unknown, missing or wrong.
+            ClusterError: a key is unknown or missing, or its value is wrong.
         """
         data = as_mapping(data, "cluster")
         check_keys(data, _KEYS, "cluster")
@@ -172,7 +174,7 @@ class ClusterSpec:
         return cluster.with_sweep(*_read_sweeps(data.get("sweeps", []), folder))
 
     def with_sweep(self, *sweeps: Sweep | str | Path) -> Self:
-        """Return this cluster with measured sweeps (or files of them) added.
+        """Return this cluster with measured sweeps, or files of sweeps, added.
 
         A later sweep of the same collective and shape replaces an earlier one. See ``cost_model.hardware.sweep``.
 
@@ -193,7 +195,7 @@ class ClusterSpec:
         return replace(self, sweeps=tuple(by_shape.values()))
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data with every figure, so that a price does not depend on a later catalogue."""
+        """Return plain JSON data with every figure, so that prices do not change with a later catalogue."""
         data: dict[str, object] = {
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,

@@ -1,4 +1,4 @@
-"""One device and one link, and the catalogue ``devices.toml`` of those known by name, with a source for each figure."""
+"""Devices and links, and the catalogue ``devices.toml`` of known devices and links, with a source for each figure."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ KINDS = ("cuda", "rocm", "cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpec:
-    """A link: its nominal bandwidth per direction, the share of it that collectives reach, and the latency of one hop.
+    """A link: its nominal bandwidth per direction, the fraction that collectives reach, and the latency of one hop.
 
     Attributes:
-        bandwidth_bytes_per_s: nominal, per direction: of a device for a link inside a node, of a network card for one
-            between nodes.
-        latency_s: of one hop of a ring with the lowest-latency protocol.
-        efficiency: largest share of ``bandwidth_bytes_per_s`` that a collective reaches, in (0, 1].
-        mesh_peers: number of peers that a device's bandwidth is split over, each with its own wires; 0 where a device
-            can give its whole bandwidth to any other (a switch, a bus).
-        rank_shares: (ranks, share) pairs, for uneven wiring: the share of the rate that a group of so many ranks
+        bandwidth_bytes_per_s: nominal bandwidth per direction, of a device for a link inside a node, of a network card
+            for a link between nodes.
+        latency_s: seconds of one hop of a ring with the lowest-latency protocol.
+        efficiency: largest fraction of ``bandwidth_bytes_per_s`` that a collective reaches, in (0, 1].
+        mesh_peers: number of peers over which a device's bandwidth is split, each with its own wires; 0 if a device can
+            give its whole bandwidth to any peer (a switch, a bus).
+        rank_shares: (ranks, fraction) pairs, for uneven wiring: the fraction of the rate that a group of so many ranks
             reaches, linear between two pairs and constant outside of them. It replaces ``mesh_peers``.
-        source: of the figures.
+        source: source of the figures.
     """
 
     name: str
@@ -75,7 +75,7 @@ class LinkSpec:
         return reached * min(1.0, max(ranks - 1, 1) / self.mesh_peers)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, read back by ``read_link``."""
+        """Return plain JSON data, which ``read_link`` reads back."""
         return {**asdict(self), "rank_shares": [list(pair) for pair in self.rank_shares]}
 
 
@@ -84,29 +84,29 @@ class DeviceSpec:
     """One accelerator, or one process of a CPU.
 
     Attributes:
-        kind: ``cuda``, ``rocm`` or ``cpu``; the last has none of NCCL's protocols.
-        memory_bytes: memory of the device; the plan and ``optimizer_memory.reserve_bytes`` share it.
-        memory_bandwidth_bytes_per_s: nominal.
+        kind: ``cuda``, ``rocm`` or ``cpu``; a ``cpu`` has none of NCCL's protocols.
+        memory_bytes: bytes of the device's memory, from which a plan reserves ``optimizer_memory.reserve_bytes``.
+        memory_bandwidth_bytes_per_s: nominal memory bandwidth.
         flop_rates: (dtype name, dense FLOP/s) pairs in the order of the names; ``peak_flops`` is the same as a dict.
-        gemm_efficiency: share of the peak that the best large GEMM reaches.
-        memory_efficiency: share of ``memory_bandwidth_bytes_per_s`` that a streaming kernel reaches.
+        gemm_efficiency: fraction of the peak that the best large GEMM reaches.
+        memory_efficiency: fraction of ``memory_bandwidth_bytes_per_s`` that a streaming kernel reaches.
         kernel_launch_s: seconds lost between two kernels of a full queue.
-        host_op_s: host seconds per op dispatched on DTensors, views and backward's ops included, where the device waits
-            for the host: a CPU, measured by ``shardplan calibrate``. 0 where the host runs ahead of the device. Above
-            0, it replaces ``kernel_launch_s`` in plans.
-        first_touch_s_per_byte: seconds to get a byte of new memory from the system, in addition to writing it. Used
-            where ``host_op_s`` is above 0, for buffers that are freed after each use. 0 where an allocator caches
-            memory.
+        host_op_s: host seconds per op dispatched on DTensors, including views and ops of the backward, if the device
+            waits for the host: a CPU, measured by ``shardplan calibrate``. 0 if the host runs ahead of the device. A
+            value above 0 replaces ``kernel_launch_s`` in plans.
+        first_touch_s_per_byte: seconds to get a byte of new memory from the system, in addition to writing it. Used if
+            ``host_op_s`` is above 0, for buffers that are freed after each use. 0 if an allocator caches memory.
         collective_launch_s: fixed seconds of the cheapest collective.
         flash_attention: whether a fused attention kernel exists.
         overlaps: whether communication overlaps with compute; on a CPU both use the same cores.
-        nvls_min_ranks: least ranks per node for which NCCL chooses reduction in the switch (NVLS); 0 for none.
-        nvls_efficiency: share of ``intra_node``'s rate that NVLS reaches.
+        nvls_min_ranks: smallest number of ranks per node for which NCCL chooses reduction in the switch (NVLS); 0: the
+            device has no NVLS.
+        nvls_efficiency: fraction of ``intra_node``'s rate that NVLS reaches.
         architecture: ``sm80``, ``sm90``, ``gfx942``, ...; selects the constants of ``efficiency.toml``.
-        processors: streaming multiprocessors or compute units; 0 where unknown: waves of tiles are then not rounded up.
+        processors: number of streaming multiprocessors or compute units; 0: unknown, waves of tiles are not rounded up.
         intra_node, inter_node: the device's usual links.
-        cards_per_device: network cards per device in the usual node; below 1 where devices share one.
-        source: of the figures.
+        cards_per_device: network cards per device in the usual node; below 1 if devices share a card.
+        source: source of the figures.
     """
 
     name: str
@@ -162,7 +162,7 @@ class DeviceSpec:
         return dict(self.flop_rates)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, read back by ``read_device``."""
+        """Return plain JSON data, which ``read_device`` reads back."""
         data: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
         del data["flop_rates"]
         data["peak_flops"] = self.peak_flops
@@ -174,8 +174,13 @@ class DeviceSpec:
 def read_link(value: object, where: str, base: LinkSpec | None = None) -> LinkSpec:
     """Return the link that ``value`` describes: a catalogue name, or fields that replace those of ``base``.
 
+    Args:
+        value: the name, or a mapping of fields.
+        where: place of ``value`` in the input, for messages.
+        base: link with the default values of fields; None: ``value`` has all fields without a default.
+
     Raises:
-        ClusterError: the name is unknown, or a field is unknown, missing or wrong.
+        ClusterError: the name is unknown, a field is unknown or missing, or its value is wrong.
     """
     if isinstance(value, str):
         links = _catalogue()[1]
@@ -202,7 +207,7 @@ def read_device(value: object, where: str = "device") -> DeviceSpec:
     """Return the device that ``value`` describes: a catalogue name, or a mapping with ``name`` and the other figures.
 
     Raises:
-        ClusterError: the name is unknown and the figures are not complete, or a figure is unknown or wrong.
+        ClusterError: the name is unknown and the figures are not complete, or a figure is unknown, or its value wrong.
     """
     if isinstance(value, str):
         return find_device(value)
@@ -227,15 +232,15 @@ def read_device(value: object, where: str = "device") -> DeviceSpec:
 
 
 def device_names() -> tuple[str, ...]:
-    """Return the names of the catalogue's devices, in its order."""
+    """Return the names of the catalogue's devices, in the catalogue's order."""
     return tuple(_catalogue()[0])
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return the catalogue's device of that name; upper and lower case are alike.
+    """Return the catalogue's device called ``name``, whose case does not matter.
 
     Raises:
-        ClusterError: there is none; the message lists close matches and every known device.
+        ClusterError: no device has this name; the message lists close matches and every known device.
     """
     devices = _catalogue()[0]
     if name.lower() not in devices:
@@ -256,7 +261,7 @@ def _hint(name: str, catalogue: Mapping[str, object]) -> str:
 
 @functools.cache
 def _catalogue() -> tuple[dict[str, DeviceSpec], dict[str, LinkSpec]]:
-    """Return devices and links of ``devices.toml`` by name; cached, since the file is part of the program."""
+    """Return (devices, links) of ``devices.toml`` by name; cached, since the file is part of the program."""
     tables = tomllib.loads(resources.files("cost_model.hardware").joinpath("devices.toml").read_text(encoding="utf-8"))
     links = {
         name: _make_link({"name": name, **table}, f"devices.toml: links.{name}")

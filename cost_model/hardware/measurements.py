@@ -9,7 +9,7 @@ from cost_model.hardware.sweep import Sweep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPoint:
-    """``[m, k] @ [k, n]`` and its seconds."""
+    """A GEMM ``[m, k] @ [k, n]`` and its seconds."""
 
     m: int
     n: int
@@ -43,17 +43,17 @@ class StreamPoint:
 class Measurements:
     """The measurements of one run of ``shardplan calibrate``.
 
-    Each time is the mean (on a GPU: the median) of repetitions that run on all ranks at the same time, of the slowest
-    rank; then the median over rounds.
+    A rank's seconds are the mean (on a GPU: the median) of repetitions that run on all ranks at the same time. Each
+    result is the seconds of the slowest rank. Kernels are measured in several rounds, of which the median counts.
 
     Attributes:
         device: the name that the device reports.
         kind: ``cuda``, ``rocm`` or ``cpu``.
-        memory_bytes: of one device; on a CPU, of one rank.
+        memory_bytes: bytes of memory of one device; on a CPU, of one rank.
         launch_s: seconds between two small kernels of a full queue; on a CPU, of one small op on a plain tensor.
-        host_op_s: host seconds per op dispatched on DTensors, where the device waits for the host; else 0.
+        host_op_s: host seconds per op dispatched on DTensors, if the device waits for the host; otherwise 0.
         first_touch_s_per_byte: seconds per byte of new memory, in addition to writing it; 0 on a GPU.
-        sweeps: collectives, by kind and shape of group.
+        sweeps: sweeps of collectives, by kind and shape of group.
         notes: the measurements that failed, and why.
     """
 

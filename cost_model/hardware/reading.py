@@ -14,7 +14,7 @@ class ClusterError(ValueError):
 
 
 def close_matches(word: str, candidates: Iterable[str]) -> tuple[str, ...]:
-    """Return up to six of ``candidates`` that resemble ``word``: those that contain it, then similar spellings."""
+    """Return up to six of ``candidates`` that resemble ``word``: first those that contain it, then similar names."""
     names = list(candidates)
     containing = [name for name in names if word and word in name]
     alike = [name for name in difflib.get_close_matches(word, names, n=4, cutoff=0.5) if name not in containing]

@@ -31,18 +31,19 @@ _FIGURE = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _POINT = re.compile(
     rf"^\s*(\d+)\s+\d+\s+[a-z]\w*\s+(?:[a-z]\w*\s+)?(?:-?\d+\s+)?({_FIGURE})\s+{_FIGURE}\s+{_FIGURE}(?:\s|$)"
 )
-"""A line of nccl-tests: size, count, type, redop and root where printed; time, algbw and busbw out of place."""
+"""A line of nccl-tests: size, count, type, redop and root (if printed), then out-of-place time, algbw and busbw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Times of one collective over increasing sizes, on one group of ``nodes`` x ``ranks_per_node``.
+    """Seconds of one collective over increasing sizes, on one group of ``nodes`` x ``ranks_per_node`` ranks.
 
     Attributes:
-        nbytes, times_s: bytes as ``collective_time_s`` counts them, increasing, and seconds.
-        intra_node, inter_node, cards_per_node: the links that it was measured on, so that a link changed afterwards
-            changes the price; None and 0 until the sweep is added to a cluster.
-        source: of the measurement.
+        nbytes, times_s: bytes as ``collective_time_s`` counts them, increasing, and the seconds of each size.
+        intra_node, inter_node, cards_per_node: the links and the number of cards per node on which the sweep was
+            measured, so that a link changed afterwards changes the price; None and 0 until the sweep is added to a
+            cluster.
+        source: source of the measurement.
     """
 
     kind: CollectiveKind
@@ -72,7 +73,7 @@ class Sweep:
         return replace(self, intra_node=intra_node, inter_node=inter_node, cards_per_node=cards_per_node)
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain JSON data, read back by ``read_sweep``."""
+        """Return plain JSON data, which ``read_sweep`` reads back."""
         data: dict[str, object] = {
             "kind": self.kind,
             "nodes": self.nodes,
@@ -88,10 +89,10 @@ class Sweep:
 
 
 def read_sweep(data: Mapping[str, object], where: str = "sweep") -> Sweep:
-    """Return the sweep of plain data, as ``Sweep.to_dict`` writes it.
+    """Return the sweep that ``data`` describes, as ``Sweep.to_dict`` writes it.
 
     Raises:
-        ClusterError: a key is unknown, missing or wrong.
+        ClusterError: a key is unknown or missing, or its value is wrong.
     """
     check_keys(data, _KEYS, where)
     missing = [key for key in _KEYS[:5] if key not in data]
@@ -121,7 +122,7 @@ def make_sweep(
     *,
     source: str = "given by the user",
 ) -> Sweep:
-    """Return a sweep of (bytes, seconds) points in any order; the fastest of equal sizes counts."""
+    """Return the sweep of (bytes, seconds) points in any order; of points with equal bytes the fastest counts."""
     best: dict[float, float] = {}
     for nbytes, time_s in points:
         best[nbytes] = min(time_s, best.get(nbytes, time_s))
@@ -145,8 +146,9 @@ def read_sweep_file(
     or the output of nccl-tests, of which the out-of-place times are read.
 
     Args:
-        kind, nodes, ranks_per_node: for an output of nccl-tests that does not state them. It names the collective from
-            version 2.17 on, and hosts in its ``Rank`` lines.
+        path: path of the file.
+        kind, nodes, ranks_per_node: for an output of nccl-tests that does not state them. nccl-tests names the
+            collective from version 2.17 on, and the hosts in its ``Rank`` lines. None: as the file or its name states.
 
     Raises:
         ClusterError: the file cannot be read, or the collective or the shape of its group is unknown.

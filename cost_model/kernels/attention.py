@@ -1,17 +1,20 @@
 """Seconds of scaled dot-product attention on one device, forward or backward, fused or not.
 
 A fused kernel iterates, for each tile of queries, over the keys that the mask leaves. With ``n`` scores ((query, key)
-pairs under the mask, all heads) and ``r`` the rate that the kernel's instructions can reach,
+pairs under the mask, in all heads), ``rows`` queries in all heads, and ``r`` the FLOP/s that the kernel's instructions
+can reach,
 
     seconds = (n (1 + imbalance) + rows * fill_keys) * 4 cost(head_dim) / r        forward; backward with 10 for 4
 
-where ``cost`` is the head dim whose FLOPs take as long: it exceeds the head dim by the cost of exponentials and of the
-pipeline. FlashAttention-2 issues Ampere's matrix instructions on all architectures, so its ``r`` is their rate: half of
-Hopper's peak, a quarter of Blackwell's (FLOPs per processor and clock 2048, 4096, 8192). So its constants hold on every
-architecture. The seconds are at least those of the bytes, and those of the longest row of tiles on one processor.
+where ``cost`` is the head dim whose FLOPs take as long as one score: it exceeds the head dim by the cost of
+exponentials and of the pipeline. FlashAttention-2 issues Ampere's matrix instructions on all architectures, so its
+``r`` is their rate: half of Hopper's peak, a quarter of Blackwell's (FLOPs per processor and clock 2048, 4096, 8192).
+So FlashAttention-2's constants hold on every architecture. The seconds are at least those of moving the bytes, and
+those of the longest row of tiles on one processor.
 
-Without a fused kernel the scores are written and read: bytes per score, and two GEMMs (five in backward). FLOPs are
-FlopCounterMode's: 4 forward and 10 backward per score and dim, without regard to the mask.
+Without a fused kernel the scores are written to memory and read again: the seconds are those of the bytes per score and
+of two GEMMs (four in backward). FLOPs are FlopCounterMode's: 4 forward and 10 backward per score and dim, without
+regard to the mask.
 
 Source of the constants: fitted to published rows, see ``efficiency.toml``. Known error: check 8 of
 benchmarks/accuracy.py, mean 5 % on rows that nothing was fitted to (2026-11).
@@ -54,8 +57,8 @@ def attention_flops(
 ) -> int:
     """Return the FLOPs of a pass as torch's FlopCounterMode counts them: without mask, recomputed scores included.
 
-    Forward, 2 per score and dim of q k^T and of p v. Backward, 2 of q k^T again, dq, dk (``head_dim``), dp and dv
-    (``head_dim_v``).
+    A forward has 2 FLOPs per score and dim in each of q k^T (``head_dim``) and p v (``head_dim_v``). A backward has 2
+    in each of q k^T again, dq and dk (``head_dim``), dp and dv (``head_dim_v``).
     """
     value_dim = head_dim if head_dim_v is None else head_dim_v
     dims = 3 * head_dim + 2 * value_dim if backward else head_dim + value_dim
@@ -63,10 +66,10 @@ def attention_flops(
 
 
 def attended_scores(*, seq_q: float, seq_k: float, causal: bool, window: float | None = None) -> float:
-    """Return the (query, key) pairs of one head that the mask leaves.
+    """Return the number of (query, key) pairs of one head that the mask leaves.
 
-    A causal mask is aligned to the last key. A window leaves each query the nearest ``window`` keys: before it with a
-    causal mask, else around it. A pair on the diagonal counts half, as in papers: s^2 / 2.
+    A causal mask is aligned to the last key. A window leaves each query the nearest ``window`` keys: those before the
+    query with a causal mask, otherwise those around it. A pair on the diagonal counts half, as in papers: s^2 / 2.
     """
     most = seq_k if window is None else min(window, seq_k)
     if not causal:
@@ -84,7 +87,7 @@ def default_kernel(device: DeviceSpec) -> str:
 
 
 def runs_kernel(kernel: str, device: DeviceSpec) -> bool:
-    """Return whether ``device`` runs a fused kernel, one of ``KERNELS``."""
+    """Return whether ``device`` can run the fused kernel ``kernel``, a name in ``KERNELS`` other than ``flash``."""
     return device.flash_attention and device.architecture in _ON.get(kernel, ())
 
 
@@ -109,12 +112,12 @@ def attention_time_s(
 
     Args:
         kv_heads: heads of keys and values, for the bytes.
-        head_dim, head_dim_v: of queries and keys, and of values; equal where the latter is None.
-        backward: whether the pass is the backward; else the forward.
-        window: most keys that a query attends to.
-        dtype: of the operands; fp8 is priced as bf16 (no published row).
-        kernel: one of ``KERNELS``; the device's default replaces one that the device cannot run.
-        efficiency: the constants; None for those that ship.
+        head_dim, head_dim_v: width of queries and keys, and width of values; None: the same width.
+        backward: whether the pass is the backward; otherwise it is the forward.
+        window: largest number of keys that a query attends to; None: no limit.
+        dtype: dtype of the operands; fp8 is priced as bf16 (no published row).
+        kernel: one of ``KERNELS``; the device's default replaces a kernel that the device cannot run.
+        efficiency: the constants; None: the shipped ones.
 
     Raises:
         ClusterError: the device has no rate for the dtype.
@@ -157,7 +160,7 @@ def cached_attention_time_s(
     """Return the seconds of attention of one new token per sequence over ``tokens`` keys and values in a cache.
 
     Flash decoding spreads a sequence's keys over all processors and reads each key and value once for all query heads
-    that share it. The bytes of the cache bound it, or the FLOPs where many heads share one key:
+    that share it. The bytes of the cache limit its speed, or the FLOPs if many heads share one key:
 
         seconds = max(batch * kv_heads * tokens * (head_dim + head_dim_v) * size / bandwidth, flops / rate) + launch
 
@@ -172,9 +175,9 @@ def cached_attention_time_s(
 
 
 def causal_imbalance(device: DeviceSpec, kernel: str = "flash") -> float:
-    """Return the largest share by which scores take longer under a causal mask inside the kernel, in either pass.
+    """Return the fraction by which a causal mask inside the kernel prolongs it: the larger of both passes' fractions.
 
-    It is 0.0 without a fused kernel. It does not apply to a chunk of keys that all precede the queries.
+    The result is 0.0 without a fused kernel. It does not apply to a chunk of keys that all precede the queries.
     """
     chosen = _kernel_on(device, kernel)
     if chosen == "unfused" or not device.processors:
@@ -221,9 +224,9 @@ def _score_s(
 
 
 def flash_rate_flops_per_s(device: DeviceSpec, dtype: str, kernel: str) -> float:
-    """Return the largest FLOP/s of a fused kernel's instructions: the peak, or Ampere's share of it.
+    """Return the largest FLOP/s of a fused kernel's instructions: the peak, or the rate of Ampere's instructions.
 
-    On AMD it is the rate of the best GEMM (assumed: no row).
+    On AMD it is the rate of the best GEMM (an assumption, since there is no published row).
     """
     rate = device.peak_flops.get(dtype, device.peak_flops["fp32"])
     if not device.architecture.startswith("sm"):
@@ -232,7 +235,7 @@ def flash_rate_flops_per_s(device: DeviceSpec, dtype: str, kernel: str) -> float
 
 
 def _cost(flash: FlashEfficiency, one_pass: PassEfficiency, head_dim: int) -> float:
-    """Return the cost of a head dim: linear between the measured ones, and extrapolated from the last two."""
+    """Return the cost of a head dim: linear between the measured head dims, and extrapolated from the last two."""
     dims, costs = flash.head_dims, one_pass.cost
     above = next((i for i, dim in enumerate(dims) if dim >= head_dim), len(dims) - 1)
     if above == 0:

@@ -41,9 +41,9 @@ def dtype_nbytes(dtype: str) -> int:
 def matmul_flops_per_s(device: DeviceSpec, dtype: str) -> float:
     """Return the FLOP/s of the best large GEMM: the peak times ``gemm_efficiency``.
 
-    Source: MAMF, the best shape of a search (stas00/ml-engineering @744d01e). Known error: it is an upper bound.
-    Training steps of large models reach 50 to 90 % of it; cuBLAS reaches 90 to 97 % on squares from 4096 on,
-    FlashAttention-3 about 60 % (rows of gemm.csv, 2026-11).
+    Source: MAMF, the best shape of a search (stas00/ml-engineering @744d01e). Known error: the result is an upper
+    bound. Training steps of large models reach 50 to 90 % of it; cuBLAS reaches 90 to 97 % on square matrices from 4096
+    on, FlashAttention-3 about 60 % (rows of gemm.csv, 2026-11).
 
     Raises:
         ClusterError: the device has no rate for the dtype.
@@ -64,15 +64,15 @@ def stream_bytes_per_s(device: DeviceSpec) -> float:
 def op_time_s(*, flops: float, nbytes: float, device: DeviceSpec, dtype: str, matmul: bool) -> float:
     """Return the seconds of one op: ``max(flops / rate, nbytes / bandwidth) + launch``; 0.0 for an empty op.
 
-    Source: the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009. Known error: it does not see that small
-    and oddly shaped GEMMs leave processors idle, and is too low by up to a half there.
+    Source: the roofline of Williams, Waterman and Patterson, CACM 52(4), 2009. Known error: small and oddly shaped
+    GEMMs leave processors idle, which the roofline ignores. For these the result is too low by up to a half.
 
     Args:
         flops: floating-point operations; a multiply-add is two.
         nbytes: bytes read plus bytes written.
         device: the device.
-        dtype: of the operands, ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp8``; used for a matmul only.
-        matmul: whether matrix units compute; else the device's fp32 vector rate holds.
+        dtype: dtype of the operands, ``bf16``, ``fp16``, ``tf32``, ``fp32`` or ``fp8``; used for a matmul only.
+        matmul: whether the op runs on matrix units; otherwise it runs at the device's fp32 vector rate.
     """
     if flops < 0 or nbytes < 0:
         raise ValueError(f"flops is {flops} and nbytes {nbytes}; give 0 or more")
@@ -90,7 +90,7 @@ def elementwise_time_s(
     A fused chain (``torch.compile``, a hand-written kernel) is one kernel, which reads its inputs and writes its
     results once. An unfused one is a kernel for each op: each of the ``ops - 1`` intermediate tensors is written and
     read once. Known error: kernels that reduce over rows (norms, softmax) or write few bytes per row reach 10 to 20 %
-    less than the bandwidth of `stream_bytes_per_s`, so they take longer than this says.
+    less than the bandwidth of `stream_bytes_per_s`, so they take longer than the result.
 
     Args:
         numel: elements of one tensor.
@@ -109,8 +109,13 @@ def elementwise_time_s(
 
 
 def eager_time_s(*, device_s: float, ops: int, host_s: float = EAGER_HOST_S) -> float:
-    """Return the seconds of ``ops`` kernels launched one by one: the device's, or the host's where those are longer.
+    """Return the seconds of ``ops`` kernels launched one by one: the larger of the device's and the host's seconds.
 
-    Holds where the ops are long enough for the queue between host and device to fill or empty.
+    This holds if the sequence of ops is long enough for the queue between host and device to fill or to empty.
+
+    Args:
+        device_s: the device's seconds for all ops together.
+        ops: number of kernels.
+        host_s: host seconds per kernel.
     """
     return max(device_s, ops * host_s)

@@ -1,7 +1,7 @@
 """The fitted constants of GEMMs and attention, read from ``efficiency.toml``.
 
-``benchmarks/calibrate_from_published.py`` fits and writes them; the file has the date, and the sources and rows of each
-table. A constant that differs between architectures is a table by architecture with a ``default``.
+``benchmarks/calibrate_from_published.py`` fits and writes them. The file has the date, and the sources and rows that
+each table was fitted to. A constant that differs between architectures is a table by architecture with a ``default``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ class GemmEfficiency:
     """The rates of GEMMs relative to the best GEMM of their device.
 
     Attributes:
-        sustained: share of the device's ``gemm_efficiency`` that a usual large shape reaches; the catalogue's figure is
-            the best shape of a search.
-        wave_rounding: share of a last, partly filled wave of tiles that takes time, in [0, 1]; the choice of tiles and
-            the splitting of the depth balance the rest.
-        medium_tile, small_tile: rate of 128 x 128 tiles, and of those with a side of 64, relative to 128 x 256.
-        fp8: by architecture, share of the peak that fp8 reaches, relative to the share that bf16 reaches.
+        sustained: rate of a usual large shape over that of the device's ``gemm_efficiency``, which is the rate of the
+            best shape of a search.
+        wave_rounding: fraction of a partly filled last wave's idle part that takes time, in [0, 1]. With 1 the wave
+            takes as long as a full one. The choice of tiles and the splitting of the depth balance the rest.
+        medium_tile, small_tile: rate of 128 x 128 tiles, and of tiles with a side of 64, relative to 128 x 256 tiles.
+        fp8: by architecture, fraction of the peak that fp8 reaches, over the fraction that bf16 reaches.
         grouped: by architecture, rate of torch's grouped kernel relative to one GEMM with the same tiles.
-        misaligned: rate where a row of an operand is no multiple of 16 bytes, relative to where it is.
-        isolated_launch_s: seconds that a benchmark of one kernel between two events adds; not part of a full queue.
+        misaligned: rate if a row of an operand is not a multiple of 16 bytes, relative to the rate if it is.
+        isolated_launch_s: seconds that a benchmark of one kernel between two events adds; a full queue does not add
+            them.
     """
 
     sustained: float
@@ -47,10 +48,11 @@ class PassEfficiency:
     """One pass (forward or backward) of a fused attention kernel on the architecture that it was measured on.
 
     Attributes:
-        cost: by head dim, the seconds of one score as the head dim whose FLOPs take as long at the instructions' rate.
+        cost: for each measured head dim, the seconds of one score, expressed as the head dim whose FLOPs take as long
+            at the rate of the matrix instructions.
         fill_keys, causal_fill_keys: cost of starting and ending one row of tiles, in keys, without and with a causal
             mask (whose diagonal tiles are computed whole).
-        imbalance: share by which the unequal rows of a causal mask prolong the kernel.
+        imbalance: fraction by which the unequal rows of a causal mask prolong the kernel.
     """
 
     cost: tuple[float, ...]
@@ -70,7 +72,7 @@ class FlashEfficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnfusedEfficiency:
-    """Bytes per score that unfused attention moves in each pass, and those that a causal mask adds."""
+    """Bytes per score that unfused attention in a 2-byte dtype moves in each pass, and that a causal mask adds."""
 
     forward_bytes: float
     backward_bytes: float
@@ -88,7 +90,7 @@ class Efficiency:
 
 
 def by_architecture(table: ByArchitecture, architecture: str) -> float:
-    """Return the table's figure for ``architecture``, its ``default`` where it has none."""
+    """Return the table's figure for ``architecture``, or its ``default`` if it has no such figure."""
     figures = dict(table)
     return figures.get(architecture, figures["default"])
 

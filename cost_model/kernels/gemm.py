@@ -5,9 +5,10 @@ compute one wave of ``p`` tiles at a time. With ``w = batch ceil(m/t_m) ceil(n/t
 
     seconds = waves(w) * 2 t_m t_n k / (rate / p * tile_rate),   waves(w) = a ceil(w) + (1 - a) max(w, 1)
 
-Where tiles leave processors idle, the depth may be split in ``s``: ``s`` times the tiles, with depth ``k / s`` each,
-and the partial sums written and read once. The least over tiles and splits counts, and at least the seconds of the
-bytes. Each term grows with m, n, k and batch, and so does their least.
+where ``a`` is ``GemmEfficiency.wave_rounding``. Where tiles leave processors idle, the depth ``k`` may be split into
+``s`` parts: there are ``s`` times the tiles, with depth ``k / s`` each, and the partial sums are written and read once.
+The result is the minimum over tiles and splits, but at least the seconds of the bytes. Each term grows with m, n, k and
+batch, and so does their minimum.
 
 Source: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantization); constants fitted to
 published rows, see ``efficiency.toml``. Known error: check 8 of benchmarks/accuracy.py, mean 5 % on rows that nothing
@@ -61,12 +62,12 @@ def gemm_time_s(
     """Return the seconds of ``batch`` GEMMs ``[m, k] @ [k, n]`` in one kernel of a full queue; 0.0 for an empty one.
 
     Args:
-        m, n, k, batch: the shape; the larger of m and n may be either.
-        device: the device; where its ``processors`` are not known, tiles are not rounded up.
-        dtype: of the operands; the result of fp8 is written in two bytes.
-        aligned: whether the rows of both operands are multiples of 16 bytes. The caller states it, so that seconds
-            never fall as a size grows.
-        efficiency: the constants; None for those that ship.
+        m, n, k, batch: the shape; exchanging m and n does not change the result.
+        device: the device; if its ``processors`` are not known, tiles are not rounded up.
+        dtype: dtype of the operands; the result of fp8 is written in two bytes.
+        aligned: whether the rows of both operands are multiples of 16 bytes. It is not derived from the shape, so that
+            seconds never fall as a size grows.
+        efficiency: the constants; None: the shipped ones.
 
     Raises:
         ClusterError: the device has no rate for the dtype.
@@ -99,13 +100,13 @@ def grouped_gemm_time_s(
     kernel: str = "streams",
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of the experts' GEMMs ``[tokens / groups, k] @ [k, n]``, with tokens spread evenly.
+    """Return the seconds of the GEMMs of ``groups`` experts, ``[tokens / groups, k] @ [k, n]`` each.
 
     Args:
-        tokens: rows of all groups together.
-        kernel: ``streams``, a GEMM per group on a few streams (Transformer Engine), ``one by one`` on one stream, or
-            ``grouped``, torch's one kernel for all.
-        efficiency: the constants; None for those that ship.
+        tokens: rows of all groups together, spread evenly over the groups.
+        kernel: ``streams``: one GEMM per group on a few streams (Transformer Engine); ``one by one``: one GEMM per
+            group on one stream; ``grouped``: torch's one kernel for all groups.
+        efficiency: the constants; None: the shipped ones.
     """
     if kernel not in ("streams", "one by one", "grouped"):
         raise ValueError(f"kernel is {kernel!r}; it is streams, one by one or grouped")
@@ -123,12 +124,12 @@ def grouped_gradient_time_s(
     kernel: str = "grouped",
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of the weight gradients of experts, ``[n, tokens / groups] @ [tokens / groups, k]``.
+    """Return the seconds of the weight gradients of experts, ``[n, tokens / groups] @ [tokens / groups, k]`` each.
 
     Args:
-        tokens: rows of all groups together.
+        tokens: rows of all groups together, spread evenly over the groups.
         kernel: ``one by one`` or ``grouped``, as in `grouped_gemm_time_s`.
-        efficiency: the constants; None for those that ship.
+        efficiency: the constants; None: the shipped ones.
     """
     if kernel not in ("one by one", "grouped"):
         raise ValueError(f"kernel is {kernel!r}; it is one by one or grouped")
@@ -157,14 +158,15 @@ def _groups_time_s(
 def runs_one_by_one(*, tokens: float, n: float, groups: int, architecture: str, processors: int) -> bool:
     """Return whether experts' GEMMs ``[tokens / groups, k] @ [k, n]`` should run one after the other.
 
-    They should where one expert's GEMM has tiles for a larger share of the processors than the share of the rate that
-    torch's grouped kernel reaches: about half on Blackwell, all of it elsewhere.
+    The alternative is torch's grouped kernel, which reaches about half of the rate on Blackwell, all of it elsewhere.
+    One after the other is faster if the tiles of one expert's GEMM occupy a larger fraction of the processors than the
+    fraction of the rate that the grouped kernel reaches.
 
     Args:
         tokens: rows of all groups together.
-        n: the fewest columns of any of the GEMMs.
-        architecture: of the device, for example ``sm100``.
-        processors: of the device; 0 if not known.
+        n: the smallest number of columns of any of the GEMMs.
+        architecture: the device's architecture, for example ``sm100``.
+        processors: number of the device's processors; 0 if not known.
     """
     share = by_architecture(shipped_efficiency().gemm.grouped, architecture)
     tiles = tokens / groups * n / math.prod(_TILES[0])
@@ -181,7 +183,7 @@ def _tiled_time_s(
     bandwidth: float,
     constants: GemmEfficiency,
 ) -> float:
-    """Return the least seconds over tiles and splits of the depth."""
+    """Return the minimum of the seconds over all tiles and splits of the depth."""
     rounded = constants.wave_rounding
     least_s = math.inf
     for (tile_m, tile_n), tile_s_per_k in zip(_TILES, seconds_per_k, strict=True):
@@ -201,7 +203,10 @@ def _tiled_time_s(
 
 @functools.lru_cache(maxsize=256)
 def _rates(device: DeviceSpec, dtype: str, constants: GemmEfficiency) -> tuple[int, tuple[float, ...], float]:
-    """Return (bytes of an operand's element, seconds per unit of depth by tile, bytes per second)."""
+    """Return (bytes of an operand's element, for each tile the seconds of a wave per unit of depth, bytes per second).
+
+    If the number of processors is not known, the second item is one value: the seconds of one multiply-add.
+    """
     rate = gemm_rate_flops_per_s(device, dtype, constants)
     size, bandwidth = dtype_nbytes(dtype), stream_bytes_per_s(device)
     if not device.processors:

@@ -19,8 +19,9 @@ coll channels, 24 collnet channels, 16 nvls channels" (seen 2026-11-21). It is n
 distinguish it from a lower GEMM rate."""
 
 MESSAGE_PROCESSORS = 4
-"""Processors that messages between nodes occupy, one received and one sent. Source: logs of several nodes, "2 p2p
-channels per peer" (NVIDIA/nccl issue 1189, seen 2026-11-24). Inside a node messages use all channels (issue 892)."""
+"""Processors that one received and one sent message between nodes occupy together. Source: logs of several nodes, "2
+p2p channels per peer" (NVIDIA/nccl issue 1189, seen 2026-11-24). Inside a node messages use all channels (issue
+892)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,11 @@ class InStep:
 
     Attributes:
         gemm_share: fraction of the stand-alone GEMM rate that is reached.
-        expert_share: the same fraction for the GEMMs of experts.
+        expert_share: fraction of the stand-alone GEMM rate that the GEMMs of experts reach.
         stream_share, fused_stream_share: fraction of the streaming rate that element-wise kernels reach, unfused and
             fused.
-        taken_share: fraction of compute that is lost while a collective overlaps with it.
-        message_share: the same fraction for messages between nodes.
+        taken_share: fraction of the compute rate that is lost while a collective overlaps with compute.
+        message_share: fraction of the compute rate that is lost while messages between nodes overlap with compute.
     """
 
     gemm_share: float = 1.0
@@ -45,15 +46,15 @@ class InStep:
 
 
 STAND_ALONE = InStep()
-"""Kernels inside a step are as fast as their measurements: for measured devices, and for those of tests."""
+"""Rates of devices whose kernels are as fast inside a step as stand-alone: measured devices, and devices of tests."""
 
 
 @functools.lru_cache(maxsize=256)
 def in_step(device: DeviceSpec) -> InStep:
     """Return the rates of ``device`` inside a step, by the shipped constants.
 
-    Devices without an architecture (CPUs, ``toy``) and those whose host was measured (``host_op_s``) have stand-alone
-    rates: no constant was fitted to them.
+    Devices without an architecture (CPUs, ``toy``) and devices whose host was measured (``host_op_s``) have stand-alone
+    rates, because no constant was fitted to them.
     """
     if not device.architecture or device.host_op_s:
         return STAND_ALONE

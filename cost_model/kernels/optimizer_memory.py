@@ -1,6 +1,6 @@
 """Bytes of parameters, gradients and optimizer state on one device, the reserve, and seconds of the optimizer's step.
 
-The planner counts activations and communication buffers, which depend on the graph.
+Activations and communication buffers depend on the graph; the planner counts them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class OptimizerSpec:
     """The states of an optimizer.
 
     Attributes:
-        states: values per parameter, each in the master dtype.
-        source: the class that defines them.
+        states: number of state values per parameter, each in the master dtype.
+        source: the names of the states, and the class that defines them.
     """
 
     name: str
@@ -52,10 +52,10 @@ OPTIMIZERS = {
 
 
 def find_optimizer(name: str) -> OptimizerSpec:
-    """Return the optimizer of that name; upper and lower case are alike.
+    """Return the optimizer called ``name``, whose case does not matter.
 
     Raises:
-        ClusterError: there is none; the message lists all names.
+        ClusterError: no optimizer has this name; the message lists all names.
     """
     if name.lower() not in OPTIMIZERS:
         near = close_matches(name.lower(), OPTIMIZERS)
@@ -77,14 +77,14 @@ def parameter_state_bytes(
 
     Mixed precision with AdamW takes 18 bytes per parameter: 2 parameter, 4 gradient, 4 master copy, 8 states
     (Rajbhandari et al., ZeRO, 2020, section 3.1, counts 16 with 2 bytes of gradient). The master copy counts as
-    optimizer state; it exists where its dtype differs.
+    optimizer state. It exists if ``master_dtype`` differs from ``dtype``.
 
     Args:
         numel_local: elements on this device.
-        optimizer: a name of ``OPTIMIZERS``.
-        dtype: of the parameters.
-        master_dtype: of the optimizer's copy and states.
-        gradient_dtype: in which gradients are accumulated.
+        optimizer: a name in ``OPTIMIZERS``.
+        dtype: dtype of the parameters.
+        master_dtype: dtype of the optimizer's master copy and states.
+        gradient_dtype: dtype in which gradients are accumulated.
         training: whether there are gradients and optimizer state.
 
     Returns:
@@ -110,7 +110,7 @@ def optimizer_step_time_s(
     master_dtype: str = "fp32",
     gradient_dtype: str = "fp32",
 ) -> float:
-    """Return the seconds of one fused optimizer step over ``numel_local`` parameters, bound by memory; 0.0 for none.
+    """Return the seconds of a fused optimizer step over ``numel_local`` parameters, limited by memory; 0.0 for none.
 
     Known error: an unfused step (``foreach``) passes over memory several times and takes about three times as long.
     """
@@ -129,8 +129,8 @@ def optimizer_time_per_parameter_s(
 ) -> float:
     """Return the seconds of a fused optimizer step per parameter, without the launch.
 
-    The step reads the gradient, reads and writes the states and the updated copy, and writes the parameter where that
-    is not the updated copy.
+    The step reads the gradient, reads and writes the states and the master copy, and writes the parameter. If the
+    dtypes are equal, the parameter is the master copy.
     """
     updated = (find_optimizer(optimizer).states + 1) * dtype_nbytes(master_dtype)
     nbytes = dtype_nbytes(gradient_dtype) + 2 * updated + (dtype_nbytes(dtype) if dtype != master_dtype else 0)

@@ -21,12 +21,14 @@ class StepConstants:
     """The constants of a step.
 
     Attributes:
-        gemm_share: by architecture, fraction of the stand-alone GEMM rate that is reached inside a step.
-        expert_share: fraction of their rate that the GEMMs of experts, and the moving of tokens between them, reach.
+        gemm_share: architecture -> fraction of the stand-alone GEMM rate that is reached inside a step.
+        expert_share: fraction of the rate of other GEMMs inside a step that the GEMMs of experts reach; the moving of
+            tokens between experts counts in it.
         stream_share, fused_stream_share: fraction of the streaming rate that element-wise kernels of a step reach,
-            unfused and fused; kernels that are too small to count are included.
-        host_op_s: seconds in which Python and the dispatcher launch one kernel.
-        power_exponent: a device capped at share p of its kind's power computes at rate p to this exponent.
+            unfused and fused. It accounts for small kernels that are not counted one by one.
+        host_op_s: host seconds in which Python and the dispatcher launch one kernel.
+        power_exponent: a device whose power is capped at the fraction p of its kind's power computes at the fraction
+            p ** ``power_exponent`` of its rate.
         fragmentation_share: bytes that split segments make unusable for the caching allocator, over the allocated peak
             of the default stream; 0 with expandable segments.
     """
@@ -54,7 +56,7 @@ def shipped_constants() -> StepConstants:
 
 
 def gemm_share(constants: StepConstants, device: DeviceSpec) -> float:
-    """Return the GEMM share of ``device``: of its architecture, else of a related one, else 1."""
+    """Return the ``gemm_share`` of the architecture of ``device``, or of a related architecture, or else 1."""
     shares = constants.gemm_share
     same = {"sm103": "sm100", "gfx950": "gfx942", "gfx90a": "gfx942", "sm89": "sm80", "sm86": "sm80", "sm70": "sm80"}
     return shares.get(device.architecture, shares.get(same.get(device.architecture, ""), 1.0))

@@ -1,4 +1,4 @@
-"""Layouts of a tensor on a mesh, meshes, and their text form.
+"""Layouts of a tensor on a mesh, meshes, and the text form of both.
 
 a layout; a mesh            layout.Layout, .MeshSpec
 a rank's part of a shape    layout.local_shape

@@ -18,7 +18,7 @@ _SIZE = re.compile(r"[0-9]{1,300}")  # str.isdigit accepts "²", and int() rejec
 
 
 class LayoutError(ValueError):
-    """A mesh or a layout that is not possible; the message names it and the accepted forms."""
+    """A mesh or a layout that is not possible; the message names the input and the accepted forms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ class MeshSpec:
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Return the mesh written as ``dp=2,tp=8``, outermost axis first.
+        """Return the mesh that ``text`` describes, for example ``dp=2,tp=8``, outermost axis first.
 
         Raises:
-            LayoutError: the text is not of that form.
+            LayoutError: ``text`` does not have this form.
         """
         axes = []
         for part in text.split(","):
@@ -70,7 +70,7 @@ class MeshSpec:
         return math.prod(self.shape)
 
     def axis_size(self, name: str) -> int:
-        """Number of ranks along axis ``name``."""
+        """Return the number of ranks along the axis ``name``."""
         return dict(self.axes)[name]
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ def format_placement(placement: Placement) -> str:
 
 
 def parse_placement(text: str) -> Placement:
-    """Return the placement that ``format_placement`` wrote.
+    """Return the placement whose text form, as ``format_placement`` writes it, is ``text``.
 
     Raises:
-        LayoutError: the text is none of the forms.
+        LayoutError: ``text`` has none of the forms.
     """
     match = _PLACEMENT.match(text)
     if match is None:
@@ -117,7 +117,7 @@ def format_layout(layout: Layout) -> tuple[str, ...]:
 
 
 def parse_layout(texts: Iterable[str]) -> Layout:
-    """Return the layout that ``format_layout`` wrote."""
+    """Return the layout whose text form, as ``format_layout`` writes it, is ``texts``."""
     return tuple(parse_placement(text) for text in texts)
 
 
@@ -127,13 +127,13 @@ def replicated(axes: int) -> Layout:
 
 
 def sharded_dim(placement: Placement) -> int | None:
-    """Return the tensor dim that a placement shards, None for a placement that shards none."""
+    """Return the tensor dim that a placement shards; None if it shards no dim."""
     dim = getattr(placement, "dim", None)
     return dim if isinstance(dim, int) else None
 
 
 def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Return the number of shards along each dim of an ``ndim``-dimensional tensor."""
+    """Return the number of shards along each dim of an ``ndim``-dimensional tensor in ``layout``."""
     counts = [1] * ndim
     for placement, size in zip(layout, mesh_shape, strict=True):
         dim = sharded_dim(placement)
@@ -143,7 +143,7 @@ def shard_counts(layout: Layout, mesh_shape: Sequence[int], ndim: int) -> tuple[
 
 
 def divides(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int]) -> bool:
-    """Return whether ``layout`` shards ``shape`` evenly."""
+    """Return whether ``layout`` shards every dim of ``shape`` evenly."""
     if any(dim is not None and dim >= len(shape) for dim in map(sharded_dim, layout)):
         return False
     return all(
@@ -168,7 +168,7 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh_shape: Sequence[int])
 
 
 def split_factor(layout: Layout, mesh_shape: Sequence[int]) -> int:
-    """Return the number of shards of a tensor."""
+    """Return the number of different shards of a tensor: the product of the sizes of the axes that shard it."""
     return math.prod(
         size for placement, size in zip(layout, mesh_shape, strict=True) if sharded_dim(placement) is not None
     )
