@@ -237,7 +237,7 @@ class _GroupResolver:
                 path, f"is stored in {texts}: they differ on {len(axes)} axes, not on one or on some in a row"
             )
         placement = stored[axes[0]]
-        # Compare the type: in older versions of torch a strided shard is an instance of Shard.
+        # Compare the type: a strided shard may be an instance of Shard, which depends on the version of torch.
         if type(placement) is not Shard or any(stored[a] != placement or compute[a] != Replicate() for a in axes):
             raise _wrong_layout(path, f"is stored in {texts}: on {self._axis_names(axes)} that is not S(d) and R")
         for inner in range(axes[-1] + 1, len(mesh.shape)):
