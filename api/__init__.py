@@ -1,1 +1,1 @@
-"""How shardplan is asked: the command line, the HTTP service and the client of that service."""
+"""The interfaces of shardplan: the command line, the HTTP service and the client of that service."""

@@ -11,14 +11,14 @@ COMMAND = "torchrun --nproc-per-node 2 --no-python shardplan calibrate -o cluste
 
 
 def calibrate(output: Path, *, backend: str | None = None) -> str | None:
-    """Measure with every process that torchrun started, write the cluster file, and return what was written.
+    """Measure the cluster with all processes of torchrun, write the cluster file, and return its text.
 
     Args:
-        output: written by rank 0.
-        backend: ``nccl`` or ``gloo``; None takes nccl where there is a GPU. gloo measures CPUs.
+        output: path of the cluster file, which rank 0 writes.
+        backend: ``nccl`` or ``gloo``, which measures CPUs. None: nccl where torch sees a GPU, else gloo.
 
     Returns:
-        The file's text on rank 0, None on the others.
+        The text of the file on rank 0, None on all other ranks.
 
     Raises:
         JobError: torchrun did not start this process, or the backend cannot be used.

@@ -1,4 +1,4 @@
-"""Former names of commands and options, which the command line still takes and its help does not show."""
+"""Former names of commands and options: the command line still accepts them, but its help does not list them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _OPTIONS = {f"--{name.replace('_', '-')}": f"--{now.replace('_', '-')}" for name
 
 
 class CommandsWithFormerNames(TyperGroup):
-    """Commands that answer to their former names, and to the former names of their options."""
+    """A command group that also accepts the former names of its commands and of their options."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # typer has its own click from some version on
-        """Return the command that ``args`` begin with, by either name, and its arguments under current names."""
+        """Return (name, command, arguments) for ``args``, with former names replaced by current ones."""
         name, *rest = args
         end = rest.index("--") if "--" in rest else len(rest)
         renamed = [_with_current_name(argument) for argument in rest[:end]]

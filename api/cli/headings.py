@@ -1,4 +1,4 @@
-"""Help texts with options under headings, in plain text: rich takes longer to draw them than all else of a help."""
+"""Plain-text help with options under headings. With rich, drawing the help takes longer than all its other work."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typer.core import TyperCommand
 
 
 class CommandWithHeadings(TyperCommand):
-    """A command whose options stand under their ``rich_help_panel``; those without one come first."""
+    """A command whose help lists options under their ``rich_help_panel``; options without a panel come first."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:  # typer has its own click from some version on
-        """Write arguments, options without a heading, and the headings in the order of their first option."""
+        """Write arguments, options without a panel, then the panels in order of their first option, "Output" last."""
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)

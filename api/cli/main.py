@@ -1,6 +1,6 @@
-"""The command line. Heavy imports wait until a command needs them, so that ``shardplan --help`` is fast.
+"""The commands of ``shardplan``. A command imports torch and the planner only when it runs, so ``--help`` is fast.
 
-Exit codes: 0 done; 1 verify found a difference (or we failed); 2 bad input; 3 no plan fits.
+Exit codes: 0 done; 1 verify found a difference, or shardplan failed; 2 bad input; 3 no plan fits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRICED = (
     "cluster", "batch", "seq", "mesh", "memory_gb", "phase", "micro_batches", "ac", "optimizer", "dtype",
     "reduce_dtype", "fused_ops", "zigzag", "reallgather", "attention_kernel",
 )  # fmt: skip
-"""Options of a job that a price depends on where its planner is named."""
+"""Job options of ``estimate``: those that the price of a planner's plan depends on."""
 
 app = typer.Typer(
     cls=CommandsWithFormerNames,

@@ -1,4 +1,4 @@
-"""Options that several commands have; those of a job are made from the fields of `JobSpec`."""
+"""Options shared by several commands. The options of a job are generated from the fields of `JobSpec`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from planner.plan.job_spec import SpecField, spec_fields
 
 OUTPUT = "Output"
-"""Heading of the options that say where answers go."""
+"""Heading of ``--json`` and ``--no-cache`` in the help."""
 
 Model = Annotated[
     str,
@@ -45,13 +45,13 @@ def takes_job_options(
     optional: bool = False,
     defaults: Mapping[str, Any] = {},
 ) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command the options of a job; it gets them as one dict, ``options``.
+    """Return a decorator that adds the options of a job to a command, which receives their values as ``options``.
 
     Args:
-        without: fields of `JobSpec` that the command does not have; or
-        only: those that it has.
-        optional: whether each may be left out: then it is not in the dict.
-        defaults: where the command's are not the fields'.
+        without: fields of `JobSpec` that become no option.
+        only: fields of `JobSpec` that become options; empty: all that are not in ``without``.
+        optional: whether every option may be left out; ``options`` then has no entry for it.
+        defaults: field -> default of its option, where it differs from the field's default.
     """
     fields = [item for item in spec_fields() if item.name not in without and (not only or item.name in only)]
 
@@ -76,7 +76,7 @@ def takes_job_options(
 
 
 def _parameter(item: SpecField, optional: bool, defaults: Mapping[str, Any]) -> inspect.Parameter:
-    """Return the parameter from which typer makes the option of a field."""
+    """Return the function parameter from which typer builds the option of a field."""
     type_, default = _text_type(item), defaults.get(item.name, item.default)
     flags = [item.flag]
     if item.type is bool and item.default is True:
@@ -92,12 +92,12 @@ def _parameter(item: SpecField, optional: bool, defaults: Mapping[str, Any]) -> 
 
 
 def _text_type(item: SpecField) -> Any:
-    """Return the type of a field as it is typed on a command line."""
+    """Return the type of a field's option on the command line: text for parsed fields, a list in place of a tuple."""
     if item.option.text is not None:
         return str if item.required else str | None
     return list[str] if get_origin(item.type) is tuple else item.type
 
 
 def _value(item: SpecField, value: Any) -> Any:
-    """Return an option's value as `JobSpec` has it."""
+    """Return an option's value in the type of its `JobSpec` field: a tuple in place of a list."""
     return tuple(value or ()) if get_origin(item.type) is tuple else value

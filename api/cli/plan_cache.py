@@ -23,7 +23,7 @@ class PlanCache:
         return cls(folder=Path(platformdirs.user_cache_dir("shardplan")) / "plans")
 
     def get(self, fingerprint: str) -> ShardingPlan | None:
-        """Return the cached plan of a request; None where there is none, or its file cannot be read."""
+        """Return the cached plan of the request with this fingerprint; None where no readable plan is cached."""
         file = self.folder / f"{fingerprint}.json"
         if not file.exists():
             return None
@@ -33,7 +33,7 @@ class PlanCache:
             return None
 
     def put(self, fingerprint: str, plan: ShardingPlan) -> None:
-        """Cache ``plan`` for the request.
+        """Cache ``plan`` under the fingerprint of its request.
 
         Raises:
             OSError: the folder cannot be written.

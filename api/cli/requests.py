@@ -20,7 +20,7 @@ def request_of(**options: Any) -> PlanRequest:
     """Return the request that a command's options describe.
 
     Raises:
-        JobError: an option has a value that it cannot have.
+        JobError: an option has an invalid value.
     """
     from pydantic import ValidationError
 
@@ -43,12 +43,13 @@ def request_of(**options: Any) -> PlanRequest:
 
 
 def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None = None, jobs: int = 1) -> ShardingPlan:
-    """Return the plan of a request, from the user's cache where it was planned before.
+    """Return the plan of a request, from the user's cache if an equal request was planned before.
 
     Args:
-        use_cache: False plans again.
-        time_limit_s: for the search; then the incumbent is returned. A plan that the limit cut short is not cached.
-        jobs: tasks of the search that run at once.
+        use_cache: whether the cache is read and written.
+        time_limit_s: seconds for the search, which then returns its incumbent; None: no limit. The plan of a search
+            that reached the limit is not cached.
+        jobs: search tasks that run concurrently.
     """
     from api.cli.plan_cache import PlanCache
     from api.requests.plan_request import check_request, fingerprint, plan_request
@@ -72,7 +73,7 @@ def plan_of(request: PlanRequest, *, use_cache: bool, time_limit_s: float | None
 
 
 def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> tuple[Path | None, str | None]:
-    """Return the plan file or the planner's name; exactly one of them is not None."""
+    """Return (plan file, planner's name), one of them None; ``what`` is the argument that may be either."""
     from planner.errors import JobError
 
     subjects = [value for value in (what, plan, planner) if value is not None]
@@ -88,7 +89,7 @@ def what_to_price(what: str | None, plan: Path | None, planner: str | None) -> t
 
 
 def refuse_options(names: Sequence[str], reason: str, what_to_do: str) -> None:
-    """Raise a `JobError` that names the options, where there are any."""
+    """Raise a `JobError` that names the options ``names``; do nothing if there are none."""
     from planner.errors import JobError
 
     if names:
@@ -97,11 +98,11 @@ def refuse_options(names: Sequence[str], reason: str, what_to_do: str) -> None:
 
 
 CONFIGURATION_OPTIONS = ("cluster", "mesh", "batch", "seq", "ac", "optimizer", "dtype")
-"""Options of a job that a configuration by its degrees has."""
+"""Job options that a parallel configuration given by its degrees accepts."""
 
 
 def names_degrees(mesh: str | None) -> bool:
-    """Tell whether ``mesh`` has an axis that only a configuration has."""
+    """Return whether ``mesh`` names an axis that only parallel configurations have: fsdp, pp, cp or ep."""
     names = {part.partition("=")[0].strip() for part in (mesh or "").split(",")}
     return bool(names & {"fsdp", "pp", "cp", "ep"})
 
@@ -109,7 +110,7 @@ def names_degrees(mesh: str | None) -> bool:
 def price_degrees(
     model: str, options: dict[str, Any], *, sp: bool, virtual_stages: int, schedule: str, as_json: bool
 ) -> None:
-    """Print what a configuration, given by its degrees, costs."""
+    """Print the price of a parallel configuration, given by its degrees."""
     from api.requests.price_configuration import price_configuration
     from planner.errors import JobError
 
@@ -128,7 +129,7 @@ def price_degrees(
 
 
 def priced_file(model: str, file: Path, cluster: str | None) -> ShardingPlan:
-    """Return the plan in ``file`` with a fresh estimate, on ``cluster`` or its own."""
+    """Return the plan in ``file`` with a new estimate on ``cluster``; None: on the cluster that the plan names."""
     from api.requests.model_registry import load_for_plan, quiet_libraries
     from cost_model.hardware.cluster import ClusterSpec
     from planner import estimate_plan

@@ -1,4 +1,4 @@
-"""The commands of the service: ``serve``, ``worker``, ``token``. Imports nothing heavy before a command needs it."""
+"""The commands of the service: ``serve``, ``worker``, ``token``. A command imports its modules only when it runs."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ def print_plan(plan: ShardingPlan, *, as_json: bool) -> None:
 
 
 def terminal() -> Any:
-    """Return the console that tables go to."""
+    """Return the console for tables on standard output, 160 columns wide if the output is piped."""
     from rich.console import Console
 
-    # Piped output has no width of its own, and must not be cut at 80 columns.
+    # rich takes piped output as 80 columns wide, and would cut the tables.
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 @contextmanager
 def watched() -> Iterator[Progress]:
-    """Yield a function that shows each event on standard error, if that is a terminal."""
+    """Yield a progress callback that shows each event on standard error, if standard error is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -82,7 +82,7 @@ def save_plan(plan: ShardingPlan, output: Path) -> None:
 
 @contextmanager
 def reported(as_json: bool) -> Iterator[None]:
-    """Turn an error that a user can act on into a message and its exit code; anything else is a bug, and shows.
+    """Turn a `UserError` of the block into a message and an exit code; any other exception is a bug, and propagates.
 
     The message goes to standard error; with ``--json``, problem details go to standard output as well.
     """

@@ -114,7 +114,7 @@ def batches_command(
 
 
 def _opened(progress: Progress, output: Path | None, **options: Any) -> OpenedRequest:
-    """Return the request with its model; the folder for the plans is created first."""
+    """Return the request with its model loaded; create the folder ``output`` for the plans first."""
     if output is not None:
         check_folder(output)
     request = request_of(**options)

@@ -2,7 +2,7 @@
 
 the application              app
 the routes                   routes
-what they share              service.Service
+the state that they share    service.Service
 tokens and rate limits       auth
 errors as problem details    problems
 """

@@ -1,4 +1,4 @@
-"""The HTTP service: plans as jobs. It builds no model and solves nothing itself; workers do (``supervisor``)."""
+"""The HTTP application, which serves plans as jobs. Models are built and planned in solver processes only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from api.requests.schemas import DiffRequest, EstimateRequest, PlanRequest
 
 
 def create_app(settings: ServerSettings) -> FastAPI:
-    """Return the service; when it is started it opens its database and, with SQLite, starts its workers."""
+    """Return the FastAPI application. At startup it opens its database and, with SQLite, starts its workers."""
     metrics = Metrics()
 
     @asynccontextmanager
@@ -42,7 +42,7 @@ def create_app(settings: ServerSettings) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(RequestLog, metrics=metrics)
     add_problem_handlers(app)
-    # /v1/plans/diff comes before /v1/plans/{job_id}.
+    # The order matters: /v1/plans/diff must be matched before /v1/plans/{job_id}.
     for topic in (estimates, plans, events, catalogue, operations):
         app.include_router(topic.router)
     describe_bodies(app, PlanRequest, EstimateRequest, DiffRequest)

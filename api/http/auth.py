@@ -23,8 +23,8 @@ class Caller:
     """The caller of a request.
 
     Attributes:
-        owner: id of its token; "" where the server has no tokens and serves its own machine only.
-        scope: what the token allows.
+        owner: id of the caller's token; "" where the server has no tokens and serves its own machine only.
+        scope: scope of the token.
     """
 
     owner: str
@@ -36,7 +36,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The owner whose jobs the caller sees; None: everybody's."""
+        """The owner whose jobs the caller may see; None: the jobs of all owners."""
         return None if self.may("admin") else self.owner
 
 
@@ -44,7 +44,7 @@ NOBODY = Caller(owner="", scope="admin")
 
 
 class RateLimit:
-    """Token-bucket rate limit per API token: ``burst`` requests, refilled at ``per_s``. Each process has its own."""
+    """Token-bucket rate limit per API token and process: ``burst`` requests, refilled at ``per_s`` per second."""
 
     def __init__(self, *, per_s: float, burst: int) -> None:
         self._per_s = per_s
@@ -59,13 +59,13 @@ class RateLimit:
             level = min(float(self._burst), level + (now - since) * self._per_s)
             allowed = level >= 1.0
             if len(self._buckets) >= _MOST_BUCKETS:
-                self._buckets.clear()  # every bucket is full again: a harmless reset that bounds the memory
+                self._buckets.clear()  # bounds the memory; all buckets are full again, which does no harm
             self._buckets[owner] = (level - 1.0 if allowed else level, now)
             return 0.0 if allowed else (1.0 - level) / self._per_s
 
 
 class Guard:
-    """Finds the caller of a request, and refuses requests that are not allowed."""
+    """The check of each request's API token, rate limit and scope."""
 
     def __init__(self, tokens: TokenStore, rate: RateLimit, metrics: Metrics) -> None:
         self._tokens = tokens
@@ -77,7 +77,8 @@ class Guard:
         """Return the caller of a request.
 
         Raises:
-            HTTPException: 401 without a valid token, 403 without the scope, 429 above the rate limit.
+            HTTPException: 401 without a valid token, 403 without the scope, 429 above the rate limit. Where no token
+                exists: 403 if the request was not sent to a loopback name.
         """
         if await self._is_open():
             self._check_host(request)
@@ -99,7 +100,7 @@ class Guard:
         return caller
 
     async def _is_open(self) -> bool:
-        """Return whether no token exists; the database is asked once a second until there is one."""
+        """Return whether no token exists; query the database at most once a second, and no more once a token exists."""
         if time.monotonic() < self._open_until:
             return True
         if self._open_until < 0 or await run_in_threadpool(self._tokens.any):
@@ -118,7 +119,7 @@ class Guard:
 
 
 def needs(scope: Scope) -> Callable[[Request], Awaitable[Caller]]:
-    """Return the dependency of a route that needs this scope."""
+    """Return the FastAPI dependency of a route that needs ``scope``; its value is the `Caller`."""
 
     async def caller(request: Request) -> Caller:
         guard: Guard = request.app.state.service.guard

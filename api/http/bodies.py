@@ -31,7 +31,7 @@ def parse(model: type[_Body], body: bytes) -> _Body:
     """Return ``body`` as a ``model``.
 
     Raises:
-        MalformedBodyError: it is no such document, or nests too deep.
+        MalformedBodyError: the body is no JSON document of this model, or nests too deep.
     """
     try:
         return model.model_validate_json(body)
@@ -43,20 +43,20 @@ async def body_of(model: type[_Body], request: Request) -> _Body:
     """Return the request's body as a ``model``.
 
     Raises:
-        HTTPException, MalformedBodyError: as above.
+        HTTPException, MalformedBodyError: as `read_body` and `parse`.
     """
     body = await read_body(request)
     return await run_in_threadpool(parse, model, body)
 
 
 def describes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a route's body."""
+    """Return the OpenAPI entry of a route whose request body is a ``model``."""
     schema = {"$ref": _REFERENCE.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def describe_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
-    """Add the schemas of bodies to the OpenAPI document, which knows only what FastAPI parses itself."""
+    """Add the schemas of ``models`` to the OpenAPI document; FastAPI adds only schemas of bodies that it parses."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``Idempotency-Key``: a request that is sent twice, because its answer was lost, makes one job."""
+"""Idempotency keys: a request that is sent again with the same ``Idempotency-Key`` gets the job of the first."""
 
 from __future__ import annotations
 
@@ -25,27 +25,34 @@ class IdempotencyError(PlannerError):
 
 @dataclass(slots=True)
 class UsedKey:
-    """A key that a request was sent with.
+    """The idempotency key of a request.
 
     Attributes:
-        job_id: of the job that it made; None until there is one.
+        job_id: id of the job that the request created; None until there is one.
     """
 
     job_id: str | None
 
 
 class IdempotencyKeys:
-    """The keys that each owner used, in a database."""
+    """The idempotency keys of all owners, in a database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     @contextmanager
     def used(self, owner: str, key: str, digest: str) -> Iterator[UsedKey]:
-        """Reserve the key of a request while its job is created; the key is released where the request fails.
+        """Reserve a key while the block creates the request's job and sets its id in the `UsedKey` that is yielded.
+
+        The key is released if the block raises.
+
+        Args:
+            owner: owner of the request.
+            key: the key that the client sent.
+            digest: SHA-256 of the request's body, in hexadecimal.
 
         Raises:
-            IdempotencyError: the key is malformed, or was used for a request of another digest.
+            IdempotencyError: the key is malformed, or was used for a request with another digest.
         """
         if not _KEY.fullmatch(key):
             raise IdempotencyError("a key has 1 to 255 visible ASCII characters.", what_to_do="Send a UUID.")

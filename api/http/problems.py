@@ -36,7 +36,7 @@ class MalformedBodyError(Exception):
     """A body that does not match the model of its route.
 
     Attributes:
-        error: pydantic's.
+        error: pydantic's validation error.
     """
 
     def __init__(self, error: ValidationError) -> None:
@@ -45,13 +45,13 @@ class MalformedBodyError(Exception):
 
 
 def problem_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of a route's error responses: these, and those of every route."""
+    """Return the OpenAPI entries of a route's error responses: ``statuses``, and 401, 403, 429 and 503."""
     described = {"model": Problem, "content": {MEDIA_TYPE: {}}}
     return {status: {**described, "description": _TITLES[status]} for status in sorted({*statuses, 401, 403, 429, 503})}
 
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Let ``app`` answer every error with problem details."""
+    """Register exception handlers so that ``app`` answers every error with problem details."""
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

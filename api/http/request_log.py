@@ -16,7 +16,7 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 
 class RequestLog:
-    """ASGI middleware: takes the client's ``X-Request-ID`` where it is harmless, or makes one, and answers with it."""
+    """ASGI middleware that logs each request under its ``X-Request-ID``: the client's if well-formed, else a new id."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -46,10 +46,10 @@ class RequestLog:
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        # The template: what a client put in its place would make a time series of every job.
+        # The route's template, such as /v1/plans/{job_id}: with the path, each job would be a time series.
         route = getattr(scope.get("route"), "path", "other")
         self._metrics.requested(method, route, status, seconds)
-        # Level debug for what a load balancer asks every second.
+        # Level debug for the routes that load balancers request every second.
         log = structlog.get_logger()
         write = log.debug if route in {"/healthz", "/readyz", "/metrics"} else log.info
         write("request", method=method, path=scope["path"][:200], status=status, ms=round(seconds * 1e3, 2))

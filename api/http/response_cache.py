@@ -1,4 +1,4 @@
-"""Answers that will not change: plans that were asked for before, by the very bytes of the request, in memory.
+"""An in-memory cache of responses to plan requests, by owner and by the exact bytes of the request.
 
 The response of a job that has succeeded never changes, so it is served for a minute without a database query.
 """
@@ -17,7 +17,7 @@ _MOST_BYTES = 64_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The body of an answer, and the job that it shows."""
+    """A cached response: the id of its job, its body, and its expiry in seconds of ``time.monotonic()``."""
 
     job_id: str
     body: bytes
@@ -25,7 +25,7 @@ class Answer:
 
 
 class Answers:
-    """The most recently used answers, up to so many bytes, by who asked what."""
+    """The most recently used responses, at most ``most_bytes`` bytes of them, by owner and request."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._most_bytes = most_bytes
@@ -34,7 +34,7 @@ class Answers:
         self._nbytes = 0
 
     def get(self, owner: str, request: bytes) -> Answer | None:
-        """Return the answer to this body, or None."""
+        """Return the cached response to the body ``request``; None where there is none."""
         key = owner, hashlib.sha256(request).digest()
         with self._lock:
             answer = self._answers.get(key)
@@ -44,7 +44,7 @@ class Answers:
             return answer
 
     def put(self, owner: str, request: bytes, job_id: str, body: bytes) -> None:
-        """Keep the answer to this body for a while."""
+        """Cache ``body``, which shows job ``job_id``, as the response to the body ``request`` for 60 s."""
         key = owner, hashlib.sha256(request).digest()
         with self._lock:
             old = self._answers.pop(key, None)

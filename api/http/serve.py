@@ -1,4 +1,4 @@
-"""``shardplan serve``: the service in a server of its own."""
+"""``shardplan serve``: the HTTP application in a uvicorn server."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ from planner.errors import PlannerError
 
 _GRACE_S = 10
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that none is closed while a client that waits is about to reuse it."""
+"""Seconds that idle connections stay open: longer than clients keep them, so that no client reuses a closed one."""
 
 
 class ServeError(PlannerError):
-    """The server cannot start: its address or its data directory is taken, or anybody could use it."""
+    """The server cannot start: its address or data directory is in use, or anybody could use it without a token."""
 
     title = "The server cannot start"
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Serve until stopped. ``options`` that are None come from the environment, or have their defaults.
+    """Serve until SIGTERM or SIGINT. ``options`` that are None are read as `read_settings` does.
 
     Raises:
-        JobError: an option or an environment variable cannot be.
-        ServeError: the address or the data directory is in use, or is open to others while there are no tokens.
+        JobError: an option, an environment variable or the settings file is invalid.
+        ServeError: the address or the data directory is in use, or other machines reach the address and no token
+            exists.
     """
     settings = read_settings(options)
     configure_logs()
@@ -50,7 +51,7 @@ def serve(options: dict[str, Any]) -> None:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         structlog.get_logger().info("listening", url=url, docs=f"{url}/docs", data_dir=str(settings.data_dir))
-        # uvicorn stops in good order, then raises the signal that stopped it again: that is no failure.
+        # After a graceful shutdown uvicorn raises the stop signal again. Then exit with 0, since nothing failed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: sys.exit(0))
         app = create_app(settings)
@@ -65,7 +66,7 @@ def serve(options: dict[str, Any]) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Tells the open event streams that the server stops, so that it need not wait for them."""
+    """A uvicorn server that ends the open event streams when it stops, instead of waiting for them."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -79,7 +80,7 @@ class _Server(uvicorn.Server):
 
 
 def _check_open(settings: ServerSettings) -> None:
-    """Refuse an address that others reach while nobody needs a token."""
+    """Raise a `ServeError` if other machines can reach the address while no token exists."""
     if settings.host == "localhost" or _is_loopback(settings.host):
         return
     database = Database(settings.url)
@@ -115,7 +116,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _only_server(data_dir: Path) -> Iterator[None]:
-    """Hold the data directory: a second server would take this one's running jobs for interrupted ones."""
+    """Lock the data directory during the block: a second server would requeue this server's running jobs."""
     data_dir.mkdir(parents=True, exist_ok=True)
     with (data_dir / "lock").open("w") as lock:
         try:

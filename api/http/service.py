@@ -1,4 +1,4 @@
-"""What the routes share: the parts of a running service, and how they start and stop together."""
+"""The state that all routes share: the parts of a running service, which start and stop together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from api.jobs.tokens import TokenStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The parts. ``runner`` is None where workers are elsewhere, ``calls`` where they are here."""
+    """The parts of a running service.
+
+    Attributes:
+        runner: the embedded workers; None with PostgreSQL, where ``shardplan worker`` processes plan.
+        calls: the queue that wakes these processes; None with SQLite.
+        keeper: the thread of periodic duties.
+        stopping: set when the server starts to shut down.
+    """
 
     settings: ServerSettings
     database: Database
@@ -39,7 +46,7 @@ class Service:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
-        """Stop the workers, which queue again what they are at, and close the database."""
+        """Stop the embedded workers, which requeue their running jobs, and close the database."""
         self.keeper.stop()
         if self.runner is not None:
             self.runner.stop()
@@ -49,7 +56,7 @@ class Service:
 
 
 def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
-    """Return a service whose database is of this version and whose workers, if they are here, are at work."""
+    """Return a service whose database is migrated to this version, and whose embedded workers (SQLite) are started."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     database = Database(settings.url)
     database.migrate()
@@ -92,6 +99,6 @@ def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
 
 
 def service_of(request: Request) -> Service:
-    """Return the service that a request came to."""
+    """Return the service that handles ``request``."""
     service: Service = request.app.state.service
     return service

@@ -33,7 +33,7 @@ from sqlalchemy.types import TypeEngine
 from planner.errors import JobError
 
 UNREACHABLE = (OperationalError, InterfaceError, PoolTimeout, ConnectorException)
-"""What is raised where the database does not answer, is locked or has no room; anything else is a bug of ours."""
+"""Exceptions of a database that does not answer, is locked or has no room. Any other one is a bug of shardplan."""
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _FIRST_VERSION = "v0001"
@@ -42,7 +42,7 @@ _SECONDS: TypeEngine[float] = Float(53)
 
 
 class Database:
-    """A database. `read` sees committed rows; `write` is one transaction. Both may be used from any thread."""
+    """A SQLite or PostgreSQL database. `read` sees committed rows; `write` is one transaction. Both are thread-safe."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -85,19 +85,19 @@ class Database:
             yield connection
 
     def now(self) -> ColumnElement[float]:
-        """Return the expression for the time in seconds since 1970, by the database's clock: machines may differ."""
+        """Return the SQL expression for the seconds since 1970 by the database's clock; machines' clocks may differ."""
         if self.is_postgresql:
             return func.extract("epoch", func.clock_timestamp()).cast(_SECONDS)
         return literal_column("((julianday('now') - 2440587.5) * 86400.0)", _SECONDS)
 
     def insert_new(self, table: Any, **values: Any) -> Insert:
-        """Return the statement that inserts a row, or nothing where there is one of its keys."""
+        """Return the statement that inserts a row, unless a row with one of its unique keys exists."""
         if self.is_postgresql:
             return postgresql.insert(table).values(**values).on_conflict_do_nothing()
         return sqlite.insert(table).values(**values).on_conflict_do_nothing()
 
     def migrate(self) -> None:
-        """Bring the tables to this version; one of the first version, which had no migrations, keeps its jobs."""
+        """Migrate the tables to this version. A database of the first version, without migrations, keeps its jobs."""
         # Several processes may start at once on one PostgreSQL; the lock makes them wait for each other.
         with self.write() as connection:
             if self.is_postgresql:
@@ -114,7 +114,7 @@ class Database:
 
         Raises:
             JobError: the tables are of another version.
-            OperationalError: it does not answer.
+            OperationalError: the database does not answer.
         """
         with self.read() as connection:
             revision = MigrationContext.configure(connection).get_current_revision()
@@ -135,12 +135,12 @@ def _alembic() -> Config:
 
 
 def _set_up_sqlite(connection: Any, _: object) -> None:
-    connection.isolation_level = None  # transactions are begun below, not by the driver
+    connection.isolation_level = None  # _begin_sqlite begins transactions, not the driver
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # IMMEDIATE: a transaction that has read cannot wait for a write lock later.
+    # IMMEDIATE takes the write lock at the start: a transaction that has already read could not wait for the lock.
     if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -20,7 +20,7 @@ _IDLE_S = 1.0
 
 
 class JobRunner:
-    """Runs the queued jobs of a store, ``workers`` at a time, each in its own process: a crash affects no other job."""
+    """The threads that run a store's queued jobs, ``workers`` at a time, in a process each: a crash affects one job."""
 
     def __init__(
         self, store: JobStore, *, workers: int, limits: SolveLimits, metrics: Metrics, job: Solve = solve
@@ -34,7 +34,7 @@ class JobRunner:
         ]
 
     def start(self) -> None:
-        """Start the workers; jobs that an earlier server left unfinished come first."""
+        """Requeue the jobs that an earlier server left running, and start the workers."""
         interrupted = self._store.release_interrupted()
         waiting = len(self._store.waiting())
         structlog.get_logger().info("jobs found", interrupted=interrupted, waiting=waiting)
@@ -42,11 +42,11 @@ class JobRunner:
             worker.start()
 
     def wake(self) -> None:
-        """Wake a worker: a job was queued."""
+        """Wake a worker, since a job was queued."""
         self._queued.release()
 
     def stop(self) -> None:
-        """Stop the workers; their unfinished jobs are queued again."""
+        """Stop the workers, which requeue their running jobs."""
         self._stopping.set()
         self._queued.release(max(1, len(self._workers)))
         for worker in self._workers:
@@ -82,7 +82,7 @@ class _Worker(threading.Thread):
             with suppress(*UNREACHABLE):
                 while self._plan_one():
                     pass
-            # The timeout covers what wakes nobody: released jobs, and a database that was unreachable.
+            # The timeout finds jobs without a wake-up: those that waited for an equal job, or for the database.
             self._queued.acquire(timeout=_IDLE_S)
         self._process.end()
 

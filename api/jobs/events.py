@@ -14,17 +14,17 @@ from api.jobs.tables import EventRow, JobRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One event: its number, which rises, and a JSON object with a ``stage``, as text on one line."""
+    """One event of a job: its number, larger than all earlier ones, and a JSON object with a ``stage``, as one line."""
 
     number: int
     data_json: str
 
 
 def read_events(database: Database, job_number: int, after: int) -> tuple[Sequence[Event], bool]:
-    """Return a job's events after the one of number ``after``, and whether those are the last."""
+    """Return a job's events with numbers above ``after``, in order, and whether the job has ended."""
     statement = select(EventRow.number, EventRow.data).where(EventRow.job_number == job_number, EventRow.number > after)
     with database.read() as connection:
-        # The status first: events that are written between the two queries are read now, or by the next call.
+        # The status is read first, so that an ended job's events are complete: none is written after its end.
         status = connection.scalar(select(JobRow.status).where(JobRow.number == job_number))
         rows = connection.execute(statement.order_by(EventRow.number)).all()
     events = [Event(number=row.number, data_json=row.data) for row in rows]
@@ -40,7 +40,7 @@ class OpenStreams:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Count one more stream; return False where the limit is reached."""
+        """Count one more stream and return True; return False where the limit is reached."""
         with self._lock:
             if self._open >= self._most:
                 return False

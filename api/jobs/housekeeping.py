@@ -22,7 +22,7 @@ _ENDED = ("succeeded", "failed", "cancelled")
 
 
 class Housekeeper(threading.Thread):
-    """A thread that does each of some duties at its own interval, until it is stopped."""
+    """A thread that runs each of its duties at the duty's interval, until `stop` is called."""
 
     def __init__(self) -> None:
         super().__init__(name="shardplan-housekeeper", daemon=True)
@@ -55,7 +55,16 @@ class Housekeeper(threading.Thread):
 def housekeeper(
     database: Database, store: JobStore, queue: CallQueue | None, *, lease_s: float, keep_days: float, most_kept: int
 ) -> Housekeeper:
-    """Return the housekeeper of a process: retention always, leases and calls where workers are elsewhere."""
+    """Return the housekeeper of a process: it deletes old jobs, and with ``queue`` it also requeues and calls again.
+
+    Args:
+        database: the database of the jobs.
+        store: the jobs.
+        queue: the calls to remote workers (PostgreSQL); None with embedded workers (SQLite).
+        lease_s: seconds of a worker's lease; expired leases are looked for three times in a lease.
+        keep_days: days after which ended jobs, plans and idempotency keys are deleted.
+        most_kept: most ended jobs of one owner.
+    """
     keeper = Housekeeper()
     keeper.add(_RETENTION_S, lambda: forget(database, keep_s=keep_days * _DAY_S, most_kept=most_kept))
     if queue is not None:
@@ -65,9 +74,11 @@ def housekeeper(
 
 
 def forget(database: Database, *, keep_s: float, most_kept: int) -> int:
-    """Delete what is older than ``keep_s`` or beyond an owner's quota; return how many jobs that were.
+    """Delete old jobs, plans and idempotency keys; return the number of deleted jobs, at most 500.
 
-    Jobs first, then plans that no job shows any more and that are as old.
+    A job is old if it ended more than ``keep_s`` seconds ago, or if ``most_kept`` jobs of its owner ended later. A plan
+    is old if it was made more than ``keep_s`` seconds ago and no job has its fingerprint. A key is old if it was used
+    more than ``keep_s`` seconds ago.
     """
     with database.write() as connection:
         since = database.now() - keep_s

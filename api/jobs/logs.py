@@ -9,7 +9,7 @@ import structlog
 
 
 def configure_logs() -> None:
-    """Send this process's logs to standard error as JSON lines, those of libraries from warnings on."""
+    """Send this process's logs to standard error as JSON lines: our own from level info on, libraries' from warning."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -17,7 +17,7 @@ def configure_logs() -> None:
         structlog.processors.format_exc_info,
     ]
     structlog.configure(
-        processors=[*shared, structlog.processors.JSONRenderer()],  # which escapes whatever would end the line
+        processors=[*shared, structlog.processors.JSONRenderer()],  # JSON escapes line breaks
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

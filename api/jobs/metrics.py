@@ -1,4 +1,4 @@
-"""What Prometheus reads, in a registry of the process's own."""
+"""The Prometheus metrics of one process, in a registry of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SOLVE_SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 180
 
 
 class Metrics:
-    """Counters and histograms; nothing is labelled by what a client chose."""
+    """Counters and histograms. No label has a value that a client chose, so the number of time series is bounded."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -45,11 +45,11 @@ class Metrics:
         )
 
     def requested(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count an answered HTTP request; ``route`` is its template."""
+        """Count an answered HTTP request; ``route`` is the template of its path."""
         self._requests.labels(method, route, str(status)).observe(seconds)
 
     def solved(self, outcome: str, seconds: float) -> None:
-        """Count a job that ended, or whose process did."""
+        """Record the seconds of a job: ``outcome`` is how it ended, or "died" where its solver process died."""
         self._solves.labels(outcome).observe(seconds)
 
     def planned(self, solver_status: str) -> None:
@@ -57,19 +57,24 @@ class Metrics:
         self._statuses.labels(solver_status).inc()
 
     def submitted(self, answer: str) -> None:
-        """Count a request for a plan: "cached" where its job had ended, "known" where it goes on, "new"."""
+        """Count a request for a plan.
+
+        Args:
+            answer: "cached" where the request's job has ended; "known" where the job waits or runs, or where the
+                idempotency key was used before; "new" where the job was queued.
+        """
         self._submitted.labels(answer).inc()
 
     def refused(self, guard: str) -> None:
-        """Count a request that a guard refused."""
+        """Count a refused request; ``guard`` is the reason: "token", "rate", "scope" or "host"."""
         self._refused.labels(guard).inc()
 
     def watch_jobs(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Let the jobs be counted at each scrape."""
+        """Export the number of jobs by status; ``counts`` returns these numbers at each scrape."""
         self.registry.register(_Jobs(counts))
 
     def text(self) -> bytes:
-        """Return all of it in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
@@ -85,5 +90,5 @@ class _Jobs(Collector):
         yield jobs
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        # Without this the registry would ask the database as it is registered.
+        # Without `describe`, registering would call `collect`, which queries the database.
         yield GaugeMetricFamily("shardplan_jobs", "Jobs in the database", labels=["status"])

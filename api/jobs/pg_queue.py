@@ -1,7 +1,7 @@
-"""The queue on PostgreSQL: procrastinate tells workers on any machine that a job waits.
+"""The queue on PostgreSQL: procrastinate calls workers on any machine when a job waits.
 
-What is deferred is a call, not the job: which job a called worker gets, and who has it, the jobs' own table says (a
-claim and a lease, `api.jobs.store`). So a call that is lost or made twice does no harm, and no job runs twice for it.
+A procrastinate task is only a call, and does not determine the job. A called worker claims a job, with a lease, in the
+jobs' own table (`api.jobs.store`). So a call that is lost or made twice does no harm, and makes no job run twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCHEMA_LOCK = 7_301_866_052_714_003
 
 
 def install(database: Database) -> None:
-    """Make procrastinate's tables where there are none yet."""
+    """Create procrastinate's tables if they do not exist."""
     with database.write() as connection:
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_SCHEMA_LOCK})"))
         if connection.scalar(text("SELECT to_regclass('procrastinate_jobs')")) is None:
@@ -31,7 +31,7 @@ def install(database: Database) -> None:
 
 
 class CallQueue:
-    """The side that calls: servers, and workers that put a job back."""
+    """The calling side of the queue, for servers and for workers that requeue a job."""
 
     def __init__(self, database: Database) -> None:
         self._app = procrastinate.App(connector=procrastinate.SyncPsycopgConnector(conninfo=database.url, max_size=4))
@@ -45,19 +45,19 @@ class CallQueue:
         self._app.close()
 
     def call(self, connection: Connection, job_id: str) -> None:
-        """Call for a job within the transaction that queues it: both are there, or neither."""
+        """Call for a job in the transaction that queues the job, so that both are committed or neither."""
         driver = connection.connection.driver_connection
         self._app.configure_task(TASK, queue=QUEUE, connection=driver).defer(job_id=job_id)
 
     def call_again(self, job_ids: Sequence[str]) -> None:
-        """Call for jobs that still wait, those left out for which such a call waits already."""
+        """Call again for jobs that still wait, except those for which an earlier call of this method still waits."""
         for job_id in job_ids:
             with suppress(AlreadyEnqueued):
                 self._app.configure_task(TASK, queue=QUEUE, queueing_lock=job_id).defer(job_id=job_id)
 
 
 def answering_app(database: Database, answer: Callable[[], Awaitable[None]]) -> procrastinate.App:
-    """Return the side that is called: ``answer`` runs for each call."""
+    """Return the called side of the queue, a procrastinate app that runs ``answer`` for each call."""
     app = procrastinate.App(connector=procrastinate.PsycopgConnector(conninfo=database.url, max_size=8))
 
     @app.task(name=TASK, queue=QUEUE)

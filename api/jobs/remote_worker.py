@@ -1,4 +1,4 @@
-"""``shardplan worker``: plans jobs of a PostgreSQL database, on any machine that reaches it."""
+"""``shardplan worker``: a process that plans jobs of a PostgreSQL database, on any machine that reaches it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _AWAY = (ConnectorException, psycopg.Error, OSError)
 
 
 def work(options: dict[str, Any]) -> None:
-    """Plan jobs until stopped.
+    """Plan jobs until SIGTERM or SIGINT.
 
     Raises:
-        JobError: a setting cannot be, or the database is none that workers elsewhere can share.
+        JobError: a setting is invalid, the database is not PostgreSQL, or the number of workers is 0.
     """
     settings = read_settings({name: value for name, value in options.items() if name != "metrics_port"})
     if not settings.url.startswith("postgresql"):
@@ -55,7 +55,7 @@ def work(options: dict[str, Any]) -> None:
 
 
 class RemoteWorker:
-    """Claims and plans ``settings.workers`` jobs at a time, whenever it is called."""
+    """A worker that claims and plans a job for each call of the queue, up to ``settings.workers`` jobs at a time."""
 
     def __init__(self, settings: ServerSettings, job: Solve) -> None:
         self._settings = settings
@@ -67,11 +67,11 @@ class RemoteWorker:
         self._metrics = Metrics()
         self._processes = [SolverProcess(job, settings.job_memory_bytes) for _ in range(settings.workers)]
         self._free: queue.SimpleQueue[SolverProcess] = queue.SimpleQueue()
-        # One thread for each: asyncio's own executor has a few more than there are cores.
+        # One thread per solver process; asyncio's default executor is sized by the number of cores.
         self._threads = ThreadPoolExecutor(settings.workers, thread_name_prefix="shardplan")
 
     async def run(self, *, metrics_port: int | None = None) -> None:
-        """Work until SIGTERM or SIGINT; then what is at work is queued again."""
+        """Plan jobs until SIGTERM or SIGINT, then requeue the jobs that run."""
         with self._opened(metrics_port):
             log = structlog.get_logger().bind(worker=self._name)
             loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class RemoteWorker:
         finally:
             keeper.stop()
             self._stopping.set()
-            self._threads.shutdown()  # what they are at is queued again first
+            self._threads.shutdown()  # the threads requeue their jobs before they end
             for process in self._processes:
                 process.end()
             self._calls.close()
@@ -139,7 +139,7 @@ class RemoteWorker:
             )
 
     async def _drop_stalled(self, app: procrastinate.App) -> None:
-        # Calls that dead workers answered; the jobs themselves come back by their leases, with calls of their own.
+        # Delete the calls that dead workers had taken. Their jobs are requeued, with new calls, when the leases expire.
         for call in await app.job_manager.get_stalled_jobs(queue=QUEUE):
             await app.job_manager.finish_job(call, Status.FAILED, delete_job=True)
 
@@ -147,7 +147,7 @@ class RemoteWorker:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._plan_waiting)
 
     def _plan_waiting(self) -> None:
-        """Plan one job that waits, if there is one; each job has a call of its own."""
+        """Claim and plan one waiting job, if there is one. One job is enough: each queued job has a call of its own."""
         process = self._free.get()
         try:
             job = (

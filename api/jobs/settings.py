@@ -1,4 +1,4 @@
-"""The service's settings: from options, ``SHARDPLAN_*`` in the environment, a file, or as here, in this order."""
+"""The service's settings: from options, else ``SHARDPLAN_*`` in the environment, else a file, else the defaults."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from api.jobs.supervisor import SolveLimits
 from planner.errors import JobError
 
 CONFIG_VARIABLE = "SHARDPLAN_CONFIG"
-"""Names the TOML file."""
+"""The environment variable with the path of the TOML file."""
 
 
 class ServerSettings(BaseSettings):
-    """How ``shardplan serve`` and ``shardplan worker`` run."""
+    """The settings of ``shardplan serve`` and ``shardplan worker``."""
 
     model_config = SettingsConfigDict(env_prefix="SHARDPLAN_", extra="ignore", frozen=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on; while there are no API tokens, one of this machine's own."""
+    """The address to listen on; while no API token exists, it must be a loopback address."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 takes a free one, which the log names."""
+    """The port to listen on; 0 takes a free one, which the log names."""
     data_dir: Path = Field(default_factory=lambda: Path(platformdirs.user_data_dir("shardplan")))
-    """Where the database lies, where that is SQLite."""
+    """The folder of the SQLite database and of its lock."""
     database_url: SecretStr | None = None
-    """``postgresql://user:password@host/name``; without it SQLite in ``data_dir``."""
+    """``postgresql://user:password@host/name``; None: SQLite in ``data_dir``."""
     workers: int = Field(default=1, ge=0, le=256)
-    """Jobs planned at once, each in its own process; with PostgreSQL, by each ``shardplan worker``. 0: none here."""
+    """Jobs planned at once, in a process each, by the server (SQLite) or by each worker (PostgreSQL). 0: none here."""
 
     max_body_bytes: int = Field(default=1_000_000, ge=1000)
-    """The largest request; configs are a few thousand bytes."""
+    """Bytes of the largest request body that is accepted; model configs have a few thousand."""
     max_queued: int = Field(default=1000, ge=1)
-    """Jobs that may wait before new ones are turned away."""
+    """Most jobs that may wait; further jobs are refused."""
     max_unfinished_per_token: int = Field(default=200, ge=1)
-    """Jobs of one token that may wait and run (where there are no tokens, of all)."""
+    """Most jobs of one token that may wait or run; without tokens, of all clients together."""
     requests_per_s: float = Field(default=50.0, gt=0)
-    """Requests that one token may make, on average, of one server process."""
+    """Requests per second that one token may send to one server process on average."""
     requests_burst: int = Field(default=200, ge=1)
-    """And how many at once."""
+    """Requests that one token may send to one server process at once."""
     max_streams: int = Field(default=200, ge=1)
-    """Event streams that are open at once."""
+    """Most event streams that one server process has open."""
 
     job_timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that the search of one job may take; then it gives the best plan so far."""
+    """Seconds for the search of one job, which then returns its incumbent."""
     job_grace_s: float = Field(default=30.0, ge=0)
-    """Seconds more after which the process of a job that still runs is ended."""
+    """Further seconds after which the process of a job that still runs is killed."""
     job_memory_bytes: int = Field(default=8_000_000_000, ge=100_000_000)
-    """Resident bytes at which the process of a job is ended."""
+    """Resident bytes above which the process of a job is killed."""
     lease_s: float = Field(default=15.0, ge=1.0)
-    """Seconds without a sign of life after which a worker's job is given to another (PostgreSQL)."""
+    """Seconds without a renewal after which a worker counts as dead and its job is requeued (PostgreSQL)."""
 
     keep_days: float = Field(default=30.0, gt=0)
     """Days after which ended jobs, their plans and idempotency keys are deleted."""
@@ -64,7 +64,7 @@ class ServerSettings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _is_shared(cls, url: SecretStr | None) -> SecretStr | None:
-        # The lock that keeps a second server from SQLite's jobs lies in data_dir.
+        # The lock against a second server on the same SQLite database is a file in data_dir.
         if url is not None and url.get_secret_value().startswith("sqlite"):
             raise ValueError("SQLite's database lies in data_dir; give that instead")
         return url
@@ -78,12 +78,12 @@ class ServerSettings(BaseSettings):
 
     @property
     def limits(self) -> Limits:
-        """How many jobs may wait."""
+        """The limits on the number of waiting and running jobs."""
         return Limits(queued=self.max_queued, unfinished_per_owner=self.max_unfinished_per_token)
 
     @property
     def solve_limits(self) -> SolveLimits:
-        """What one solve may take."""
+        """The limits on the time and the memory of one job."""
         return SolveLimits(
             time_s=self.job_timeout_s,
             grace_s=self.job_grace_s,
@@ -100,7 +100,7 @@ class ServerSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Add the file that ``SHARDPLAN_CONFIG`` names."""
+        """Return the sources by precedence: arguments, environment, and the file that ``SHARDPLAN_CONFIG`` names."""
         file = os.environ.get(CONFIG_VARIABLE)
         if not file:
             return init_settings, env_settings
@@ -108,10 +108,10 @@ class ServerSettings(BaseSettings):
 
 
 def read_settings(options: dict[str, Any]) -> ServerSettings:
-    """Return the settings; ``options`` that are None come from the environment, the file, or have their defaults.
+    """Return the settings; ``options`` that are None come from the environment, else the file, else the defaults.
 
     Raises:
-        JobError: a value cannot be, or the file cannot be read.
+        JobError: a value is invalid, or the file cannot be read.
     """
     file = os.environ.get(CONFIG_VARIABLE)
     if file and not Path(file).is_file():

@@ -1,4 +1,4 @@
-"""From a request to its outcome, in a solver process. Importing it brings torch, so that a process starts warm."""
+"""The solve function of solver processes. Importing this module imports torch, before the first request arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from planner.progress import Planned
 
 
 def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outcome:
-    """Return the outcome of a request that a client sent; after ``time_limit_s`` the best plan so far."""
+    """Return the plan or the error of a client's request.
+
+    Args:
+        request: the request as JSON data (`PlanRequest`).
+        report: called with each progress event.
+        time_limit_s: seconds for the search, which then returns its incumbent.
+    """
     try:
         request_model = PlanRequest.model_validate(request)
         plan = plan_request(
@@ -31,7 +37,7 @@ def solve(request: dict[str, Any], report: Report, time_limit_s: float) -> Outco
     except MemoryError:
         return {"error": {**OUT_OF_MEMORY, "detail": "It was refused more memory."}}
     except Exception as error:  # noqa: BLE001
-        # The boundary of the process: whatever it was is recorded with the job, and the worker lives on.
+        # The boundary of the process: any exception becomes the job's error, and the process takes the next request.
         structlog.get_logger().exception("job failed", model=str(request.get("model"))[:100])
         return {"error": problem_of(error)}
 

@@ -1,6 +1,7 @@
-"""What runs in a solver process: requests in, progress and plans or errors out, one by one, all as JSON text.
+"""The main loop of a solver process: it takes requests one by one, and sends progress and outcomes, as JSON text.
 
-It imports nothing heavy: the solve function is an argument (`solve`), and imports what it needs at start.
+This module imports nothing heavy. The solve function is an argument (`api.jobs.solve.solve`). Unpickling it, when the
+process starts, imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each event of a solve, a JSON object with a ``stage``."""
 
 Solve = Callable[[dict[str, Any], Report, float], Outcome]
-"""From a request, and the seconds that its search may take, to its outcome."""
+"""Function of a request, a `Report` and the seconds for the search; returns the outcome."""
 
 OUT_OF_MEMORY = {
     "type": "urn:shardplan:memory-limit",
@@ -36,14 +37,14 @@ OUT_OF_MEMORY = {
 }
 
 _NICENESS = 10
-"""Solves give way to the server, which answers in milliseconds, where both are on one machine."""
+"""Niceness of solver processes, so that a server on the same machine still answers in milliseconds."""
 
 _HEADROOM = 2**30
-"""Bytes over the limit at which the process itself is refused more; its supervisor ends it before, and can say why."""
+"""Bytes above the limit at which allocations fail. Usually the supervisor kills the process before, with a reason."""
 
 
 def serve_requests(pipe: Connection, solve: Solve, memory_bytes: int) -> None:
-    """Answer the requests that come through ``pipe`` until it is closed: the whole life of a solver process."""
+    """Answer the requests that arrive on ``pipe`` until it is closed; the main function of a solver process."""
     _settle(memory_bytes)
     while True:
         try:
@@ -55,8 +56,8 @@ def serve_requests(pipe: Connection, solve: Solve, memory_bytes: int) -> None:
 
 
 def _settle(memory_bytes: int) -> None:
-    """Prepare a fresh process: it ends with its parent, however that ends, and leaves to it what stops the service."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group, by Ctrl-C or by systemd
+    """Prepare a new process: ignore stop signals, set logs, niceness and memory limits, and exit with the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C and systemd send them to all processes; the parent acts
         signal.signal(number, signal.SIG_IGN)
     configure_logs()
     os.nice(_NICENESS)

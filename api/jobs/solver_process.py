@@ -1,4 +1,4 @@
-"""A process that solves, seen from its parent: started warm, asked, watched, ended."""
+"""The parent's handle of a solver process: starts it, sends requests, reads messages, kills it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _POLL_S, _POLLS = 0.001, 1000
 
 
 class ProcessDiedError(Exception):
-    """The process ended without an answer."""
+    """The solver process ended without an answer."""
 
 
 class SolverProcess:
-    """One process at a time, spawned (no state of the server's leaks into a solve), replaced when it has died."""
+    """One solver process, replaced after it died. It is spawned, so that no state of the server leaks into a solve."""
 
     def __init__(self, solve: Solve, memory_bytes: int) -> None:
         self._solve = solve
@@ -28,10 +28,10 @@ class SolverProcess:
         self._process: multiprocessing.process.BaseProcess | None = None
 
     def start(self) -> None:
-        """Start a process where there is none that lives.
+        """Start the process, unless it is alive.
 
         Raises:
-            OSError: the machine has none to give.
+            OSError: the machine cannot start a process.
         """
         if self._process is not None and self._process.is_alive():
             return
@@ -45,7 +45,7 @@ class SolverProcess:
         worker_pipe.close()
 
     def ask(self, request_json: str, time_limit_s: float) -> None:
-        """Send a request, whose search may take so long.
+        """Send a request, whose search may take ``time_limit_s`` seconds.
 
         Raises:
             ProcessDiedError: the process has ended.
@@ -56,7 +56,7 @@ class SolverProcess:
             raise ProcessDiedError from error
 
     def next_message(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return ``{"event": ...}`` or ``{"outcome": ...}``, or None where nothing comes in that time.
+        """Return ``{"event": ...}`` or ``{"outcome": ...}``, or None where none arrives in ``timeout_s`` seconds.
 
         Raises:
             ProcessDiedError: the process has ended.
@@ -70,7 +70,7 @@ class SolverProcess:
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that the process has in use, 0 where it has ended."""
+        """Resident bytes of the process; 0 where it has ended."""
         pid = None if self._process is None else self._process.pid
         try:
             return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
@@ -78,14 +78,14 @@ class SolverProcess:
             return 0
 
     def end(self) -> None:
-        """End the process at once, whatever it is at."""
+        """Kill the process, if there is one."""
         if self._process is None:
             return
         process, self._process = self._process, None
         process.kill()
         process.join()
-        # A thread that starts a process reaps all children, and may have reaped this one first:
-        # then it is over before it is known here to be.
+        # Another thread that starts a process reaps all ended children, perhaps this one too. Until that thread has
+        # noted the end, `is_alive` is still True.
         for _ in range(_POLLS):
             if not process.is_alive():
                 process.close()

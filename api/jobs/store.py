@@ -1,11 +1,11 @@
-"""The jobs: one row per owner and request, in the database that is the queue and the record.
+"""The jobs: one row per owner and request, in one table that is both the queue and the record.
 
 queued --claim--> running --succeed, fail--> succeeded, failed
 queued, running --cancel--> cancelled
 running --release--> queued (its worker stops); --lose--> queued (its worker died), the second time failed
 
-A claim numbers the attempt and holds the job for a lease. Whatever a worker brings counts only while the job still runs
-in that very attempt, so a worker that was taken for dead can neither end a job twice nor change how it ended.
+A claim increments the attempt's number and leases the job to a worker. A worker's result counts only while the job runs
+in that attempt. So a worker that wrongly counts as dead can neither end a job twice nor change how it ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Queued = Callable[[Connection, str], None]
 """Called with each job that is queued, within the transaction that queues it."""
 
 MOST_DEATHS = 2
-"""A job whose worker died runs again once; what kills two workers would kill a third."""
+"""Deaths of workers after which a job fails: a job that kills two workers would kill a third."""
 
 WORKER_DIED = {
     "type": "urn:shardplan:worker-died",
@@ -65,7 +65,7 @@ class TooManyJobsError(PlannerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRecord:
-    """A job as it stands; what is JSON stays text until it is asked for. Times are in seconds since 1970."""
+    """One row of the jobs, with its plan. JSON columns are text, which properties parse. Times: seconds since 1970."""
 
     number: int
     id: str
@@ -83,40 +83,40 @@ class JobRecord:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The request, as it was sent."""
+        """The request as JSON data, defaults included."""
         return cast(dict[str, Any], json.loads(self.request_json))
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The plan, of a job that has succeeded."""
+        """The plan of a job that has succeeded; else None."""
         return None if self.plan_json is None else cast(dict[str, Any], json.loads(self.plan_json))
 
     @property
     def error(self) -> dict[str, Any] | None:
-        """The problem details that a failed job ended with."""
+        """The problem details of a job that has failed; else None."""
         return None if self.error_json is None else cast(dict[str, Any], json.loads(self.error_json))
 
     @property
     def ended(self) -> bool:
-        """Whether it neither waits nor runs."""
+        """Whether the job neither waits nor runs."""
         return self.status not in _UNFINISHED
 
     @property
     def may_be_tried_again(self) -> bool:
-        """Whether the outcome was not the request's: it was cancelled, or the server (status 500 and above) failed."""
+        """Whether an equal request runs the job again: it was cancelled, or the server failed (status >= 500)."""
         return self.status == "cancelled" or (self.error or {}).get("status", 0) >= 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How many jobs may wait in all, and how many may wait and run for one owner."""
+    """The most jobs that may wait in all, and that may wait or run for one owner."""
 
     queued: int = 1000
     unfinished_per_owner: int = 1000
 
 
 class JobStore:
-    """The jobs in a database. Every method is one transaction, and may be called from any thread."""
+    """The jobs in a database. Each change of a job is one transaction. Methods may be called from any thread."""
 
     def __init__(self, database: Database, *, queued: Queued | None = None, limits: Limits | None = None) -> None:
         self._database = database
@@ -124,20 +124,20 @@ class JobStore:
         self._limits = limits or Limits()
 
     def add(self, fingerprint: str, request: dict[str, Any], *, owner: str = "", label: str = "") -> JobRecord:
-        """Return the owner's job of this fingerprint: queued if there was none, and again if it may be tried again.
+        """Return the owner's job of this fingerprint, which is queued if it is new or may be tried again.
 
-        Where an equal request was planned before, for whomever, the job has succeeded at once. ``label`` is what lists
-        say of it.
+        A job that would be queued succeeds at once if an equal request of any owner has a plan. ``label`` is the job's
+        text in lists.
 
         Raises:
-            TooManyJobsError: it would have to wait, and too many do.
+            TooManyJobsError: the job would be queued, and a limit on the number of jobs is reached.
         """
         with self._database.write() as connection:
             own_job = and_(JobRow.owner == owner, JobRow.fingerprint == fingerprint)
             earlier_job = _one(connection, _jobs().where(own_job))
             if earlier_job is not None and not earlier_job.may_be_tried_again:
                 return earlier_job
-            # The plan is held, so that it is not forgotten while a job that shows it is made.
+            # Lock the plan's row, so that housekeeping cannot delete it before the new job refers to it.
             plan_query = (
                 select(PlanRow.fingerprint).where(PlanRow.fingerprint == fingerprint).with_for_update(read=True)
             )
@@ -158,7 +158,7 @@ class JobStore:
                 changed = connection.execute(requeue.values({**cleared_columns, **fresh})).rowcount > 0
             job = _one(connection, _jobs().where(own_job))
             assert job is not None, "it was inserted just now"
-            if changed:  # not by a concurrent equal request, which has announced it
+            if changed:  # else a concurrent equal request changed and announced it
                 self._announce(connection, job.number, job.id, job.status)
             return job
 
@@ -176,7 +176,10 @@ class JobStore:
     def page(
         self, *, owner: str | None, status: JobStatus | None = None, before: int | None = None, limit: int = 50
     ) -> Sequence[JobRecord]:
-        """Return up to ``limit`` jobs, the newest first, without requests and plans; ``before`` is a job's number."""
+        """Return up to ``limit`` jobs, the newest first, without requests and plans.
+
+        ``owner``, ``status`` and ``before`` select jobs of an owner, with a status, with a smaller number; None: all.
+        """
         statement = _jobs(with_plan=False, with_request=False).order_by(JobRow.number.desc()).limit(limit)
         if owner is not None:
             statement = statement.where(JobRow.owner == owner)
@@ -188,7 +191,10 @@ class JobStore:
             return [_record(row) for row in connection.execute(statement)]
 
     def claim(self, *, worker: str = "", lease_s: float = 60.0) -> JobRecord | None:
-        """Return the job that has waited longest, now running, or None; no two callers get the same one."""
+        """Mark the job that has waited longest as running and return it, to one caller only; None where none can run.
+
+        A job cannot run while one with the same fingerprint runs.
+        """
         for _ in range(3):
             try:
                 with self._database.write() as connection:
@@ -198,7 +204,7 @@ class JobStore:
         return None
 
     def renew(self, job: JobRecord, lease_s: float, events: Iterable[dict[str, Any]] = ()) -> bool:
-        """Hold a claimed job for longer and record what happened to it; False where it is no longer the caller's."""
+        """Renew the lease of a claimed job and record events; return False where the job is no longer the caller's."""
         with self._database.write() as connection:
             statement = update(JobRow).where(_still(job)).values(lease_until=self._database.now() + lease_s)
             if connection.execute(statement).rowcount == 0:
@@ -213,7 +219,7 @@ class JobStore:
             return bool(connection.scalar(select(exists().where(_still(job)))))
 
     def succeed(self, job: JobRecord, plan: dict[str, Any]) -> bool:
-        """Record the plan of a claimed job, and end equal ones that wait; False where the job is not the caller's."""
+        """End a claimed job, and waiting equal ones, with a plan; return False where the job is not the caller's."""
         with self._database.write() as connection:
             if not self._end(connection, job, "succeeded", None):
                 return False
@@ -222,21 +228,21 @@ class JobStore:
             return True
 
     def fail(self, job: JobRecord, error: dict[str, Any]) -> bool:
-        """Record the problem details that a claimed job ended with; False where the job is not the caller's."""
+        """End a claimed job with the problem details ``error``; return False where the job is not the caller's."""
         with self._database.write() as connection:
             return self._end(connection, job, "failed", error)
 
     def release(self, job: JobRecord) -> bool:
-        """Queue a claimed job again, at its old place: its worker stops, for no fault of the job's."""
+        """Requeue a claimed job at its old place, since its worker stops; return False where it is not the caller's."""
         with self._database.write() as connection:
             return self._queue_again(connection, job, deaths=literal(0))
 
     def lose(self, job: JobRecord) -> bool:
-        """Queue a claimed job whose worker died again, the second time fail it; False where it is not the caller's."""
+        """Requeue a claimed job whose worker died, or fail it at the second death; False if it is not the caller's."""
         return self._lose(job, _still(job))
 
     def lose_expired(self) -> int:
-        """Lose the jobs whose leases have run out; return how many those were."""
+        """Requeue or fail, as `lose` does, the jobs whose leases have expired; return their number."""
         over = JobRow.lease_until < self._database.now()
         with self._database.read() as connection:
             rows = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running", over))
@@ -244,14 +250,14 @@ class JobStore:
         return sum(self._lose(job, and_(_still(job), over)) for job in expired)
 
     def release_interrupted(self) -> int:
-        """Queue the jobs again that were running when the server stopped (SQLite has one only); return their number."""
+        """Requeue the jobs that an earlier server left running (SQLite has one server only); return their number."""
         with self._database.read() as connection:
             running = connection.execute(_jobs(with_plan=False).where(JobRow.status == "running"))
             interrupted = [_record(row) for row in running]
         return sum(self.release(job) for job in interrupted)
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel a job that waits or runs; False where it does neither."""
+        """Cancel a job that waits or runs; return False where it does neither."""
         with self._database.write() as connection:
             unfinished_job = and_(JobRow.id == job_id, JobRow.status.in_(_UNFINISHED))
             statement = (
@@ -263,13 +269,13 @@ class JobStore:
             return number is not None
 
     def waiting(self) -> Sequence[str]:
-        """Return the ids of the jobs that wait, the longest first."""
+        """Return the ids of the waiting jobs, the one that has waited longest first."""
         with self._database.read() as connection:
             statement = select(JobRow.id).where(JobRow.status == "queued").order_by(JobRow.queued_at, JobRow.number)
             return connection.scalars(statement).all()
 
     def counts(self) -> dict[str, int]:
-        """Return how many jobs there are in each status."""
+        """Return status -> number of jobs."""
         with self._database.read() as connection:
             rows = connection.execute(select(JobRow.status, func.count().label("jobs")).group_by(JobRow.status))
             return {row.status: row.jobs for row in rows}
@@ -312,10 +318,13 @@ class JobStore:
             return self._queue_again(connection, job, deaths=literal(1))
 
     def _end(self, connection: Connection, job: JobRecord, status: JobStatus, error: dict[str, Any] | None) -> bool:
-        """End a claimed job; equal requests of other owners that wait end the same way, unless we were at fault."""
+        """End a claimed job; return False where it is not the caller's.
+
+        Waiting jobs with the same fingerprint, of other owners, end the same way, unless the server was at fault.
+        """
         is_server_fault = error is not None and error["status"] >= 500
         equal = and_(JobRow.fingerprint == job.fingerprint, JobRow.status == "queued")
-        # Held: a job that is cancelled meanwhile would not end, but those that wait for its plan would.
+        # Lock the row. Else a job that is cancelled now would not end, but the jobs that wait for its plan would.
         if connection.scalar(select(JobRow.number).where(_still(job)).with_for_update()) is None:
             return False
         ending = update(JobRow).where(_still(job) if is_server_fault else or_(_still(job), equal))
@@ -345,7 +354,7 @@ class JobStore:
 
 
 def delete_jobs(connection: Connection, numbers: Sequence[int]) -> None:
-    """Delete jobs with all that happened to them."""
+    """Delete jobs and their events."""
     connection.execute(delete(EventRow).where(EventRow.job_number.in_(numbers)))
     connection.execute(delete(JobRow).where(JobRow.number.in_(numbers)))
 
@@ -355,7 +364,7 @@ def _jobs(*, with_plan: bool = True, with_request: bool = True) -> Select[Any]:
     columns = [*(getattr(JobRow, name) for name in _COLUMNS), request.label("request_json")]
     if not with_plan:
         return select(*columns, literal(None).label("plan_json"))
-    # A job that has not succeeded shows no plan, though an equal one of another owner may have.
+    # A job that has not succeeded has no plan, even if an equal job of another owner has one.
     same = and_(PlanRow.fingerprint == JobRow.fingerprint, JobRow.status == "succeeded")
     return select(*columns, PlanRow.plan.label("plan_json")).outerjoin(PlanRow, same)
 

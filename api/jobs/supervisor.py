@@ -19,7 +19,7 @@ from planner.progress import SEARCH_STAGES
 
 _POLL_S = 0.1
 _DATABASE_EVERY_S = 0.5
-"""Seconds between queries whether the job was cancelled, and between writes of its progress."""
+"""Seconds between queries of whether the job was cancelled, and between writes of its progress."""
 
 _LONGEST_PAUSE_S = 5.0
 _TIMEOUT = {
@@ -36,8 +36,8 @@ class SolveLimits:
     """Limits of one solve.
 
     Attributes:
-        time_s: seconds for the search, which then returns the incumbent; and for all steps before the search.
-        grace_s: seconds after that, until the process is killed.
+        time_s: seconds for the search, which then returns its incumbent; also the seconds for all steps before it.
+        grace_s: further seconds until the process is killed.
         memory_bytes: resident bytes above which the process is killed.
         lease_s: seconds that a claim is valid without renewal.
     """
@@ -49,7 +49,7 @@ class SolveLimits:
 
 
 class Supervisor:
-    """Runs claimed jobs in one solver process. It belongs to one thread."""
+    """The supervisor of one solver process, which runs one claimed job at a time. It belongs to one thread."""
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class Supervisor:
         self._metrics = metrics
 
     def run(self, job: JobRecord) -> None:
-        """Run a claimed job to its end; where the service stops meanwhile, queue it again."""
+        """Run a claimed job to its end; requeue it if the service stops meanwhile, or if no process can be started."""
         log = structlog.get_logger().bind(job=job.id, attempt=job.attempt)
         log.info("job started")
         started = time.monotonic()
         try:
             self._process.start()
-        except OSError as error:  # no memory, no process to be had: no fault of the job's
+        except OSError as error:  # the machine has no memory or no processes left: not the job's fault
             log.warning("no solver process", error=str(error))
             self._persist(lambda: self._store.release(job))
             self._stopping.wait(_LONGEST_PAUSE_S)
@@ -93,10 +93,12 @@ class Supervisor:
         self._metrics.solved(what, time.monotonic() - started)
         log.info("job finished", outcome=what, seconds=round(time.monotonic() - started, 3))
         if self._process.resident_bytes > self._limits.memory_bytes // 2:
-            self._process.end()  # the next job gets a fresh one, with all of the memory
+            self._process.end()  # the next job gets a new process, with all of the memory
 
     def _watch(self, job: JobRecord) -> Outcome | None:
-        """Return the outcome of the process or of a limit; None where the job was cancelled or taken over.
+        """Return the outcome of the process, or the error of an exceeded limit.
+
+        None where the job was cancelled or taken over, or where the service stops, which requeues the job.
 
         Raises:
             ProcessDiedError: the process ended without an outcome.
@@ -114,7 +116,7 @@ class Supervisor:
             if message is not None:
                 events.append(message["event"])
                 if not searching and message["event"]["stage"] in SEARCH_STAGES:
-                    searching, since = True, time.monotonic()  # as the search itself counts: it is to end before us
+                    searching, since = True, time.monotonic()  # the search's own limit starts here too
             excess = self._excess(since)
             if excess is not None:
                 self._process.end()
@@ -138,7 +140,7 @@ class Supervisor:
                 return None
 
     def _excess(self, since: float) -> dict[str, Any] | None:
-        """Return the problem details of the limit that the solve is over, or None."""
+        """Return the problem details of an exceeded limit, or None; time counts from ``since`` (``time.monotonic``)."""
         used = self._process.resident_bytes
         if used > self._limits.memory_bytes:
             most = self._limits.memory_bytes
@@ -158,7 +160,7 @@ class Supervisor:
         return "failed" if is_recorded else "too late"
 
     def _try_to_renew(self, job: JobRecord, events: list[dict[str, Any]]) -> bool:
-        # An unreachable database may lose progress, but not the job: it is ours until the database says otherwise.
+        # An unreachable database may lose events, but the job stays claimed until the database says otherwise.
         return self._try(lambda: self._store.renew(job, self._limits.lease_s, events)) is not False
 
     def _try(self, action: Callable[[], _T]) -> _T | None:

@@ -1,16 +1,16 @@
-"""The tables of the database, the same in SQLite and in PostgreSQL. Times are seconds since 1970, by its clock."""
+"""The tables, the same in SQLite and in PostgreSQL. Times are seconds since 1970, by the database's clock."""
 
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-_Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up only a column of its own kind of integer
+_Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite autoincrements INTEGER columns only
 _Seconds = Float(53)
 
 
 class Base(DeclarativeBase):
-    """The tables that alembic compares a database with."""
+    """The declarative base of the tables."""
 
 
 class JobRow(Base):
@@ -59,7 +59,7 @@ class PlanRow(Base):
 
 
 class EventRow(Base):
-    """Something that happened to a job; ``data`` is a JSON object."""
+    """An event of a job; ``data`` is a JSON object with a ``stage``."""
 
     __tablename__ = "events"
 
@@ -69,7 +69,7 @@ class EventRow(Base):
 
 
 class KeyRow(Base):
-    """An ``Idempotency-Key`` that was used: ``digest`` is the request's, ``job_id`` the job that it made."""
+    """A used ``Idempotency-Key``: ``digest`` is the SHA-256 of the request, ``job_id`` its job ("" until it exists)."""
 
     __tablename__ = "idempotency_keys"
 

@@ -1,6 +1,6 @@
-"""API tokens: ``sp_ID_SECRET``, of which the database keeps the SHA-256 of the secret.
+"""API tokens: ``sp_ID_SECRET``. The database stores the SHA-256 of the secret, not the secret.
 
-The secret has 256 random bits, so a plain hash cannot be searched, and each request can be checked in microseconds.
+The secret has 256 random bits, so a fast hash is safe from a search, and checking a request takes microseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from api.jobs.tables import TokenRow
 from planner.errors import JobError
 
 Scope = Literal["read", "plan", "admin"]
-"""Each includes those before it: read the token's own jobs; submit jobs; read and cancel the jobs of all tokens."""
+""""read": read the token's own jobs; "plan": also submit and cancel them; "admin": also read and cancel all jobs."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -64,7 +64,7 @@ class TokenStore:
         """Revoke a token and return it; requests with it are refused from now on.
 
         Raises:
-            JobError: there is none of that id.
+            JobError: there is no token of this id.
         """
         valid = update(TokenRow).where(TokenRow.id == token_id, TokenRow.revoked_at.is_(None))
         with self._database.write() as connection:
@@ -82,12 +82,12 @@ class TokenStore:
         return [Token(**row._mapping) for row in rows]
 
     def any(self) -> bool:
-        """Return whether any token exists, revoked ones included: every request then needs one."""
+        """Return whether any token exists, revoked ones included. If one does, every request needs a token."""
         with self._database.read() as connection:
             return bool(connection.scalar(select(exists(select(TokenRow.id)))))
 
     def find(self, text: str) -> tuple[str, Scope] | None:
-        """Return the id and scope of the token with this text; None where there is none, or it was revoked."""
+        """Return the id and scope of the token with this text; None where there is no such token, or it was revoked."""
         match = _TOKEN.fullmatch(text)
         if match is None:
             return None

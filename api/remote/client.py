@@ -24,22 +24,23 @@ _LONGEST_POLL_S = 2.0
 
 
 class RemoteShardingPlanner(ShardingPlanner):
-    """Traces the module locally, sends its graph to the server at ``url``, and waits for the plan.
+    """A planner that traces a module locally, sends the graph to the server at ``url``, and waits for the plan.
 
     The server receives names, shapes and ops of the module, no code and no weights. Lost requests are repeated; an
     idempotency key makes them one job.
 
     Args:
-        url: of the server, such as ``http://127.0.0.1:8000``.
-        token: where the server asks for one.
+        url: address of the server, such as ``http://127.0.0.1:8000``.
+        token: API token; None where the server needs none.
         cluster: ``2x8xh100-sxm-80gb``, or an object with its figures.
-        model: a preset that the server has; it is planned in place of the module, which is not traced.
+        model: name of a preset, which the server plans in place of the module; the module is then not traced. None:
+            the module is planned.
         example_inputs: arguments of one call with the global batch; None: made from the module's Hugging Face config.
         tp_plan: the expert plan for "tensor-parallel"; None takes the module's own.
-        timeout_s: for the whole of it; None waits as long as it takes.
-        retries: how often in a row a request is sent again, when the server is not reached or is busy.
+        timeout_s: seconds for all requests of a plan together; None: no limit.
+        retries: how often a request is repeated when the server is unreachable or busy.
         progress: called with each event of planning, here and at the server.
-        transport: what carries the requests; None: the network.
+        transport: httpx transport of the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
             reduce_dtype, planner, pins, data_axes, axes, heterogeneous_blocks, executable_only, async_tp, reallgather,
             fused_ops, zigzag, attention_kernel.
@@ -75,12 +76,12 @@ class RemoteShardingPlanner(ShardingPlanner):
         self._transport = transport
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return the server's plan for ``module``, which stays as it is and may be on the meta device.
+        """Return the server's plan for ``module``, which is not changed and may be on the meta device.
 
         Raises:
-            ModelError: the module cannot be traced, or its graph cannot be sent; says what is in the way.
+            ModelError: the module cannot be traced, or its graph cannot be sent; the message says why.
             InfeasibleError: no plan fits.
-            RemotePlanningError: the server gave no plan for another reason, which the message says.
+            RemotePlanningError: the server gave no plan for another reason; the message says which.
         """
         model = self._model if self._model is not None else {"graph": self._graph(module)}
         with Connection(

@@ -15,9 +15,9 @@ import httpx2
 from planner.errors import InfeasibleError, PlannerError
 
 REQUEST_TIMEOUT_S = 60.0
-"""For one request; a server checks a large graph before it answers."""
+"""Seconds for one request; a server checks a large graph before it answers."""
 LONGEST_WAIT_S = 300.0
-"""Before another try, whatever the server asks for."""
+"""Most seconds between two tries, even if the server's ``Retry-After`` asks for more."""
 
 _BUSY = (429, 502, 503, 504)
 _FIRST_WAIT_S = 0.25
@@ -28,8 +28,8 @@ class RemotePlanningError(PlannerError):
     """The server refused, failed, or did not answer.
 
     Attributes:
-        problem: its problem details, where it sent some.
-        job_id: the job that was asked for, where it came to one.
+        problem: the server's problem details; empty where it sent none.
+        job_id: id of the job; None where no job was created.
     """
 
     title = "The server gave no plan"
@@ -46,11 +46,11 @@ class Connection:
     """A connection to a server for one job. Its requests are idempotent, so they may be repeated.
 
     Args:
-        url: of the server.
-        token: sent with each request as a bearer's.
-        timeout_s: for all requests together; None: as long as it takes.
-        retries: how often in a row a request is tried again.
-        transport: what carries the requests; None: the network.
+        url: address of the server.
+        token: API token, sent with each request; None: none.
+        timeout_s: seconds for all requests together; None: no limit.
+        retries: how often a request is repeated.
+        transport: httpx transport of the requests; None: the network.
         clock: returns seconds.
         wait: sleeps for some seconds.
     """
@@ -85,10 +85,10 @@ class Connection:
         self._client.close()
 
     def ask(self, method: str, path: str, *, headers: dict[str, str] | None = None, **content: Any) -> dict[str, Any]:
-        """Return the job in the server's answer.
+        """Send a request and return the job in the response, as JSON data.
 
         Raises:
-            RemotePlanningError: there is none: the server is not reached, refuses, or is no server of ours.
+            RemotePlanningError: the server is unreachable, refuses, or is no shardplan server.
         """
         for attempt in range(self._retries + 1):
             last = attempt == self._retries
@@ -107,7 +107,7 @@ class Connection:
         raise AssertionError("the last attempt returns or raises")
 
     def events(self, path: str) -> Iterator[dict[str, Any]]:
-        """Yield a job's events for as long as the server sends some; nothing where it sends none."""
+        """Yield a job's events until the server ends the stream or the connection fails."""
         timeout = httpx2.Timeout(self._left_s(REQUEST_TIMEOUT_S))
         try:
             with self._client.stream("GET", path, timeout=timeout) as response:
@@ -171,7 +171,7 @@ class Connection:
 
 
 def error_from_problem(problem: dict[str, Any], job_id: str | None) -> PlannerError:
-    """Return the exception for a server's problem details."""
+    """Return the exception for a server's problem details: an `InfeasibleError` or a `RemotePlanningError`."""
     if problem.get("type") == "urn:shardplan:infeasible-error":
         largest = tuple((str(name), int(nbytes)) for name, nbytes in problem.get("largest_tensors", ()))
         return InfeasibleError(
@@ -194,7 +194,7 @@ def _own_wait_s(attempt: int) -> float:
 
 
 def _wait_s(response: httpx2.Response, attempt: int) -> float:
-    """Return the seconds that a busy server asks to wait, as a number or a date; our own where it asks for none."""
+    """Return the seconds to wait for a busy server: its ``Retry-After`` (seconds or a date), else `_own_wait_s`."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isascii() and text.isdigit():
         return min(float(text), LONGEST_WAIT_S)
@@ -206,7 +206,7 @@ def _wait_s(response: httpx2.Response, attempt: int) -> float:
 
 
 def _event(line: str) -> dict[str, Any] | None:
-    """Return the event in a line of a stream of server-sent events; None where there is none in it."""
+    """Return the event in one line of a stream of server-sent events; None where the line has no event."""
     if not line.startswith("data:"):
         return None
     try:

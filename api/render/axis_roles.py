@@ -1,4 +1,4 @@
-"""What each mesh axis does in a plan, in the field's words (FSDP, TP, SP, DP), read off its layouts."""
+"""The role of each mesh axis in a plan (FSDP, TP, SP, DP, ...), derived from the plan's layouts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisRole:
-    """One axis: ``role`` is short ("FSDP", "TP+SP"), ``details`` say what was seen, one clause each."""
+    """The role of one axis: ``role`` is its short name ("FSDP", "TP+SP"), ``details`` the reasons, one clause each."""
 
     axis: str
     size: int
@@ -33,7 +33,14 @@ class AxisRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Entries of a plan by what one axis does to them; a name is without its ".weight"."""
+    """The keys of a plan's weights, without ".weight", by what one axis does to the weights.
+
+    Attributes:
+        gathered: stored sharded, replicated in compute.
+        pieces: stored sharded, sharded in compute.
+        experts: weights of experts that are sharded by expert in compute.
+        whole: stored replicated.
+    """
 
     gathered: tuple[str, ...]
     pieces: tuple[str, ...]
@@ -41,7 +48,7 @@ class _Weights:
     whole: tuple[str, ...]
 
     def main(self) -> _Weights:
-        """Return those of the blocks (which hold nearly all of a model), or all where there are no blocks."""
+        """Return the weights in blocks, which hold nearly all of a model; all weights where no key names a block."""
         inside = _Weights(
             gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
             pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
@@ -95,7 +102,7 @@ def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
 
 
 def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
-    """Yield which modules keep their all-gathered weights beyond one pass."""
+    """Yield a clause for the modules not resharded after forward, and one for those unsharded for the whole step."""
     if plan.keep_gathered:
         yield f"{', '.join(plan.keep_gathered)} not resharded between forward and backward"
     if plan.keep_gathered_for_step:
@@ -103,7 +110,7 @@ def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
 
 
 def _weight_details(weights: _Weights) -> Iterator[str]:
-    """Yield what happens to which weights; the few are named, the many counted."""
+    """Yield one clause for each kind of weights; up to three weights are named, more are counted."""
     kinds = {
         "sharded, all-gathered for use": weights.gathered,
         "sharded in compute": weights.pieces,
@@ -121,9 +128,9 @@ def _weight_details(weights: _Weights) -> Iterator[str]:
 
 
 def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | None]]:
-    """Yield (pattern, stored, used) of each entry that is no Sharder.
+    """Yield (FQN pattern, stored layout, compute layout) of each parameter entry of ``plan.plan``; skip Sharders.
 
-    ``used`` is None for a tied weight whose uses the plan gives under its other names only.
+    The compute layout is None for a tied weight whose compute layouts the plan states under its other names only.
     """
     tied_uses = [key for key in plan.gradient_plan if key in plan.compute_plan]
     for key, stored in plan.plan.items():
@@ -133,13 +140,13 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
         if wider:
             yield key, stored, plan.compute_plan[wider[0]]
         else:
-            # A gradient that is reduced to the stored layout in every micro-batch says nothing of ties.
+            # A gradient that every micro-batch reduces to the stored layout is no sign of a tied weight.
             waits = plan.gradient_plan.get(key, stored) != stored
             yield key, stored, None if waits and tied_uses else stored
 
 
 def _weights(plan: ShardingPlan, index: int) -> _Weights:
-    """Return which entries are stored split but used whole, used split, of which ranks use some, and stored whole."""
+    """Return the plan's weights by their stored and compute placements on axis ``index``."""
     gathered: list[str] = []
     pieces: list[str] = []
     experts: list[str] = []
@@ -160,9 +167,9 @@ def _weights(plan: ShardingPlan, index: int) -> _Weights:
 
 
 def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
-    """Return whether in a block a tensor that comes split by sequence goes on split by heads, or the other way round.
+    """Return whether axis ``index`` redistributes a tensor in a block from the sequence dim to the heads, or back.
 
-    What comes to the first block may be embeddings, of a table whose columns are split.
+    Inputs of whole blocks do not count: the first block may read embeddings from a table that is sharded by columns.
     """
     swap = {_SEQUENCE_DIM, _HIDDEN_DIM}
     return any(
@@ -175,7 +182,7 @@ def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
 
 
 def _boundary_dims(plan: ShardingPlan, index: int, *, root: bool) -> Iterator[int]:
-    """Yield the dims that tensors at module boundaries (the root's inputs, or all others) are split by on this axis."""
+    """Yield the dims on which axis ``index`` shards boundary tensors: the root's inputs (``root``), or all others."""
     for is_root, port in _ports(plan):
         if is_root == root:
             for layout in (port.layout, port.source):

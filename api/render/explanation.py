@@ -47,7 +47,7 @@ def _difference(alternative: Alternative, explanation: Explanation) -> dict[str,
 
 
 def show_explanation(explanation: Explanation, console: Console) -> None:
-    """Print a table of the layouts at rest, and one of those in computing."""
+    """Print a table of a parameter's stored layouts, and one of its compute layouts."""
     shared_count = len(explanation.names) - 1
     shared = f", with {shared_count} more that share its layouts" if shared_count else ""
     console.print(Text(f"{explanation.parameter}{shared}", style="bold"))
@@ -85,7 +85,7 @@ def _cells(alternative: Alternative, explanation: Explanation) -> tuple[str, str
 
 
 def _reasons(alternative: Alternative, explanation: Explanation) -> str:
-    """Return what the step's difference is made of, and the collectives that differ most, as text."""
+    """Return, as text, the parts of the step and the collectives whose seconds differ most from the plan's."""
     assert alternative.estimate is not None
     parts, collectives = difference(alternative.estimate, explanation.plan)
     if abs(alternative.estimate.step_time_s - explanation.plan.step_time_s) <= explanation.tolerance_s:

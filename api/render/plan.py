@@ -1,4 +1,4 @@
-"""Plans and reports for a person, in the terminal. Here seconds and bytes become ms and GB."""
+"""Plans and verification reports as text and tables for the terminal, with units such as ms and GB."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Job, Pipeli
 
 _COLLECTIVES_SHOWN = 12
 _BLOCKS = re.compile(r"(.*(?:\*|\{\d+-\d+\})\.)?(.*)")
-"""A key of a plan: up to the blocks that it names, and the name below them."""
+"""A key of a plan in two groups: the path up to and including its blocks, and the name below them."""
 _NAMES_SHOWN = 12
 _MESHES_SHOWN = 6
 _OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit", "no-layout": "has no layout"}
@@ -28,14 +28,14 @@ _ROLES = {
     "reserve": "for the allocator and the communication library",
     "transient": "the largest that one op and its communication need",
 }
-"""What a person cannot guess from the role's name."""
+"""Memory role -> explanation, for roles whose names do not say enough."""
 
 _ROLES_OF_A_FORWARD = {"activations": "there at once, at most", "transient": "more that one op works on"}
 _NAMES = {"kv_cache": "KV cache"}
 
 
 def show_plan(plan: ShardingPlan, console: Console) -> None:
-    """Print what a person wants to know of a plan: its axes, its price, how good it is, and its notes."""
+    """Print a plan: its axes and weights, its price, its optimality gap, and its notes."""
     console.print(_heading(plan), "", _axes_table(plan), "", _weights_table(plan), sep="\n")
     if plan.pipeline is not None:
         console.print("", _stages_table(plan.pipeline), sep="\n")
@@ -59,7 +59,7 @@ def show_plan(plan: ShardingPlan, console: Console) -> None:
 
 
 def show_verification(report: Mapping[str, Any], console: Console) -> None:
-    """Print whether the collectives that ran are those of the plan, and where they are not."""
+    """Print whether the collectives that ran are those of the plan, and the differences."""
     if report["equal"]:
         console.print(f"Verified: the {len(report['expected'])} kinds of collectives that ran are the plan's.")
         return
@@ -104,7 +104,7 @@ def _checkpointing(modes: Mapping[str, str]) -> str:
 
 
 def _weights_table(plan: ShardingPlan) -> RenderableType:
-    """Return which weights rest and are used how, those alike in one row."""
+    """Return a table of the weights' stored and compute layouts; weights with equal layouts share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for key, stored, used in weight_layouts(plan):
         other = "under its tied names" if used is None else "as stored" if used == stored else _layout(used)
@@ -164,7 +164,7 @@ def _memory_table(estimate: Estimate, job: Job) -> Table:
 
 
 def _collectives_table(estimate: Estimate) -> RenderableType:
-    """Return the collectives that take longest, those of all sizes in one row, and the rest in a last one."""
+    """Return a table of the slowest collectives: one row per kind, axis and phase, and a last row for all others."""
     groups: dict[tuple[str, str, str], list[CollectiveEstimate]] = {}
     for row in estimate.collectives:
         groups.setdefault((row.kind, row.axis, row.phase), []).append(row)
@@ -181,7 +181,7 @@ def _collectives_table(estimate: Estimate) -> RenderableType:
 
 
 def _sums(rows: Sequence[CollectiveEstimate]) -> tuple[str, str, str]:
-    """Return calls, range of sizes, and time of the rows together."""
+    """Return the number of calls, the range of sizes and the total time of ``rows``, as text."""
     least, most = min(row.bytes for row in rows), max(row.bytes for row in rows)
     sizes = size(most) if least == most else f"{size(least)} to {size(most)}"
     return str(sum(row.count for row in rows)), sizes, duration(sum(row.time_s for row in rows))
@@ -197,7 +197,7 @@ def _solver(solver: SolverReport) -> str:
 
 
 def _other_meshes(meshes: Sequence[MeshReport]) -> str:
-    """Return why each of the other meshes was not chosen, those with the fastest plans first."""
+    """Return why other meshes were not chosen, as text: slower meshes first, by step time; at most six are named."""
     rest = sorted((m for m in meshes if m.outcome != "chosen"), key=lambda m: (m.outcome != "slower", _shown_s(m)))
     texts = [f"{m.mesh} {_OUTCOMES[m.outcome]}{_time_on(m)}" for m in rest[:_MESHES_SHOWN]]
     if len(rest) > _MESHES_SHOWN:
@@ -224,7 +224,7 @@ def _rows_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def new_table(*columns: str) -> Table:
-    """Return an empty table; a column whose name ends in ">" is set to the right."""
+    """Return an empty table; a column whose name ends in ">" is right-aligned."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", title_justify="left")
     for column in columns:
         table.add_column(column.removesuffix(">"), justify="right" if column.endswith(">") else "left")
@@ -232,7 +232,7 @@ def new_table(*columns: str) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text in the unit that a person reads."""
+    """Return ``seconds`` as text in s, ms or µs."""
     for unit, length_s in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length_s:
             return f"{seconds / length_s:.2f} {unit}"
@@ -240,7 +240,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes as text in the decimal unit that a person reads."""
+    """Return ``nbytes`` as text in GB, MB, kB (decimal) or B."""
     for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= one:
             return f"{nbytes / one:.2f} {unit}"

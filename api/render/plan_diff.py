@@ -1,4 +1,4 @@
-"""Where two plans differ."""
+"""The differences between two plans, as data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _LAYOUTS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that the two plans have differently; None where a plan does not have it.
+    """One difference between two plans.
 
     Attributes:
-        field: of the plan, such as ``mesh``, ``estimate.memory`` or ``compute_plan``.
-        key: within it, such as a role or a pattern of FQNs; "" where the field has none.
+        field: field of the plans, such as ``mesh``, ``estimate.memory`` or ``compute_plan``.
+        key: key in the field, such as a memory role or an FQN pattern; "" where the field has no keys.
+        left, right: value of the first and of the second plan; None where the plan has no such value.
     """
 
     field: str
@@ -29,13 +30,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff:
-    """Every difference of two plans.
+    """All differences between two plans.
 
     Attributes:
-        settings: how they run: mesh, pipeline, micro-batches, checkpointing, job, cluster, fingerprint.
-        seconds: parts of the step, and each kind of collective by axis and phase.
-        nbytes: the peak per device, and each role's part of it.
-        layouts: keys of the layouts that only one of them has, or both otherwise.
+        settings: mesh, pipeline, micro-batches, checkpointing, job, cluster, fingerprint.
+        seconds: seconds of the parts of a step, and of each kind of collective by axis and phase.
+        nbytes: bytes of the peak per device, and of each memory role at the peak.
+        layouts: layouts, FSDP groups, and modules that are not resharded.
     """
 
     settings: tuple[Change, ...]
@@ -45,7 +46,7 @@ class PlanDiff:
 
     @property
     def equal(self) -> bool:
-        """Whether there is no difference at all."""
+        """Whether the plans have no difference."""
         return not (self.settings or self.seconds or self.nbytes or self.layouts)
 
     def to_dict(self) -> dict[str, Any]:

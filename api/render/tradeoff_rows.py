@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeoffRow:
-    """A plan among others.
+    """One plan in a comparison.
 
     Attributes:
-        cluster: what it is for.
-        devices: of the cluster.
-        plan: None where none fits, or none was found in time.
-        in_time: whether there was time enough to tell.
-        is_best: whether it is the one that was asked for.
-        price: of a step, in the currency of the price of a device-hour; None without one.
-        batch: of the plan, where batches are compared.
+        cluster: name of the plan's cluster.
+        devices: number of the cluster's devices.
+        plan: the plan; None where none fits, or where none was found in time.
+        in_time: whether the search found a plan, or proved that none fits, within its time limit.
+        is_best: whether the plan is the best one by the request's objective.
+        price: price of a step, in the currency of the device-hour's price; None without that price or without a plan.
+        batch: samples of the global batch, where batches are compared; else None.
     """
 
     cluster: str
@@ -48,7 +48,7 @@ class TradeoffRow:
     batch: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON values; what a plan says is null where there is none."""
+        """Return the row as JSON data; without a plan, the figures of the plan are null."""
         plan = self.plan
         figures: dict[str, Any] = dict.fromkeys(("mesh", "micro_batches", "ac", "step_time_s", "peak_memory_bytes"))
         figures |= dict.fromkeys(("device_s", "gap", "status"))
@@ -69,7 +69,7 @@ class TradeoffRow:
 
     @property
     def items_per_s(self) -> float | None:
-        """Tokens (or samples) per second and device."""
+        """Tokens (or samples) per second and device; None without a plan."""
         return None if self.plan is None else self.plan.job.items[0] / step_time_s(self.plan) / self.devices
 
 
@@ -80,7 +80,7 @@ def _row(plan: ShardingPlan, request: OpenedRequest, *, is_best: bool) -> Tradeo
 
 @quiet_libraries()
 def alternative_rows(request: OpenedRequest, count: int, time_limit_s: float | None) -> list[TradeoffRow]:
-    """Return the best plan and those of the ``count`` meshes that come next."""
+    """Return rows of the best plan and of the best plans on the ``count`` next best meshes."""
     session = request.session(time_limit_s=time_limit_s)
     best = session.plan()
     other_plans = alternatives(session, best, count)
@@ -89,7 +89,7 @@ def alternative_rows(request: OpenedRequest, count: int, time_limit_s: float | N
 
 @quiet_libraries()
 def pareto_rows(request: OpenedRequest, mesh: str | None, time_limit_s: float | None) -> list[TradeoffRow]:
-    """Return the front of step time against memory, the fastest plan first."""
+    """Return rows of the Pareto front of step time and peak memory, the fastest plan first."""
     front = pareto_front(request.session(time_limit_s=time_limit_s), mesh=mesh)
     return [_row(plan, request, is_best=plan is front[0]) for plan in front]
 
@@ -98,10 +98,17 @@ def pareto_rows(request: OpenedRequest, mesh: str | None, time_limit_s: float | 
 def batch_rows(
     request: OpenedRequest, mesh: str | None, *, most: int, within_s: float | None, time_limit_s: float | None
 ) -> list[TradeoffRow]:
-    """Return the fastest plan at each batch of the request's phase, and which has the most tokens per second.
+    """Return a row for each batch, with its fastest plan; the best row has the most tokens per second.
+
+    Args:
+        request: the request, for prefill or decode.
+        mesh: the mesh of all plans; None: each search chooses.
+        most: largest batch in samples.
+        within_s: most seconds of the best plan's step; None: no limit.
+        time_limit_s: seconds for each search; None: no limit.
 
     Raises:
-        JobError: the limit is not above 0, or the phase is training.
+        JobError: ``within_s`` is not above 0, the phase is training, or the model brings its own example inputs.
     """
     _check_limits(within=within_s)
     if request.example_inputs is not None:
@@ -139,10 +146,17 @@ def sweep_rows(
     price: float | None,
     time_limit_s: float | None,
 ) -> list[TradeoffRow]:
-    """Return the best plan of each size of the cluster, and which is the best for ``objective``.
+    """Return a row for each number of devices, with its fastest plan; the best row is the best by ``objective``.
+
+    Args:
+        request: the request, with the largest cluster.
+        objective: what makes a row the best.
+        within_s: most seconds of the best plan's step; None: no limit.
+        price: price of a device for an hour; None: no prices.
+        time_limit_s: seconds for each search; None: no limit.
 
     Raises:
-        JobError: a limit or a price is not above 0.
+        JobError: ``within_s`` or ``price`` is not above 0.
     """
     _check_limits(within=within_s, price=price)
     sizes = sweep(

@@ -15,7 +15,7 @@ from planner.tradeoffs import peak_bytes, step_time_s
 
 
 def show_tradeoffs(rows: Sequence[TradeoffRow], console: Console) -> None:
-    """Print a line for each plan; ``*`` marks the one that was asked for."""
+    """Print a line for each plan; ``*`` marks the best one."""
     clusters = len({row.cluster for row in rows}) > 1
     priced = any(row.price is not None for row in rows)
     per_device = _rate_name(rows)

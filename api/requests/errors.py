@@ -1,7 +1,7 @@
 """Exit codes and HTTP problem details (RFC 9457) of errors.
 
 Errors that a user can act on are ``PlannerError`` (with its exit code and HTTP status), and the ``ValueError``s that
-``cost_model`` raises for an impossible cluster or layout: it does not import the planner.
+``cost_model`` raises for an impossible cluster or layout, since ``cost_model`` does not import the planner.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def exit_code_of(error: Exception) -> int:
-    """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 1 a failure of ours."""
+    """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 1 a bug of shardplan."""
     if isinstance(error, PlannerError):
         return error.exit_code
     return 2 if isinstance(error, UserError) else 1
 
 
 def problem_of(error: Exception) -> dict[str, Any]:
-    """Return ``error`` as problem details; its data (``least_bytes``, ``field``, ...) become members of their own."""
+    """Return ``error`` as problem details; its attributes (``least_bytes``, ``field``, ...) become further members."""
     if isinstance(error, PlannerError):
         data = {
             key: value

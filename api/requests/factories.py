@@ -1,4 +1,4 @@
-"""Models from a Python function named ``package.module:factory``: imported and called, so for the command line only."""
+"""Models from a Python function ``package.module:factory``. The function is run, so the service does not accept it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from planner.errors import JobError, ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactoryResult:
-    """A factory's module on the meta device, its example inputs (if any), and which arguments it took."""
+    """The result of a factory.
+
+    Attributes:
+        module: the model, on the meta device.
+        example_inputs: arguments of one call of the model; None where the factory returned none.
+        took_batch, took_seq: whether the factory was called with ``batch`` and with ``seq``.
+    """
 
     module: nn.Module
     example_inputs: tuple[Any, ...] | dict[str, Any] | None
@@ -28,11 +34,16 @@ class FactoryResult:
 
 
 def call_factory(text: str, *, batch: int | None, seq: int | None) -> FactoryResult:
-    """Return what ``package.module:factory`` makes on the meta device, given ``batch`` and ``seq`` where it takes them.
+    """Return the result of ``package.module:factory``, called on the meta device.
+
+    Args:
+        text: name of the factory.
+        batch: samples in the global batch, for a factory with a parameter ``batch``; None: not given.
+        seq: tokens in a sequence, for a factory with a parameter ``seq``; None: not given.
 
     Raises:
-        ModelError: it cannot be imported, fails, or returns something else than a module or (module, example inputs).
-        JobError: it needs a batch or seq that was not given.
+        ModelError: the factory cannot be imported, fails, or returns neither a module nor (module, example inputs).
+        JobError: the factory needs a batch or seq that was not given.
     """
     factory = _find(text)
     takes = inspect.signature(factory).parameters
@@ -89,7 +100,7 @@ def _find(text: str) -> Callable[..., Any]:
 
 
 def _describe(error: Exception) -> str:
-    """Return what ``error`` says and the innermost line that raised it."""
+    """Return the type and message of ``error``, and the file and line that raised it, as text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

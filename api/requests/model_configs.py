@@ -15,13 +15,13 @@ from planner.errors import ModelError
 from planner.plan.former_names import with_current_names
 
 MAX_REPEATS = 10_000
-"""The most layers, blocks or experts that a config may ask for: more is a mistake, and building it takes for ever."""
+"""The most layers, blocks or experts of a config: more is a mistake, and building the model would take for ever."""
 
 MAX_DEPTH = 16
-"""The deepest that a config may nest; the library's own need three."""
+"""The most levels of nesting in a config; the configs of transformers need three."""
 
 FUSED_PROJECTIONS = "+fused-projections"
-"""Suffix of a model's name: its projections are fused (`planner.model_rewrites.fuse_projections.fuse_projections`)."""
+"""Suffix of a model's name that asks for fused projections (`planner.model_rewrites.fuse_projections`)."""
 _FORMER_SUFFIX = "+packed"
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -32,9 +32,13 @@ _DTYPES = ("dtype", "torch_dtype")  # the planner prices the job's precisions, w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Hugging Face ``config.json`` as plain data, ``name`` for people, and what was left out of it.
+    """A Hugging Face ``config.json`` as plain data.
 
-    ``fused_projections``: whether projections of the model are to be fused.
+    Attributes:
+        name: name of the model in messages.
+        values: the config, without the keys that could make a library load code.
+        notes: for the user, on the keys that were left out.
+        fused_projections: whether projections of the model are to be fused.
     """
 
     name: str
@@ -47,11 +51,12 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
     """Return the config that ``spec`` names, or None where it names a factory (``package.module:factory``).
 
     Args:
-        spec: a preset's name, ``{"hf_config": {...}}`` or, where ``allow_local``, a path or a factory; names may end in
-            ``+fused-projections``, a mapping may have ``"fused_projections": True``.
+        spec: a preset's name, ``{"hf_config": {...}}`` or, with ``allow_local``, a path or a factory. A name may end in
+            ``+fused-projections``; a mapping may have ``"fused_projections": True``.
+        allow_local: whether ``spec`` may name files and Python functions of this machine.
 
     Raises:
-        ModelError: there is no such config, or it is none.
+        ModelError: there is no such config, or it is invalid.
     """
     if not isinstance(spec, str):
         spec = with_current_names(spec)
@@ -66,7 +71,7 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
         config_of_name = find_config(name, allow_local=allow_local)
         return config_of_name and dataclasses.replace(config_of_name, fused_projections=True)
     if allow_local and spec.lower() not in preset_names():
-        # What exists or ends in .json is a path; the rest is a misspelt preset, which read_preset reports best.
+        # A name that exists or ends in .json is a path. Any other is a misspelt preset, which read_preset reports best.
         if Path(spec).exists() or spec.endswith(".json"):
             return read_config(Path(spec))
         if _FACTORY.match(spec):
@@ -88,7 +93,7 @@ def read_preset(name: str) -> ModelConfig:
     """Return the bundled config ``name`` (in any case).
 
     Raises:
-        ModelError: there is none of that name; the message lists those that there are, the closest first.
+        ModelError: there is no preset of that name; the message lists all presets, the closest first.
     """
     preset = name.lower()
     if preset not in preset_names():
@@ -98,10 +103,10 @@ def read_preset(name: str) -> ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """Return the config in ``path``: a config.json, or a folder with one in it.
+    """Return the config in ``path``: a config.json, or a folder that has one.
 
     Raises:
-        ModelError: it cannot be read, or is no config.
+        ModelError: the file cannot be read, or is no config.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -116,10 +121,10 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def check_config(values: object, *, name: str) -> ModelConfig:
-    """Return ``values`` as a config, without what could make a library load anything but data.
+    """Return ``values`` as a config, without the keys that could make a library load code.
 
     Raises:
-        ModelError: it is no JSON object with a model_type, or asks for absurdly many layers.
+        ModelError: ``values`` is no JSON object with a model_type, nests too deep, or has more layers than MAX_REPEATS.
     """
     advice = 'A Hugging Face config.json is an object such as {"model_type": "llama", "hidden_size": 4096, ...}.'
     if not isinstance(values, Mapping):
@@ -157,7 +162,8 @@ def _entries(values: Mapping[str, Any], *, depth: int, name: str) -> Iterator[tu
 
 
 def _data_only(values: Mapping[str, Any]) -> dict[str, Any]:
-    # Private keys can name attention kernels to be fetched and loaded; auto_map and quantization_config name code.
+    # Private keys can name attention kernels, which transformers would fetch and load. auto_map and
+    # quantization_config name code.
     data = {}
     for key, value in values.items():
         if key.startswith("_") or key in {"auto_map", "attn_implementation", "quantization_config", *_DTYPES}:

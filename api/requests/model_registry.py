@@ -1,4 +1,4 @@
-"""The model registry: from the name or config of a model to a module on the meta device, built by transformers."""
+"""The model registry: modules on the meta device by the name or config of a model, built by transformers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class ModelSource:
     """A model to plan for.
 
     Attributes:
-        name: what the user called it.
-        module: on the meta device, parameters in float32 (the planner prices the job's precisions).
-        example_inputs: for the global batch, positional or by name; None for a Hugging Face model, whose config tells.
-        seq: tokens in a sequence, None where that was not given or has no meaning.
-        takes_seq: whether it has a meaning.
-        tp_plan: FQN pattern -> Hugging Face style ("colwise", ...), None where the model carries none.
+        name: the user's name for the model.
+        module: the model on the meta device, parameters in float32 (the planner prices the job's precisions).
+        example_inputs: arguments of one call with the global batch, positional or by name; None for a Hugging Face
+            model, whose inputs follow from its config.
+        seq: tokens in a sequence; None where it was not given, or where the model takes no sequences.
+        takes_seq: whether the model takes sequences.
+        tp_plan: FQN pattern -> Hugging Face style ("colwise", ...); None where the model has no such plan.
         notes: for the user, one sentence each.
     """
 
@@ -55,16 +56,15 @@ def load_model(
 
     Args:
         spec: a preset's name, the path of a config.json or of its folder, ``package.module:factory``, or
-            ``{"hf_config": {...}}``. Of a name that ends in ``+fused-projections``, or with
-            ``"fused_projections": True`` next to the config, the projections are fused
-            (`planner.model_rewrites.fuse_projections.fuse_projections`).
-        batch: samples in the global batch; given to a factory that takes it.
-        seq: tokens in a sequence.
-        allow_local: False refuses paths and factories, as is right for what a client sent.
+            ``{"hf_config": {...}}``. Projections are fused (`planner.model_rewrites.fuse_projections`) if the name ends
+            in ``+fused-projections``, or if ``"fused_projections": True`` is next to the config.
+        batch: samples in the global batch, for a factory with a parameter ``batch``; None: not given.
+        seq: tokens in a sequence; None: not given.
+        allow_local: whether ``spec`` may be a path or a factory; False for a client's request.
 
     Raises:
-        ModelError: it cannot be found, read or built.
-        JobError: ``batch`` or ``seq`` do not go with the model.
+        ModelError: the model cannot be found, read or built.
+        JobError: ``batch`` or ``seq`` does not suit the model.
     """
     config = find_config(spec, allow_local=allow_local)
     if config is not None:
@@ -77,10 +77,10 @@ def load_model(
 
 
 def _with_fused_projections(source: ModelSource) -> ModelSource:
-    """Return a source with fused projections.
+    """Fuse the projections of the source's module; return the source with a new name, TP plan and note.
 
     Raises:
-        ModelError: it has none that can be fused.
+        ModelError: the module has no projections that can be fused.
     """
     layers = count_fused_projections(fuse_projections(source.module))
     if not layers:
@@ -157,7 +157,7 @@ def _from_config(config: ModelConfig, *, seq: int | None) -> ModelSource:
 
 
 def _hugging_face(name: str, module: nn.Module, *, seq: int | None, notes: tuple[str, ...]) -> ModelSource:
-    """Return the source of a Hugging Face model, whose inputs its config tells."""
+    """Return the source of a Hugging Face model, whose example inputs follow from its config."""
     takes_seq = getattr(module, "main_input_name", "input_ids") != "pixel_values"
     if seq is not None and takes_seq:
         notes += _check_positions(name, module, seq)
@@ -188,7 +188,7 @@ def _hf_config(config: ModelConfig) -> Any:
 
 
 def _config_faults() -> tuple[type[Exception], ...]:
-    """Return what a config class or a model's constructor raises over values that cannot be, or do not fit together."""
+    """Return the exceptions of config classes and model constructors for invalid or contradictory values."""
     from huggingface_hub.errors import StrictDataclassError
 
     wrong_value = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
@@ -204,7 +204,7 @@ def _unbuildable(config: ModelConfig, error: Exception) -> ModelError:
 
 
 def _model_class(config: ModelConfig, hf_config: Any) -> tuple[type[nn.Module], tuple[str, ...]]:
-    """Return the class to build, and notes: the config's own where it computes a loss, else its model type's head."""
+    """Return the class to build, and notes: the class that the config names if it has a loss, else `_default_class`."""
     import transformers
 
     architectures = hf_config.architectures
@@ -252,10 +252,10 @@ def _default_class(config: ModelConfig, hf_config: Any) -> type[nn.Module]:
 
 
 def _check_positions(name: str, module: nn.Module, seq: int) -> tuple[str, ...]:
-    """Return notes about a ``seq`` longer than the model was made for.
+    """Return a note for the user if ``seq`` is longer than the model was trained for.
 
     Raises:
-        JobError: the model has learned positions, and fewer than ``seq``.
+        JobError: the model has fewer than ``seq`` learned positions.
     """
     for fqn, part in module.named_modules():
         if isinstance(part, nn.Embedding) and _POSITIONS.search(fqn):
@@ -275,7 +275,7 @@ def _check_positions(name: str, module: nn.Module, seq: int) -> tuple[str, ...]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence advice about loading, generating and running, which nobody does here; keep off the network."""
+    """Silence the libraries' warnings about loading and running models, and keep Hugging Face off the network."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers.utils import logging
 
@@ -283,7 +283,7 @@ def quiet_libraries() -> Iterator[None]:
     logging.set_verbosity_error()
     try:
         with warnings.catch_warnings():
-            # DTensor is only asked for layouts, on a mesh without processes: no random number is drawn.
+            # DTensor only propagates layouts, on a mesh without processes, and draws no random numbers.
             warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
             yield
     finally:

@@ -1,4 +1,4 @@
-"""From a request to a plan, for the command line and the server's workers alike."""
+"""The plan of a request, and the checks before it, for the command line and the server's workers alike."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from planner.plan.sharding_plan import ShardingPlan
     from planner.session import PlanningSession
 
-"""Called with the name of each stage of planning as it begins."""
 
 MOST_DEVICES = 2**17
-"""The most devices that a client may ask for: more than any cluster has, and meshes are tried for each divisor."""
+"""The most devices of a client's cluster: more than any cluster has. Meshes are tried for each divisor."""
 
 _PACKAGES = ("api", "cost_model", "planner")
 _DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy")
@@ -50,10 +49,10 @@ def plan_request(
     """Return the plan that ``request`` asks for.
 
     Args:
-        allow_local: True lets the request name files and Python functions of this machine; a client's may not.
+        allow_local: whether the request may name files and Python functions of this machine; False for a client's.
         progress: called with each event of planning.
-        time_limit_s: for the search, which then returns the incumbent.
-        jobs: tasks of the search that run at once; see `planner.build_plan`.
+        time_limit_s: seconds for the search, which then returns its incumbent; None: no limit.
+        jobs: search tasks that run concurrently; see `planner.build_plan`.
 
     Raises:
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
@@ -68,14 +67,15 @@ def plan_request(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRequest:
-    """A request whose model is there.
+    """A request with its model loaded and its cluster read.
 
     Attributes:
         model: the module, or the graph that a client traced.
-        spec: what was asked for, with the cluster read.
-        example_inputs: of one call with the global batch, where the model's source brings them.
-        tp_plan: the expert plan that the model's source brings.
-        progress: called with each event.
+        cluster: the request's cluster.
+        spec: the request's job, with this cluster.
+        example_inputs: arguments of one call with the global batch; None: made from the model's config.
+        tp_plan: the model's expert plan for "tensor-parallel"; None where it has none.
+        progress: called with each event of planning.
         notes: for the user, on how the request was read.
     """
 
@@ -88,7 +88,12 @@ class OpenedRequest:
     notes: tuple[str, ...] = ()
 
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
-        """Return what plans the request."""
+        """Return the planning session of the request.
+
+        Args:
+            time_limit_s: seconds for each search, which then returns its incumbent; None: no limit.
+            jobs: search tasks that run concurrently.
+        """
         from planner.session import PlanningSession
 
         return PlanningSession(
@@ -105,7 +110,7 @@ class OpenedRequest:
 
 
 def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> OpenedRequest:
-    """Return ``request`` with its model.
+    """Return ``request`` with its model loaded and its cluster read.
 
     Raises:
         PlannerError, ClusterError, LayoutError: as `plan_request`.
@@ -140,7 +145,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
 
 
 def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
-    """Return how the collectives that ``plan`` runs on fake processes compare with its estimate.
+    """Run ``plan`` on fake processes; return the comparison of the collectives that ran with the plan's estimate.
 
     Raises:
         PlanError: the plan is for another model, mesh or batch, or has no estimate.
@@ -150,7 +155,7 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     from planner.graph.example_inputs import batch_size_of, inputs_from_config, meta_inputs, with_batch
     from planner.plan.fingerprint import model_fingerprint
 
-    # The executor checks this too, but after the plan's keys, and those of another model match nothing.
+    # The executor checks this too, but only after the plan's keys, which match nothing in another model.
     actual = model_fingerprint(source.module)
     expected = plan.fingerprint.get("model", actual)
     if actual != expected:
@@ -205,20 +210,20 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
 
 
 def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
-    """Return the request's cluster; a file is read only where ``allow_local``.
+    """Return the request's cluster, which may name files only with ``allow_local``.
 
     Raises:
-        ClusterError: it cannot be read.
+        ClusterError: the cluster cannot be read.
     """
     cluster = request.cluster_text
     return ClusterSpec.parse(cluster) if allow_local else read_client_cluster(cluster)
 
 
 def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
-    """Return a client's cluster, which may name no files: a server reads none of its own for a client.
+    """Return a client's cluster, which may name no files: a server does not read its own files for a client.
 
     Raises:
-        ClusterError: it cannot be read, names files, or is absurdly large.
+        ClusterError: the cluster cannot be read, names files, or has more than ``MOST_DEVICES`` devices.
     """
     advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
     if isinstance(cluster, str):
@@ -238,8 +243,8 @@ def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
 def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
     """Return a hash that is equal only for requests that get the same plan; None for a factory, whose code is unknown.
 
-    It covers what the request means rather than how it is written (a file's contents, a cluster's figures), our own
-    code and the libraries that decide.
+    The hash covers the meaning of the request rather than its text (a file's contents, a cluster's figures), the code
+    of shardplan, and the versions of the libraries that plans depend on.
     """
     model = _identity(request, allow_local=allow_local)
     if model is None:
@@ -251,7 +256,7 @@ def fingerprint(request: PlanRequest, *, allow_local: bool) -> str | None:
 
 
 def _identity(request: PlanRequest, *, allow_local: bool) -> dict[str, Any] | None:
-    """Return what makes the request's model what it is; None for a factory."""
+    """Return the data that identify the request's model; None for a factory."""
     if request.graph is not None:
         return graph_identity(request.graph)
     config = find_config(request.model_spec, allow_local=allow_local)
@@ -269,7 +274,7 @@ def _require(spec: JobSpec, field: str) -> None:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return a hash of the code that plans: an edited rule must not be answered with the plan of the old one."""
+    """Return a hash of the planner's code and libraries, so that no plan of older code answers a request."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[2]
     for package in _PACKAGES:

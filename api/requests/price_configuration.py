@@ -40,7 +40,7 @@ _DEGREE = re.compile(r"[0-9]{1,300}")
 
 @dataclass(frozen=True, kw_only=True)
 class PricedConfiguration:
-    """One configuration with its seconds and bytes."""
+    """A parallel configuration with its step time and memory."""
 
     model: str
     spec: TransformerSpec
@@ -51,19 +51,19 @@ class PricedConfiguration:
 
     @property
     def tokens_per_s_per_device(self) -> float:
-        """Tokens of the global batch over seconds and devices."""
+        """Tokens per second and device."""
         return self.parallel.global_batch * self.parallel.seq / self.time.total_s / self.parallel.ranks
 
     @property
     def model_flops_share(self) -> float:
-        """Model FLOP/s over the devices' 16-bit peak (MFU, causal, nothing recomputed)."""
+        """MFU: FLOP/s without recomputation, over the devices' bf16 peak (fp32 peak where bf16 has none)."""
         peak = self.cluster.device.peak_flops
         flops = self.spec.model_flops(self.parallel.global_batch * self.parallel.seq, self.parallel.seq)
         return flops / self.time.total_s / self.parallel.ranks / peak.get("bf16", peak["fp32"])
 
     @property
     def fits(self) -> bool:
-        """Whether the device's memory holds the peak, with context and fragments."""
+        """Whether the peak, with CUDA context, NCCL buffers and fragmentation, fits in a device's memory."""
         return self.memory.device <= self.cluster.memory_bytes
 
     def to_dict(self) -> dict[str, object]:
@@ -109,17 +109,20 @@ def price_configuration(
 
     Args:
         model: a preset, a config.json's path, or ``{"hf_config": {...}}``.
-        mesh: degrees by axis, ``"fsdp=8,tp=4"``; what is left out is 1. ``ep`` spreads experts over the ranks of dp,
-            fsdp and cp and is no axis of its own.
-        batch: sequences of all ranks in a step; one micro-batch each where left out.
+        cluster: a name such as ``2x8xh100-sxm-80gb``, a file, or an object with figures.
+        mesh: degrees by axis, such as ``"fsdp=8,tp=4"``; axes that are left out have degree 1. ``ep`` is no axis of
+            its own: experts are spread over the ranks of dp, fsdp and cp.
+        micro_batch: sequences per data-parallel rank and micro-batch.
+        batch: sequences of the global batch; None: one micro-batch for each data-parallel rank.
+        seq: tokens in a sequence.
         ac: none, selective (op policy), attention or full.
         compiled: whether element-wise chains are fused and the loss is compiled.
 
     Raises:
-        ModelError: the model is none whose dimensions are known.
+        ModelError: the model is no stack of equal transformer layers, or its config lacks a dimension.
         ClusterInputError: the cluster cannot be read.
         MeshError: the degrees do not fit the cluster or the batch.
-        JobError: something else of the configuration cannot be.
+        JobError: another value of the configuration is invalid.
     """
     config = find_config(model, allow_local=allow_local)
     if config is None:
@@ -191,7 +194,7 @@ def parse_degrees(mesh: str | Mapping[str, int]) -> dict[str, int]:
 
 
 def transformer_of(config: ModelConfig) -> TransformerSpec:
-    """Return the dimensions that a Hugging Face config holds.
+    """Return the dimensions of a transformer from its Hugging Face config.
 
     Raises:
         ModelError: the model is no stack of decoder or encoder layers, or a dimension is missing.
@@ -255,7 +258,7 @@ def _experts(find: Any, shared_by_count: bool) -> Experts:
 
 
 def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implementation:
-    """Return the executor's own: FSDP2 and DTensor, float32 parameters and gradients, torch's fused kernels."""
+    """Return the executor's choices: FSDP2 and DTensor, float32 parameters and gradients, torch's fused kernels."""
     return Implementation(
         kernels=KernelOptions(
             attention="flash2" if device.startswith(("a100", "a10", "l4", "rtx")) else "cudnn",

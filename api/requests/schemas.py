@@ -17,7 +17,7 @@ JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 
 class _Request(BaseModel):
-    """A client's data, whose fields may have their former names."""
+    """A client's request, whose fields may also have their former names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,7 +32,7 @@ class HuggingFaceModel(_Request):
 
     hf_config: dict[str, Any]
     fused_projections: bool = False
-    """Whether projections of one tensor are one layer, as ``+fused-projections`` behind a preset's name says."""
+    """Whether projections that read one tensor are fused into one linear layer (``+fused-projections`` in a name)."""
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class TracedGraph(_Request):
     """A model that the client traced, given as its graph of ops: no code, no weights (docs/reference/graph-format.md).
 
     ``graph`` is what ``planner.wire.codec.write_graph`` returns: ``{"format": "shardplan-graph", "zlib": "..."}``, or
-    the document that is compressed there, as it is.
+    the same document without compression.
     """
 
     graph: dict[str, Any]
@@ -61,7 +61,7 @@ class _PlanRequest(_Request):
 
     @property
     def spec(self) -> JobSpec:
-        """The request without its model."""
+        """The request's job: all fields but the model."""
         return JobSpec(**{item.name: getattr(self, item.name) for item in spec_fields() if item.option.in_requests})
 
     @property
@@ -72,7 +72,7 @@ class _PlanRequest(_Request):
 
     @property
     def model_spec(self) -> str | dict[str, Any]:
-        """The model in the form that ``load_model`` takes; it takes no graph."""
+        """The model in the form that ``load_model`` takes; a traced graph raises a TypeError."""
         if isinstance(self.model, TracedGraph):
             raise TypeError("a graph is no model to be loaded")
         if isinstance(self.model, str):
@@ -121,7 +121,7 @@ else:
 
 
 class Problem(BaseModel):
-    """What went wrong, as problem details (RFC 9457); more members carry its data, such as ``least_bytes``."""
+    """An error as problem details (RFC 9457); further members carry its data, such as ``least_bytes``."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -188,7 +188,7 @@ class EstimateRequest(_Request):
 
 
 class PricedEstimate(BaseModel):
-    """What a step of a configuration costs, in seconds and bytes, by part."""
+    """The price of a step of a configuration, in seconds and bytes, by part."""
 
     model: str
     cluster: str
@@ -203,7 +203,7 @@ class PricedEstimate(BaseModel):
 
 
 class DiffRequest(BaseModel):
-    """Two plans, each as it is or as the id of the job that made it."""
+    """Two plans to compare, each as a plan document or as the id of its job."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -212,7 +212,7 @@ class DiffRequest(BaseModel):
 
 
 class Difference(BaseModel):
-    """One thing that two plans have differently; null where one of them does not have it."""
+    """One difference between two plans; null where a plan has no such value."""
 
     field: str
     key: str
@@ -249,7 +249,7 @@ class DeviceList(BaseModel):
 
 
 class ModelSummary(BaseModel):
-    """A model that can be named; ``max_seq`` is the longest sequence that it was made for, where it says so."""
+    """A model that can be named; ``max_seq`` is its longest sequence in tokens, null where its config states none."""
 
     name: str
     model_type: str

@@ -1,4 +1,4 @@
-"""Models that a client traced itself and sends as graphs: checked, named and planned without their modules."""
+"""Models that a client traced and sent as graphs: the check of a graph, its model, and its identity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from planner.graph.trace_module import TracedModule
 
 _ONE_AT_A_TIME: Final = threading.Lock()
-"""Held while a graph is read: the largest takes some 250 MB, and a server has many threads."""
+"""Lock around the check of a graph: the largest graph takes some 250 MB, and a server has many threads."""
 
 
 def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
@@ -19,7 +19,7 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
 
     Raises:
         GraphFormatError: the document is no graph.
-        JobError: it was traced for another dtype, phase or batch, or with other ops.
+        JobError: the graph was traced for another dtype, phase or batch, or with other ops.
     """
     from planner.graph.trace_module import check_traced_for, micro_batch_counts
     from planner.plan.job import Job
@@ -46,10 +46,10 @@ def load_graph(graph: dict[str, Any]) -> TracedModule:
 
 
 def graph_identity(graph: dict[str, Any]) -> dict[str, str]:
-    """Return what a request's fingerprint takes of a graph.
+    """Return the data that identify a graph in a request's fingerprint: its digest.
 
     Raises:
-        GraphFormatError: it is none.
+        GraphFormatError: the document is no graph.
     """
     from planner.wire.codec import graph_digest
 

@@ -1,4 +1,4 @@
-"""``/v1/clusters`` and ``/v1/models``: what can be named in a request."""
+"""``/v1/clusters`` and ``/v1/models``: the devices and the models that a request can name."""
 
 from __future__ import annotations
 

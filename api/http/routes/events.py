@@ -61,7 +61,10 @@ async def follow(
 
 
 class _EventStream(StreamingResponse):
-    """An open stream. It is released here: the generator of a client that left before the first event never starts."""
+    """A response that streams events, and gives its place among the open streams back when it ends.
+
+    The generator of the events cannot give it back: it never starts if the client disconnects before the first event.
+    """
 
     def __init__(self, events: AsyncIterator[str], streams: OpenStreams) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})

@@ -19,13 +19,13 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/healthz", response_model=Health)
 async def healthz(request: Request) -> Health:
-    """Tell that this process answers. Nothing else is checked, and no token is needed."""
+    """Return the version of the running server. Nothing else is checked, and no token is needed."""
     return Health(version=request.app.version)
 
 
 @router.get("/readyz", response_model=Readiness, responses=problem_responses())
 def readyz(request: Request) -> Readiness:
-    """Tell whether jobs can be taken: the database answers and its tables are of this version. Needs no token."""
+    """Return whether jobs are accepted: the database answers and its tables are of this version. Needs no token."""
     service = service_of(request)
     try:
         service.database.check()

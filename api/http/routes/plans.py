@@ -120,7 +120,7 @@ def found_job(service: Service, caller: Caller, job_id: str) -> JobRecord:
     """Return the job of this id.
 
     Raises:
-        HTTPException: 404 where there is none, or the caller may not know of it.
+        HTTPException: 404 where there is no such job, or it belongs to an owner whose jobs the caller may not see.
     """
     job = service.store.get(job_id, owner=caller.sees) if _JOB_ID.fullmatch(job_id) else None
     if job is None:
@@ -129,7 +129,7 @@ def found_job(service: Service, caller: Caller, job_id: str) -> JobRecord:
 
 
 def job_body(job: JobRecord) -> bytes:
-    """Return a `PlanJob` as JSON; a plan is passed on as the text that it is stored as."""
+    """Return ``job`` as the JSON of a `PlanJob`; the plan's stored text is copied without parsing it."""
     start = json.dumps({"id": job.id, "status": job.status})[:-1]
     return f'{start}, "plan": {job.plan_json or "null"}, "error": {job.error_json or "null"}}}'.encode()
 
@@ -148,7 +148,7 @@ def _label(plan_request: PlanRequest) -> str:
         model = f"{next(iter(model_fields))} ({str(kind)[:100]})" if kind else next(iter(model_fields))
     where = cluster if isinstance(cluster, str) else str(cluster.get("device"))
     text = f"{model[:250]} on {where[:100]}"
-    return "".join(letter if letter.isprintable() else "?" for letter in text)  # PostgreSQL keeps no NUL
+    return "".join(letter if letter.isprintable() else "?" for letter in text)  # PostgreSQL's text has no NUL
 
 
 def _summary(job: JobRecord) -> JobSummary:

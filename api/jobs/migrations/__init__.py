@@ -1,1 +1,1 @@
-"""The versions of the database's tables, run by `api.jobs.database.Database.migrate`."""
+"""The migrations of the database's tables, run by `api.jobs.database.Database.migrate`."""

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the versions on the connection that `Database.migrate` opened, in its transaction."""
+"""Alembic's entry point: runs the migrations on the connection of `Database.migrate`, in its transaction."""
 
 from __future__ import annotations
 

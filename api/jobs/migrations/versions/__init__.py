@@ -1,1 +1,1 @@
-"""One file for each version."""
+"""The migrations, one module for each version of the tables."""

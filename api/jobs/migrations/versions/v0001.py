@@ -10,7 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make the table of the first version, so that every database goes the same way."""
+    """Create the table of the first version; a new database then takes the same further migrations as an old one."""
     op.create_table(
         "jobs",
         sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),

@@ -13,7 +13,7 @@ _SECONDS = sa.Float(53)
 
 
 def upgrade() -> None:
-    """Make the new tables, and bring the jobs of the first version over, all without an owner."""
+    """Create the new tables and copy the jobs of the first version into them, with the owner ""."""
     op.rename_table("jobs", "jobs_v0001")
     op.drop_index("ix_jobs_status", "jobs_v0001")
     _create_jobs()
@@ -22,7 +22,7 @@ def upgrade() -> None:
         "INSERT INTO plans (fingerprint, plan, made_at) "
         "SELECT fingerprint, plan, finished_at FROM jobs_v0001 WHERE plan IS NOT NULL"
     )
-    # What was running was interrupted: it waits again.
+    # Running jobs were interrupted, so they are queued again.
     op.execute(
         "INSERT INTO jobs (id, owner, fingerprint, status, request, label, error, attempt, deaths, queued_at, "
         "started_at, finished_at) SELECT id, '', fingerprint, "
