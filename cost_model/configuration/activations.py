@@ -1,9 +1,9 @@
-"""Bytes that one transformer layer saves for backward under each kind of checkpointing, and that its backward adds.
+"""Bytes that one transformer layer saves for backward under each checkpointing mode, and bytes that its backward adds.
 
-Every op counts value by value. A GEMM saves its input. A norm saves its input, and its result where the next GEMM does
-not save the same tensor. Attention saves queries, keys, values, its result and one float32 per row. A gated activation
-saves both factors. Sources: Korthikanti et al., arXiv 2205.05198, section 4 (34 s b h bytes per layer, of which dropout
-masks 4, plus 5 a s^2 b for unfused scores); torch's autograd formulas. Known error: see ``memory``.
+Saved values are counted op by op. A GEMM saves its input. A norm saves its input, and its result where the next GEMM
+does not save the same tensor. Attention saves queries, keys, values, its result and one float32 per row. A gated
+activation saves both factors. Sources: Korthikanti et al., arXiv 2205.05198, section 4 (34 s b h bytes per layer, 4 of
+them dropout masks, plus 5 a s^2 b for unfused scores); torch's autograd formulas. Known error: see ``memory``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 
 RING_NBYTES, RING_RANK_NBYTES = 44.0, 4.0
-"""Bytes per value of the queries that are live in backward of torch's context parallelism.
+"""Bytes per value of the queries that are live in backward of torch's context parallelism: fixed, and per context rank.
 
-Ten float32 tensors (accumulated gradients of queries, keys and values; the increments of one step; gradients of keys
-and values as sent and as received) and 16-bit keys and values as sent; and, per rank, the all-gathered keys and values.
-Source: torch's distributed/tensor/experimental/_context_parallel/_attention.py, 2.13,
-``_templated_ring_attention_backward`` and ``_AllGatherRotater`` (torchtitan's context_parallel_rotate_method is
-allgather)."""
+The first counts ten float32 tensors (accumulated gradients of queries, keys and values; the increments of one ring step
+to these three; gradients of keys and values as sent and as received) and the 16-bit keys and values as sent. The second
+counts the all-gathered 16-bit keys and values of each rank. Source: torch's
+distributed/tensor/experimental/_context_parallel/_attention.py, 2.13, ``_templated_ring_attention_backward`` and
+``_AllGatherRotater`` (torchtitan's context_parallel_rotate_method is allgather)."""
 
 DENSE_SCORE_NBYTES = 26.0
 """Bytes per score that are live in backward of an uncompiled FlexAttention.
 
-Six float32 tensors (scores, masked scores, softmax, its gradient, those of masked scores and of scores) and a 16-bit
-copy. Source: ``sdpa_dense_backward`` in torch's _higher_order_ops/flex_attention.py, 2.13."""
+Six float32 tensors (scores, masked scores, softmax, and the gradients of these three) and a 16-bit copy. Source:
+``sdpa_dense_backward`` in torch's _higher_order_ops/flex_attention.py, 2.13."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ def layer_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) 
     all_bytes = _attention_bytes(spec, parallel) + _mlp_bytes(spec, parallel, sparse=sparse)
     boundary = 2.0 * parallel.tokens * spec.hidden / parallel.sequence_shards
     widest = _mlp_width(spec, parallel, sparse=sparse)
-    # Gradients of the result (all-gathered under sequence parallelism) and of the input (not yet reduced) are whole.
+    # Sequence parallelism shards neither the gradient of the result (all-gathered) nor that of the input (not reduced).
     gradients = 2.0 * parallel.tokens * spec.hidden * 2 + 2.0 * 2 * widest
     saved = {
         "none": all_bytes,
@@ -85,7 +85,10 @@ def _attention_result_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> fl
 
 
 def _scores_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
-    """Return the bytes that unfused attention saves of its scores: two copies, and dropout's mask and result."""
+    """Return the bytes of scores that unfused attention saves.
+
+    Softmax's 16-bit result has 2 bytes per score; dropout's mask has 1 and its result 2.
+    """
     if parallel.implementation.kernels.attention != "unfused":
         return 0.0
     scores = parallel.micro_batch * spec.heads / parallel.tensor * parallel.seq * parallel.seq / parallel.context
@@ -93,12 +96,12 @@ def _scores_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
 
 
 def _input_nbytes(parallel: ParallelSpec) -> float:
-    """Return the bytes that a GEMM saves per value of its input."""
+    """Return the bytes that a GEMM saves per value of its input: 1 where it saves the 8-bit cast, else 2."""
     return 1.0 if parallel.implementation.low_precision.saves_cast_inputs and parallel.low_precision else 2.0
 
 
 def _norm_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
-    """Return the bytes that a norm saves: its input, its extra values, and its result unless that is recomputed."""
+    """Return the bytes that a norm saves: its input, ``norm_nbytes`` per value, and its result unless recomputed."""
     saving, shards = parallel.implementation.saving, parallel.sequence_shards
     residual = parallel.tokens * spec.hidden
     saved = residual * (2.0 + saving.norm_nbytes) / shards
@@ -121,7 +124,7 @@ def _attention_bytes(spec: TransformerSpec, parallel: ParallelSpec) -> float:
 
 
 def _mlp_width(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> float:
-    """Return the values between the MLP's GEMMs on this rank, of all experts that its tokens go to."""
+    """Return the number of values between the MLP's GEMMs on this rank, over all experts of its tokens."""
     if not sparse or spec.experts is None:
         return parallel.tokens * spec.ffn / parallel.tensor
     routed = parallel.tokens * spec.experts.top_k * parallel.expert_tensor / parallel.tensor
@@ -162,10 +165,10 @@ def _selective_mean_bytes(spec: TransformerSpec, parallel: ParallelSpec, *, spar
 def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, gemms: SavedGemms, *, sparse: bool) -> float:
     """Return the bytes that torchtitan's op policy saves: the block's input, attention's result, results of GEMMs.
 
-    Every second GEMM of q, k, v, o and gate, up, down is q, v, gate and down. Backward reads all results but down's,
-    since the residual addition after it saves nothing. Eager torch saves down's result regardless, unreduced on each
-    tensor rank. Reduce-scattered results are saved too, and results of all-to-alls where ``selective_all_to_all``.
-    Results of the experts' GEMMs are on no version's list.
+    Of the GEMMs q, k, v, o, gate, up and down, the policy "alternate" saves every second result: those of q, v, gate
+    and down. Backward reads all of these but down's, since the residual addition after down saves nothing. Eager torch
+    saves down's result all the same, unreduced on each tensor rank. Reduce-scattered results are saved too, and results
+    of all-to-alls with ``selective_all_to_all``. No version of torchtitan saves the results of the experts' GEMMs.
     """
     saving = parallel.implementation.saving
     tokens, shards = parallel.tokens, parallel.sequence_shards
@@ -181,7 +184,7 @@ def _selective_bytes(spec: TransformerSpec, parallel: ParallelSpec, gemms: Saved
 
 
 def _saved_gemm_values(spec: TransformerSpec, parallel: ParallelSpec, gemms: SavedGemms, *, sparse: bool) -> float:
-    """Return the values of the saved GEMM results that backward reads."""
+    """Return the number of values in those saved GEMM results that backward reads."""
     if gemms == "none":
         return 0.0
     tokens, tensor = parallel.tokens, parallel.tensor
@@ -194,17 +197,18 @@ def _saved_gemm_values(spec: TransformerSpec, parallel: ParallelSpec, gemms: Sav
     values += width * (spec.mlp_matrices - 2)
     if spec.mla is None:
         values += tokens * spec.key_dim / tensor
-    else:  # MLA: one GEMM yields keys and values, and another its input
+    else:  # MLA: the kv GEMM yields keys and values from the kv bottleneck, the result of another GEMM
         values += tokens * spec.heads * spec.mla.nope_dim / tensor
         values += tokens * (spec.mla.query_rank + spec.mla.kv_rank + spec.mla.rope_dim)
     return values + tokens * spec.hidden  # attention's projection, before it is reduced
 
 
 def _alternate_width(spec: TransformerSpec, tensor: int) -> float:
-    """Return the width of every other GEMM's result before attention, on one tensor rank.
+    """Return the total width of the results of every other projection before attention, on one tensor rank.
 
-    Of q, k, v these are q and v. Multi-head latent attention has q, the kv bottleneck and kv (keys and values in one),
-    or the q bottleneck, q, the kv bottleneck and kv. Tensor parallelism does not split bottlenecks.
+    Of q, k, v these are q and v. Multi-head latent attention has the projections q, kv bottleneck, kv (keys and values
+    in one): these are q and kv. With a q bottleneck it has q bottleneck, q, kv bottleneck, kv: these are the
+    bottlenecks, which tensor parallelism does not split.
     """
     mla = spec.mla
     if mla is None:

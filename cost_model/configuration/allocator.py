@@ -5,10 +5,11 @@ stays reserved, whenever it occurred. fully_shard uses two streams besides the d
 distributed/fsdp/_fully_shard/_fsdp_collectives.py, 2.13). Parameters are all-gathered on the first and copied to the
 default stream. The results of reduce-scatters, of which the gradients are views, are allocated on the second.
 
-Where gradients have no stream of their own, the first step allocates optimizer states between them.
+Where gradients have no stream of their own, the first step allocates optimizer states between them. Freed gradients
+then leave holes.
 
-Known error: split segments are one share of the peak, although they depend on the order of sizes: 2 to 26 % in the runs
-that the share was fitted to.
+Known error: split segments are priced as a fixed share of the peak, although they depend on the order of allocations.
+They are 2 to 26 % of the peak in the runs that the share was fitted to.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ class FullBytes:
 
     @property
     def ends(self) -> float:
-        """Bytes of embedding and head."""
+        """Bytes of the embedding and the head."""
         return self.embedding + self.head
 
 
 def stream_pool_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], full: FullBytes) -> float:
     """Return the bytes that the pools of other streams add to the allocated peak.
 
-    For all-gathers, these are the two largest that follow each other. For reductions, these are the gradients, whose
-    blocks are still reserved when the default stream peaks and no gradient is live.
+    The pool of the all-gather stream is as large as the two largest all-gathers that follow each other. The pool of the
+    reduction stream is as large as the gradients: its blocks stay reserved when the default stream peaks, even if no
+    gradient is live then.
     """
     pool = max(_default_stream(parallel, phase) for phase in phases) - max(phase.allocated for phase in phases)
     if _reduces_on_own_stream(parallel):
@@ -61,7 +63,7 @@ def stream_pool_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], full
 
 
 def fragmentation_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], constants: StepConstants) -> float:
-    """Return the bytes of the default stream's pool that are free, and too small for any allocation of its peak."""
+    """Return the free bytes of the default stream's pool at its peak, in blocks too small for any allocation."""
     peak = max(_default_stream(parallel, phase) for phase in phases)
     gradients = max(phase.gradients for phase in phases)
     with_holes = max(
@@ -75,7 +77,7 @@ def fragmentation_bytes(parallel: ParallelSpec, phases: Sequence[PhaseBytes], co
 def _gradient_holes(parallel: ParallelSpec, phase: PhaseBytes, gradients: float) -> float:
     """Return the bytes of the blocks that freed gradients leave between the optimizer's states.
 
-    Saved activations fill these blocks; the logits do not fit.
+    Saved activations are allocated in these blocks; logits do not fit in them.
     """
     if not parallel.implementation.allocator.gradient_holes:
         return 0.0

@@ -1,10 +1,11 @@
-"""Seconds of context parallelism in one layer: keys and values sent around the ring, and the merging of the blocks.
+"""Seconds of context parallelism in one layer: sending keys and values around the ring, and merging blocks' results.
 
-Every hop overlaps with attention to the block that has arrived. The exposed part of a hop is what exceeds that
-attention; the overlapped part slows attention by the processors that messages take (``kernels.in_step``).
+Every hop overlaps with attention to the block that has arrived. A hop is exposed for as long as it takes longer than
+that attention. The overlapped part slows attention by the share of processors that messages occupy
+(``kernels.in_step``).
 
-Known error: rows with context parallelism are within those of the accuracy table (benchmarks/results/accuracy.md);
-torchtitan's over 4 and 8 ranks in 8 bits are 19 to 30 % too fast.
+Known error: the accuracy table (benchmarks/results/accuracy.md) includes rows with context parallelism. The predictions
+for torchtitan in 8 bits over 4 and 8 ranks are 19 to 30 % too fast.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from cost_model.kernels.step_constants import StepConstants
 MERGE_FORWARD, MERGE_BACKWARD = 32.5, 50.5
 """Bytes that torch's _context_parallel/_attention.py (2.13) moves per value of the queries and block of keys.
 
-Half of the blocks are whole and half of them are half blocks, by its load balancing. Forward, after the first block:
-the result is cast (2 read, 4 written), subtracted from the sum (8, 4), multiplied by the weight (4, 4), subtracted
-again (8, 4); half of that; and the sum is written again (4, 4). Backward: gradients of queries, keys and values are
-added (6, 4 each); for half blocks, half of that, and the sum is written again; those of keys and values are
-concatenated for sending (4, 4 each). Counted 2026-11-21."""
+By torch's load balancing, half of the blocks are full blocks and half of them are half blocks; the constants are means
+over both kinds. In parentheses: bytes read, bytes written.
+
+Forward, for each block after the first: the result is cast (2, 4), subtracted from the sum (8, 4), multiplied by the
+weight (4, 4), subtracted again (8, 4). A half block moves half of these bytes, and copies the sum (4, 4).
+Backward, for each block: gradients of queries, keys and values are added (6, 4 each). A half block moves half of these
+bytes, and copies the three sums (4, 4 each). Gradients of keys and values are concatenated for sending (4, 4 each).
+Counted 2026-11-21."""
 
 FIRST_BLOCK, LATER_BLOCK = 4.0, 6.0
-"""Bytes that Transformer Engine moves per value and block, in each pass.
+"""Bytes that Transformer Engine moves per value to merge the first block, and each later block, in each pass.
 
-Values are those of results in forward, and of queries, keys and values in backward: 2 read and 2 written for the first
-block; 2 and 2 read, 2 written for each later one. Each is one kernel. Under a causal mask, half of the later blocks
-cover half of the rows. Counted 2026-11-24 in attention/dot_product_attention/context_parallel.py,
-AttnFuncWithCPAndKVP2P."""
+The values are those of the results in forward, and of queries, keys and values in backward. One kernel reads 2 bytes
+and writes 2 for the first block. One kernel reads 2 and 2 bytes and writes 2 for each later block. Under a causal mask,
+half of the later blocks cover half of the rows. Counted 2026-11-24 in
+attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P."""
 
 
 def merge_seconds(
@@ -60,7 +64,7 @@ def merge_seconds(
 def context_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, attention: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return the seconds that sending around the ring adds: keys and values in forward, with gradients in backward.
+    """Return the seconds that ring sends add: in forward of keys and values, in backward of their gradients as well.
 
     Args:
         attention: seconds of attention on one rank, forward and backward.

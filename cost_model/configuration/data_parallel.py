@@ -45,9 +45,9 @@ def data_seconds(
 
 
 def layer_rank_parameters(spec: TransformerSpec, parallel: ParallelSpec) -> tuple[float, float]:
-    """Return the parameters of one pipeline rank's layers on one tensor rank: without routed experts, and of those.
+    """Return the parameters of one pipeline rank's layers on one tensor rank: without routed experts, and of these.
 
-    The data axis divides nothing here.
+    The counts are not divided by the data axis.
     """
     plain = spec.layers * (spec.attention_parameters + spec.norm_parameters)
     plain += spec.dense_layers * spec.dense_mlp_parameters + spec.sparse_layers * spec.shared_mlp_parameters
@@ -65,7 +65,7 @@ def _sharded_seconds(
     constants: StepConstants,
     passes: tuple[float, float],
 ) -> DataSeconds:
-    """Return the seconds of ZeRO-3: two all-gathers and a reduce-scatter of every layer."""
+    """Return the seconds of ZeRO-3: an all-gather per layer and pass that needs one, and reductions of gradients."""
     options, lora = parallel.implementation.data_parallel, parallel.implementation.lora
     plain, experts = layer_rank_parameters(spec, parallel)
     layers = max(1.0, spec.layers / parallel.pipeline)
@@ -77,7 +77,7 @@ def _sharded_seconds(
         reduce = head_reduce = 0.0
     again = gather if options.reshard_after_forward else 0.0
     if parallel.checkpointing == "full" and (plain + experts) / layers > options.max_reuse_numel:
-        again += gather  # freed between recomputation and backward
+        again += gather  # parameters are freed between recomputation and backward
     overlap = 1.0 if options.overlaps else 0.0
 
     def one_pass(reduce: float, head_reduce: float) -> tuple[float, float]:
@@ -107,10 +107,11 @@ def _sharded_seconds(
 def _layer_collectives(
     parallel: ParallelSpec, cluster: ClusterSpec, plain: float, experts: float, *, linears: bool = False
 ) -> tuple[float, float]:
-    """Return the seconds of all-gathering and of reducing one layer's parameters over its shards (and replicas).
+    """Return the seconds to all-gather one layer's parameters, and to reduce its gradients over shards and replicas.
 
     Args:
-        plain, experts: parameters of the layer without routed experts, and of those.
+        plain: parameters of the layer on one tensor rank, without routed experts.
+        experts: parameters of the layer's routed experts on one expert rank.
         linears: whether the parameters are those of linears, which may be all-gathered in 8 bits.
     """
     implementation = parallel.implementation
@@ -138,12 +139,12 @@ def _layer_collectives(
 def _replicated_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, passes: tuple[float, float]
 ) -> DataSeconds:
-    """Return the seconds of reducing gradients, and of all-gathering updated parameters where states are sharded."""
+    """Return the seconds without ZeRO-3: of reducing gradients, and with ZeRO-1 or 2 of all-gathering parameters."""
     options = parallel.implementation.data_parallel
     if parallel.implementation.lora:
         return DataSeconds()
     plain, experts = layer_rank_parameters(spec, parallel)
-    plain += spec.vocab * spec.hidden / parallel.tensor  # embedding on the first rank, projection on the last
+    plain += spec.vocab * spec.hidden / parallel.tensor  # embedding on the first pipeline rank, projection on the last
     size = parallel.data * parallel.context
     reduce, gather = _step_collectives(parallel, cluster, plain, size, parallel.tensor)
     if experts:
@@ -163,7 +164,7 @@ def _replicated_seconds(
 def _step_collectives(
     parallel: ParallelSpec, cluster: ClusterSpec, numel: float, size: int, stride: int
 ) -> tuple[float, float]:
-    """Return the seconds of reducing the gradients and all-gathering the parameters of ``numel`` values."""
+    """Return the seconds to reduce the gradients and to all-gather the parameters of ``numel`` parameters."""
     nbytes = parallel.implementation.data_parallel.reduce_nbytes * numel
     if parallel.zero == 0:
         return group_time_s("all_reduce", nbytes, size=size, stride=stride, cluster=cluster), 0.0

@@ -53,8 +53,8 @@ class LowPrecisionOptions:
     """How linears run in 8 or 4 bits.
 
     Attributes:
-        cast_nbytes: bytes moved to scale and cast one value of an operand: read once or twice (the second read finds
-            the scale), written once or twice (the second write is the transpose).
+        cast_nbytes: bytes moved to scale and cast one value of an operand: it is read once or twice (one read finds the
+            scale) and written once or twice (one write is of the transpose).
         rescale_nbytes: bytes moved per result value of a backward GEMM to rescale it afterwards.
         layer_share: share of the layers whose linears run in low precision; the others run in 16 bits.
         shares_casts: whether linears that read the same tensor share its cast (a compiler merges equal ops).
@@ -79,7 +79,7 @@ class TensorParallelOptions:
 
     Attributes:
         async_tp: whether its all-gathers and reduce-scatters run in pieces, overlapped with their GEMMs.
-        copies: whether tensors are copied around its collectives, because they split the sequence dim (DTensor).
+        copies: whether tensors are copied before or after the collectives, which split the sequence dim (DTensor).
         saves_gathered_inputs: whether the all-gathered inputs of linears are saved for backward; else backward
             all-gathers them again (Megatron).
     """
@@ -98,8 +98,8 @@ class ExpertOptions:
         sends_once_per_node: whether a token is sent once to a node that holds several of its experts (DeepEP,
             HybridEP).
         bias_kernels: whether biases of experts are weighted and added by separate float32 kernels (Megatron).
-        float32_combine: whether the results of experts are unsorted, in float32, into one tensor of all of a token's
-            experts that tensor ranks do not split.
+        float32_combine: whether the results of experts are put back in token order as one float32 tensor of all experts
+            of each token, which is not split over tensor ranks.
         router_nbytes: bytes that the router saves per value of its input, in addition to the norm's result.
         shards_shared_experts: whether shared experts are sharded over the data axis; else the first rank holds all of
             them (torchtitan before #1561: one expert of a stack that fully_shard splits by experts).
@@ -123,15 +123,15 @@ class DataParallelOptions:
             FSDP2); else the all-gather starts when the layer before is done.
         reduces_each_micro_batch: whether gradients are reduced after every micro-batch; else once a step.
         defers_reduction: whether a sharded model reduces gradients with the last micro-batch only, although it
-            all-gathers parameters for each.
+            all-gathers parameters in every micro-batch.
         reduce_nbytes: bytes of one gradient value on the wire.
         reshard_after_forward: whether all-gathered parameters are freed after forward.
-        root_holds_ends: whether embedding and head are one FSDP group, that of the root, which is held until backward
-            ends; else each is a group of its own, and the embedding is freed after use.
+        root_holds_ends: whether embedding and head are in the FSDP group of the root, which stays all-gathered until
+            backward ends; else each is a group of its own, and the embedding is freed after use.
         collectives_per_layer: all-gathers of one layer's parameters, and reductions of its gradients.
-        max_reuse_numel: parameters of a layer above which they are freed between its recomputation and its backward
-            (DeepSpeed's ``stage3_max_reuse_distance``).
-        saves_cast_shards: whether the shards in the compute dtype are saved from forward to backward.
+        max_reuse_numel: number of parameters above which a layer's parameters are freed between its recomputation and
+            its backward (DeepSpeed's ``stage3_max_reuse_distance``).
+        saves_cast_shards: whether parameter shards, cast to the compute dtype, are saved from forward to backward.
     """
 
     overlaps: bool = True
@@ -151,12 +151,12 @@ class StateOptions:
     """The bytes of parameters, gradients and optimizer states, and the optimizer's step.
 
     Attributes:
-        parameter_nbytes: of one stored parameter.
-        gradient_nbytes: of one accumulated gradient value; 0 where the gradient has the parameter's dtype and exists
-            in backward only.
+        parameter_nbytes: bytes of one stored parameter.
+        gradient_nbytes: bytes of one accumulated gradient value; 0 where the gradient has the parameter's dtype and
+            exists in backward only.
         gradients_persist: whether gradients have a permanent buffer (Megatron); else none exist between steps.
-        master_nbytes: of a float32 copy of the parameter; 0 where there is none.
-        optimizer_nbytes: of the optimizer's states per parameter.
+        master_nbytes: bytes of a parameter's float32 copy; 0 where there is none.
+        optimizer_nbytes: bytes of the optimizer's states per parameter.
         optimizer_passes: how often the optimizer reads and writes its states; 1 for a fused optimizer.
         optimizer_on_host: whether states and step are in host memory.
     """
@@ -176,9 +176,9 @@ class LossOptions:
 
     Attributes:
         logit_nbytes: bytes per logit at the loss's peak.
-        logit_hole_nbytes: bytes per logit of free blocks that the peak cannot use: in eager torch those of the 16-bit
-            logits, which are too small for a float32 tensor.
-        input_nbytes: bytes per value of the projection's input: that input, all-gathered, and its gradient.
+        logit_hole_nbytes: bytes per logit of free blocks that the peak cannot use: in eager torch the freed blocks of
+            the 16-bit logits, which are too small for a float32 tensor.
+        input_nbytes: bytes per value of the projection's input: of the input itself, all-gathered, and of its gradient.
         traffic_nbytes: bytes read and written per logit, forward and backward.
         chunks: pieces that the logits are computed in, one live at a time.
         vocabulary_parallel: whether tensor-parallel logits stay split over the vocabulary.
@@ -202,12 +202,13 @@ class SavingOptions:
         frees_in_backward: whether backward frees saved tensors as it goes; else the caller's list of arguments holds
             all of them until backward returns (a graph of aot_autograd whose callable takes no boxed arguments).
         selective_gemms: the GEMMs whose results selective checkpointing saves: none, every other one, or all.
-        selective_cast_gemms: the same of GEMMs in low precision.
-        selective_unread: whether it also saves results that backward never reads (eager; a compiler drops them).
-        selective_attention: whether it saves the result of attention; else attention is recomputed.
-        selective_all_to_all: whether it saves the results of the experts' all-to-alls.
-        selective_weight_nbytes: bytes that it saves per parameter of a layer's linears (a defect of torchtitan before
-            #820: absolute values of all-gathered weights).
+        selective_cast_gemms: the same for GEMMs in 8 or 4 bits.
+        selective_unread: whether selective checkpointing also saves results that backward never reads (eager torch; a
+            compiler drops them).
+        selective_attention: whether selective checkpointing saves the result of attention; else it is recomputed.
+        selective_all_to_all: whether selective checkpointing saves the results of the experts' all-to-alls.
+        selective_weight_nbytes: bytes that selective checkpointing saves per parameter of a layer's linears (a defect
+            of torchtitan before #820: absolute values of all-gathered weights).
         full_attention: whether full checkpointing saves the result of attention.
     """
 
@@ -229,10 +230,10 @@ class AllocatorOptions:
 
     Attributes:
         gather_stream: whether parameters are all-gathered into buffers of another stream and copied out (FSDP2).
-        reduce_stream: whether reduced gradients are in buffers of another stream, which retains them when gradients
-            are freed (FSDP2).
-        gradient_holes: whether gradients leave free blocks between the optimizer's states, which were allocated while
-            the first gradients were live: where no stream and no CUDA graph has a pool of its own.
+        reduce_stream: whether reduced gradients are in buffers of another stream, which stay reserved for that stream
+            when gradients are freed (FSDP2).
+        gradient_holes: whether freed gradients leave free blocks between the optimizer's states, which were allocated
+            while the first gradients were live. So where neither another stream nor a CUDA graph has its own pool.
         expandable_segments: whether the allocator maps pages on demand, so that no segment stays split.
     """
 
@@ -259,7 +260,7 @@ class PipelineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """All choices of a framework. ``lora``: whether only small adapters are trained."""
+    """All choices of a framework. ``lora``: whether only LoRA adapters are trained."""
 
     kernels: KernelOptions = KernelOptions()
     low_precision: LowPrecisionOptions = LowPrecisionOptions()

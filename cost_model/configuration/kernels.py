@@ -18,13 +18,13 @@ from cost_model.kernels.gemm import gemm_time_s
 from cost_model.kernels.step_constants import StepConstants, gemm_share
 
 EARLIER_FLASH = 2.0
-"""Seconds of FlashAttention-1 and of the memory-efficient kernel over those of FlashAttention-2. Source: arXiv
-2307.08691, abstract."""
+"""Ratio of the seconds of FlashAttention-1, and of the memory-efficient kernel, to those of FlashAttention-2. Source:
+arXiv 2307.08691, abstract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """``groups`` GEMMs ``[m, k] @ [k, n]``. Fields are positional: one price has hundreds of GEMMs."""
+    """``groups`` GEMMs ``[m, k] @ [k, n]``. Fields are positional for speed: one price creates hundreds of GEMMs."""
 
     m: float
     n: float
@@ -42,7 +42,10 @@ class Gemm:
 
 
 def gemm_s(gemm: Gemm, *, device: DeviceSpec, dtype: str, constants: StepConstants) -> float:
-    """Return the seconds of a GEMM inside a step; 4 bits are priced as 8 bits (no kernel was measured)."""
+    """Return the seconds of a GEMM inside a step.
+
+    4 bits are priced as 8 bits, since no kernel was measured. Both are priced as bf16 on devices without fp8.
+    """
     eight_bits = dtype in ("fp8", "fp4") and "fp8" in device.peak_flops
     alone = _gemm_alone_s(gemm, device, "fp8" if eight_bits else "bf16" if dtype in ("fp8", "fp4") else dtype)
     return alone / gemm_share(constants, device)

@@ -1,7 +1,7 @@
-"""Seconds of one layer on one rank for one micro-batch: kernels, and the collectives that block its compute.
+"""Seconds of one layer on one rank for one micro-batch: kernels, and the collectives that compute waits for.
 
     forward  = max(GEMMs + attention + streams, host launches) + tensor, context and expert collectives
-    backward = the same of backward, with what checkpointing recomputes
+    backward = the same for backward, recomputation of checkpointed ops included
 
 Known error: see ``step``.
 """
@@ -35,9 +35,10 @@ LORA_FORWARD = 1.05
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """Seconds of one layer, by phase: compute, and waiting for other ranks.
+    """Seconds of one layer for one micro-batch, by pass; ``backward_*`` includes recomputation.
 
-    ``backward_*`` includes recomputation.
+    Compute is the kernels of the layer. Tensor, context and expert are the seconds that the collectives of these
+    parallelisms add.
     """
 
     forward_compute_s: float
@@ -63,7 +64,7 @@ class LayerTime:
 def layer_time(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants, *, sparse: bool
 ) -> LayerTime:
-    """Return the seconds of one layer with (``sparse``) or without experts."""
+    """Return the seconds of one layer, with (``sparse``) or without experts, on one rank for one micro-batch."""
     kernels, saving = parallel.implementation.kernels, parallel.implementation.saving
     work = layer_work(spec, parallel, sparse=sparse)
     gemm, backward_gemm, selective_gemm = _gemm_seconds(work, parallel, cluster, constants)
@@ -106,7 +107,7 @@ def layer_time(
 def _gemm_seconds(
     work: LayerWork, parallel: ParallelSpec, cluster: ClusterSpec, constants: StepConstants
 ) -> tuple[float, float, float]:
-    """Return the seconds of all GEMMs forward, backward, and of those that selective checkpointing recomputes."""
+    """Return the seconds of GEMMs, casts included: forward, backward, and recomputed by selective checkpointing."""
     dtype, lora = parallel.dtype, parallel.implementation.lora
 
     def seconds(gemm: Gemm) -> float:
@@ -134,8 +135,8 @@ def _gemm_seconds(
 def _recomputed_seconds(parallel: ParallelSpec, plain: list[float]) -> float:
     """Return the seconds of the GEMMs that torchtitan's selective checkpointing recomputes, without the experts'.
 
-    Of a layer's calls of mm, every other result is saved, the first among them, unless all or none are. Grouped GEMMs
-    of experts (_grouped_mm) are on no version's list (activation_checkpoint.py @b5bcd76).
+    Of a layer's calls of mm, it saves every other result, starting with the first, or all, or none. No version saves
+    results of the experts' grouped GEMMs, _grouped_mm (activation_checkpoint.py @b5bcd76).
     """
     implementation = parallel.implementation
     seconds = {"none": sum(plain), "alternate": sum(plain[1::2]), "all": 0.0}
@@ -187,9 +188,9 @@ def _expert_seconds(spec: TransformerSpec, parallel: ParallelSpec, cluster: Clus
 
 
 def _distinct_share(top_k: int, parallel: ParallelSpec, cluster: ClusterSpec) -> float:
-    """Return the mean share of a token's copies that are sent where each node (or rank) receives it once.
+    """Return the mean share of a token's ``top_k`` copies that are sent if each node (or rank) receives the token once.
 
-    Of ``top_k`` draws among ``places`` equally likely places, places (1 - (1 - 1/places)^top_k) are distinct.
+    Of ``top_k`` draws among p equally likely nodes (or ranks of the only node), p (1 - (1 - 1/p)^top_k) are distinct.
     """
     group = strided_group(parallel.expert, parallel.expert_tensor, cluster.devices_per_node)
     places = group.nodes if group.nodes > 1 else group.size

@@ -14,12 +14,12 @@ from cost_model.configuration.parallelism import ParallelSpec
 from cost_model.configuration.transformer import TransformerSpec
 
 BIAS_FORWARD, BIAS_BACKWARD = 14.0, 20.0
-"""Values of two bytes that Megatron-Core's TEGroupedMLP._apply_bias moves per value of the experts' result.
+"""Values of two bytes that Megatron-Core's TEGroupedMLP._apply_bias moves per value of the experts' result, by pass.
 
-Forward, in float32: bias times probability (4 bytes written), their sum with the result (6 read, 4 written), the
-concatenation over experts (4, 4), the cast back (4, 2). Backward: the cast (2, 4), the result's gradient cast (4, 2)
-and concatenated (2, 2), and for each of bias and probability a multiplication (4, 4) and its sum (4). Counted
-2026-11-21."""
+In parentheses: bytes read, bytes written. Forward, in float32: bias times probability (0, 4), their sum with the result
+(6, 4), the concatenation over experts (4, 4), the cast back (4, 2). Backward: the cast (2, 4), the result's gradient
+cast (4, 2) and concatenated (2, 2), and for each of bias and probability a multiplication (4, 4) and its sum (4, 0).
+Counted 2026-11-21."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class LayerWork:
 
 
 def layer_work(spec: TransformerSpec, parallel: ParallelSpec, *, sparse: bool) -> LayerWork:
-    """Return the work of a layer with (``sparse``) or without experts."""
+    """Return the work of a layer, with (``sparse``) or without experts."""
     tokens, tensor = parallel.tokens, parallel.tensor
     separate = parallel.implementation.kernels.separate_linears
     mlp: tuple[Gemm, ...] = ()
@@ -112,7 +112,7 @@ def _mlp_gemms(spec: TransformerSpec, tokens: float, ffn: float, *, separate: bo
 def _streamed_values(
     spec: TransformerSpec, parallel: ParallelSpec, ffn_values: float, routed: float
 ) -> tuple[float, float]:
-    """Return the two-byte values that element-wise kernels read and write, forward and backward."""
+    """Return the number of two-byte values that element-wise kernels read and write, forward and backward."""
     kernels = parallel.implementation.kernels
     fused = kernels.fused_ops
     residual = parallel.tokens * spec.hidden / parallel.sequence_shards

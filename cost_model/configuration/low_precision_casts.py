@@ -1,4 +1,4 @@
-"""Bytes that the casts of a layer's linears to 8 or 4 bits move, by sharing and by position around collectives.
+"""Bytes that the casts of a layer's linears to 8 or 4 bits move, with shared casts and casts before all-gathers.
 
 Source: the frameworks' code, as ``implementation.LowPrecisionOptions`` states it; nothing is fitted. Known error: the
 fp8 rows of the accuracy table (benchmarks/results/accuracy.md) include it.
@@ -10,16 +10,17 @@ from cost_model.configuration.layer_work import LayerWork
 from cost_model.configuration.parallelism import ParallelSpec
 
 AMAX_NBYTES = 2.0
-"""Bytes read to find the scale of a value. Selective checkpointing saves the scale (aten.max is on its list) and casts
-again."""
+"""Bytes read per value to find the scale. Selective checkpointing saves the scale (aten.max is on its list), so
+recomputation casts without this read."""
 
 
 def cast_nbytes(work: LayerWork, parallel: ParallelSpec) -> tuple[float, float]:
-    """Return the bytes that casts to low precision move, forward (inputs, and weights once a step) and backward.
+    """Return the bytes that casts to low precision move for one micro-batch, forward and backward.
 
-    In each block, the last GEMM is split over its inputs and the others over their outputs. Tensor parallelism
-    all-gathers the inputs of the latter and the output gradient of the former, after the cast
-    (``casts_before_gather``) or before it.
+    Forward casts inputs, and weights once a step. Backward casts gradients of outputs, and may rescale results. In each
+    block the last GEMM is row-wise parallel and the others are column-wise parallel. Tensor parallelism all-gathers the
+    inputs of column-wise GEMMs and the output's gradient of row-wise ones, after the cast (``casts_before_gather``) or
+    before it.
     """
     options = parallel.implementation.low_precision
     gathered = 1.0 / parallel.tensor if options.casts_before_gather and parallel.sequence_parallel else 1.0

@@ -27,7 +27,8 @@ from cost_model.kernels.step_constants import StepConstants, shipped_constants
 ROLES = ("parameters", "gradients", "optimizer_state", "activations", "logits", "gathered", "workspace")
 
 VISIBLE_SHARE = 1.063
-"""Bytes that the driver shows, over the label's: 79.19 GiB on an 80 GB H100 (devices.csv, mem_gib_visible)."""
+"""Ratio of the bytes that the driver shows to the nominal ones: 79.19 GiB on an 80 GB H100 (devices.csv,
+mem_gib_visible)."""
 
 NCCL_COMMUNICATOR_BYTES = 250_000_000
 """Bytes of the buffers of one communicator. Assumed; see ``optimizer_memory.NCCL_BYTES``."""
@@ -38,7 +39,9 @@ class MemoryPhase:
     """Bytes by role in one phase of a step.
 
     Attributes:
-        holes: bytes of free blocks that are too small for the allocations of this phase; in no role.
+        gathered: all-gathered parameters.
+        workspace: buffers of gradient reduction, of the vocabulary projection, or of the optimizer.
+        holes: free blocks that are too small for the allocations of this phase; they belong to no role.
     """
 
     name: str
@@ -59,9 +62,10 @@ class MemoryPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The phases of a step on the fullest rank, in order, and the bytes outside of them.
+    """The phases of a step on one pipeline rank, in order, and the bytes that belong to no phase.
 
     Attributes:
+        rank: the pipeline rank.
         pools: bytes that the allocator holds for other streams, beyond their allocated bytes at the peak; the default
             stream cannot use them.
         fragmentation: bytes that the caching allocator holds beyond the peak: holes, and split segments.
@@ -97,9 +101,15 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankParameters:
-    """Parameters of one pipeline rank on one tensor rank, not sharded over the data axis.
+    """Numbers of layers and parameters of one pipeline rank on one tensor rank, not divided by the data axis.
 
-    ``shared`` (experts) are a part of ``plain``; ``experts`` are the routed ones.
+    Attributes:
+        layers, sparse: layers, and layers with experts.
+        plain: parameters of the layers without routed experts.
+        shared: parameters of shared experts, which ``plain`` includes.
+        experts: parameters of routed experts.
+        embedding, head: parameters of the embedding and of the vocabulary projection; 0 on ranks without it. A head
+            tied to the embedding of the same rank is 0.
     """
 
     layers: float
@@ -128,7 +138,7 @@ def step_memory(
     *,
     rank: int | None = None,
 ) -> StepMemory:
-    """Return the bytes of a step on pipeline rank ``rank``, or on the fuller of the first and the last."""
+    """Return the bytes of a step on pipeline rank ``rank``; None: on the first or the last rank, whichever has more."""
     constants = constants or shipped_constants()
     ranks = {0, parallel.pipeline - 1} if rank is None else {rank}
     memories = [_rank_memory(spec, parallel, cluster, constants, one) for one in sorted(ranks)]
@@ -173,7 +183,7 @@ def _rank_parameters(spec: TransformerSpec, parallel: ParallelSpec, rank: int) -
 
 
 def _states(parallel: ParallelSpec, owned: _RankParameters) -> MemoryPhase:
-    """Return the bytes of parameters, reduced gradients and optimizer state, as the data axis shards them."""
+    """Return the bytes of parameters, reduced gradients and optimizer state, sharded over the data axis."""
     state = parallel.implementation.state
     shards = (parallel.shard if parallel.zero == 3 else parallel.data) * parallel.context
     expert_shards = max(1.0, shards * parallel.tensor / (parallel.expert * parallel.expert_tensor))
@@ -237,7 +247,7 @@ def _phases(
 def _receive_buffers(parallel: ParallelSpec, residual: float, in_flight: float) -> float:
     """Return the bytes of preallocated receive buffers that hold no live tensor.
 
-    Of activations, the buffers of micro-batches that are not in flight; of gradients, all buffers. torch's
+    Buffers of activations count for micro-batches that are not in flight. Buffers of gradients count for all. torch's
     distributed/pipelining/stage.py (2.13) has a buffer for every micro-batch and stage in ``args_recv_info`` and
     ``grad_recv_info``. The ends of the pipeline, which receive in one direction only, are counted alike.
     """
@@ -248,7 +258,7 @@ def _receive_buffers(parallel: ParallelSpec, residual: float, in_flight: float) 
 
 
 def _gathered(parallel: ParallelSpec, owned: _RankParameters, states: MemoryPhase) -> tuple[float, float, float]:
-    """Return the bytes of all-gathered parameters at the loss, in backward of the last layer and of the first.
+    """Return the bytes of all-gathered parameters at the loss, in the last layer's backward, and in the first layer's.
 
     Backward prefetches the next layer. A head that is its own FSDP group is freed when its backward is done. Saved
     shards in the compute dtype are included.
@@ -269,10 +279,11 @@ def _gathered(parallel: ParallelSpec, owned: _RankParameters, states: MemoryPhas
 
 
 def _reducing(parallel: ParallelSpec, full: FullBytes, *, accumulated: bool) -> tuple[float, float]:
-    """Return the bytes of unsharded gradients and of their reduction, in backward of the last layer and of the first.
+    """Return the bytes of unsharded gradients and their reduction, in the last layer's backward and in the first's.
 
-    A layer's gradients are copied to be reduced; the copy of the layer before exists until then. The root's gradients
-    are unsharded until backward ends, unless they are ``accumulated`` over micro-batches in any case.
+    A layer's gradients are live together with the reduction buffer, a copy, of the previous layer's gradients. The
+    root's gradients are unsharded until backward ends. With ``accumulated`` gradients, `_unsharded_gradients` counts
+    the root's.
     """
     if not parallel.fully_sharded:
         return 0.0, 0.0
@@ -288,8 +299,7 @@ def _reducing(parallel: ParallelSpec, full: FullBytes, *, accumulated: bool) -> 
 def _loss_bytes(
     spec: TransformerSpec, parallel: ParallelSpec, owned: _RankParameters
 ) -> tuple[float, float, float, float]:
-    """Return the bytes of logits, of the projection's workspace, of holes, and of retained outputs, on the last
-    pipeline rank."""
+    """Return the bytes of logits, projection workspace, holes and retained outputs on the last pipeline rank."""
     loss = parallel.implementation.loss
     values = parallel.tokens * spec.vocab / loss.chunks
     values /= parallel.tensor if loss.vocabulary_parallel else 1
@@ -303,7 +313,7 @@ def _loss_bytes(
 
 
 def _unsharded_gradients(parallel: ParallelSpec, owned: _RankParameters) -> float:
-    """Return the bytes of gradients that a sharded rank accumulates unsharded over micro-batches."""
+    """Return the bytes of gradients that ZeRO-3 accumulates unsharded over micro-batches; 0 where it reduces each."""
     options = parallel.implementation.data_parallel
     each = options.reduces_each_micro_batch or (options.reshard_after_forward and not options.defers_reduction)
     if parallel.zero != 3 or parallel.micro_batches == 1 or each:

@@ -23,11 +23,13 @@ class ParallelSpec:
         micro_batch: sequences per data-parallel rank and micro-batch.
         micro_batches: micro-batches per step.
         seq: tokens of a sequence.
-        document: tokens of each document packed into a sequence; documents do not attend to each other. 0 for one.
+        document: tokens of each document packed into a sequence; documents do not attend to each other. 0: a sequence
+            is one document.
         replicate, shard: data-parallel ranks that hold the same parameters, and that shard them.
         zero: 0 replicated states, 1 states sharded, 2 gradients too, 3 parameters too (FSDP).
         sequence_parallel: whether activations between tensor-parallel blocks are split over the sequence.
         virtual_stages: model chunks per pipeline rank.
+        tensor, pipeline, context: degrees of tensor, pipeline and context parallelism.
         expert, expert_tensor: ranks that experts are spread over, and ranks that split each expert.
     """
 

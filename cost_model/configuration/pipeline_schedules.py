@@ -6,7 +6,8 @@ one rank:
     gpipe        idle (p-1)(f+b);            m in flight
     1f1b         idle (p-1)(f+b);            min(m, p - rank) in flight (Narayanan et al., arXiv 2006.09503)
     interleaved  idle (p-1)(f+b)/v;          (p v + p - 1 - 2 rank)/v in flight (arXiv 2104.04473, section 2.2)
-    zero-bubble  idle (p-1)(f+b-2w), w = the weights' part of backward; in flight as 1f1b (ZB-H1, arXiv 2401.10241)
+    zero-bubble  idle (p-1)(f+b-2w)/v;       w = the weights' part of backward; in flight as 1f1b (ZB-H1, arXiv
+                                             2401.10241, where v = 1)
 
 The formulas are exact for stages of equal time without sends.
 """
@@ -16,22 +17,25 @@ from __future__ import annotations
 from cost_model.configuration.parallelism import ParallelSpec
 
 WEIGHT_PART = 1 / 3
-"""Share of forward and backward that computes gradients of weights. In a transformer of short sequences this is one of
-three equal GEMMs."""
+"""Share of f + b that computes gradients of weights. In a transformer with short sequences this is one of three equal
+GEMMs."""
 
 
 def idle_passes(ranks: int, chunks: int = 1) -> float:
-    """Return the idle time of a rank in a step of 1F1B, interleaved for more than one chunk per rank, over f + b."""
+    """Return the idle time of a rank in a step of 1F1B (interleaved for ``chunks`` > 1 per rank), in units of f + b."""
     return (ranks - 1) / chunks
 
 
 def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int, *, end_alone: bool = False) -> float:
-    """Return the most micro-batches for which rank ``rank`` of 1F1B, interleaved or not, holds activations of all its
-    layers at once.
+    """Return the most micro-batches for which a rank of 1F1B holds the activations of all its layers at once.
 
     Args:
-        end_alone: whether the first chunk of the first rank, or the last of the last, has no layers. The chunks that
-            have layers then hold p each, and the last rank holds one more in all.
+        ranks: pipeline ranks.
+        chunks: model chunks per rank; 1F1B is interleaved for more than one.
+        micro_batches: micro-batches per step.
+        rank: the pipeline rank, counted from 0.
+        end_alone: whether the first chunk of the first rank, or the last chunk of the last rank, has no layers. Each
+            other chunk of the rank then holds p micro-batches, and on the last rank one chunk holds one more.
     """
     if chunks == 1:
         in_flight = float(ranks - rank)
@@ -43,7 +47,7 @@ def held_micro_batches(ranks: int, chunks: int, micro_batches: int, rank: int, *
 
 
 def idle_share(parallel: ParallelSpec) -> float:
-    """Return the idle time of a rank in a step over the time f + b of one micro-batch."""
+    """Return the idle time of a rank in a step, in units of f + b, the time of one micro-batch."""
     ranks = parallel.pipeline
     if ranks == 1:
         return 0.0

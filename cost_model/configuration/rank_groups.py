@@ -11,7 +11,7 @@ from cost_model.hardware.cluster import ClusterSpec
 
 @functools.lru_cache(maxsize=4096)
 def strided_group(size: int, stride: int, devices_per_node: int) -> AxisGroup:
-    """Return the group of ``size`` ranks, ``stride`` apart, where node n holds ranks n devices_per_node and up.
+    """Return the group of ``size`` ranks, ``stride`` apart, where node n has ``devices_per_node`` consecutive ranks.
 
     All groups of the axis communicate at the same time and share the network cards.
     """

@@ -1,14 +1,14 @@
 """Seconds of one training step of any parallel configuration, and the parts that they consist of.
 
-    step = m (f + b) + idle (f + b) + exposed all-gathers and reductions of the data axis + optimizer
+    step = m (f + b + loss) + idle (f + b) + exposed all-gathers and reductions of the data axis + slow-down + optimizer
 
-f and b are the seconds of forward and backward of one of the m micro-batches on the slowest pipeline rank (layers,
-loss, sends). Communication on a stream of its own overlaps with compute and slows it down: each overlapped second costs
-the share of the processors that NCCL takes.
+f and b are the seconds of forward and backward of one of the m micro-batches on the slowest pipeline rank, its sends
+included. Communication on a stream of its own overlaps with compute and slows it down: each overlapped second costs the
+share of the processors that NCCL occupies.
 
 Known error (2026-11, benchmarks/accuracy.py, rows of sources that no constant was fitted to; the structure was chosen
-with those rows in sight): dense in 16 bits mean 6 %, 92 % of rows within 15 %, but mean 10 % without the one document
-that also has a fitted table; in 8 bits mean 9 %; experts mean 15 % and too fast.
+with those rows in sight): dense in 16 bits mean 6 %, 92 % of rows within 15 %, but mean 10 % without the rows of the
+one document of which another table is in the fit; in 8 bits mean 9 %; experts mean 15 % and too fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,18 @@ HOST_LINK_BYTES_PER_S = 25e9
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by purpose; they add up to ``total_s``."""
+    """Seconds of a step by purpose; they add up to ``total_s``.
+
+    Attributes:
+        compute_s: kernels of the layers, with recomputation and with the data axis's copies.
+        loss_s: vocabulary projection and loss.
+        tensor_s, context_s, expert_s: seconds that these parallelisms add.
+        pipeline_send_s: exposed sends between pipeline ranks.
+        bubble_s: idle time of a pipeline rank.
+        data_s: exposed all-gathers of parameters and reductions of gradients.
+        slowdown_s: seconds that overlapped communication of the data axis and of the pipeline slows compute.
+        optimizer_s: clipping and the optimizer's step.
+    """
 
     compute_s: float
     loss_s: float
@@ -58,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stage:
-    """The slowest pipeline rank: layers without and with experts, and their seconds for one micro-batch."""
+    """The slowest pipeline rank: its numbers of layers without and with experts, and the seconds of one such layer."""
 
     dense: float
     sparse: float
@@ -166,16 +177,16 @@ def _loss_seconds(
 def _send_seconds(
     spec: TransformerSpec, parallel: ParallelSpec, cluster: ClusterSpec, micro_batch_s: float
 ) -> tuple[float, float]:
-    """Return the exposed seconds of sending one micro-batch between pipeline ranks, and the slow-down of compute.
+    """Return the exposed seconds of one micro-batch's sends between pipeline ranks, and the slow-down of compute.
 
-    Sends overlap where a rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm needs interleaving).
+    Sends overlap if the rank has another chunk to run meanwhile (Megatron's overlap_p2p_comm needs interleaving).
 
     Args:
         micro_batch_s: compute seconds of a rank's chunks for one micro-batch.
     """
     if parallel.pipeline == 1:
         return 0.0, 0.0
-    nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # split, and all-gathered (SC21, section 4.1)
+    nbytes = 2.0 * parallel.tokens * spec.hidden / parallel.tensor  # sharded, then all-gathered (SC21, section 4.1)
     stride = parallel.tensor * parallel.context * parallel.data
     once = group_time_s("send_recv", nbytes, size=parallel.pipeline, stride=stride, cluster=cluster)
     seconds = 2.0 * once * parallel.virtual_stages

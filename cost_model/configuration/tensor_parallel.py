@@ -22,12 +22,17 @@ def tensor_seconds(
 ) -> tuple[float, float]:
     """Return the seconds added to one pass over a layer, forward and backward, by attention and MLP together.
 
-    With sequence parallelism, each of the two has an all-gather before it and a reduce-scatter after it; else an
-    all-reduce. Async tensor parallelism cuts each collective into as many pieces as there are ranks, one of them local:
-    an all-gather overlaps with the GEMMs that read it, and of a reduce-scatter the last piece is exposed. What exceeds
-    the overlapped GEMMs is exposed too; what is overlapped slows them. Backward has two GEMMs for each forward GEMM, or
-    one where weights are frozen (LoRA). An input that is not saved is all-gathered again for the weight's gradient,
-    overlapped with the GEMMs of the input's gradient (in Megatron also without async tensor parallelism).
+    With sequence parallelism, attention and MLP each have an all-gather before and a reduce-scatter after them; without
+    it, an all-reduce after them.
+
+    Async tensor parallelism cuts each collective into as many pieces as there are ranks; one piece is local. An
+    all-gather overlaps with the GEMMs that read its result. A reduce-scatter overlaps with the GEMM before it, except
+    for its last piece. A collective is also exposed for as long as it takes longer than its GEMMs. The overlapped part
+    slows the GEMMs.
+
+    Backward has two GEMMs for each forward GEMM, or one if weights are frozen (LoRA). An input that is not saved is
+    all-gathered again for the weight's gradient. This all-gather overlaps with the GEMMs of the input's gradient, in
+    Megatron also without async tensor parallelism.
     """
     if parallel.tensor == 1:
         return 0.0, 0.0
@@ -48,7 +53,7 @@ def tensor_seconds(
     reallgather = parallel.sequence_parallel and not options.saves_gathered_inputs and not lora
     forward = backward = copied if options.async_tp else 2.0 * (gather + reduce) + copied
     for gemms in (work.attention_gemms, work.mlp_gemms):
-        if len(gemms) == 1:  # a router only: the exchange takes tokens as sequence parallelism splits them
+        if len(gemms) == 1:  # a router only: the all-to-all sends tokens as sequence parallelism shards them
             continue
         columns, row = _block_seconds(gemms, parallel, cluster, constants)
         if reallgather:
@@ -63,15 +68,22 @@ def tensor_seconds(
 def _async_s(
     gather: float, reduce: float, readers: float, writers: float, parallel: ParallelSpec, cluster: ClusterSpec
 ) -> float:
-    """Return the seconds added by an all-gather overlapped with ``readers`` and a reduce-scatter with ``writers``."""
+    """Return the seconds that an all-gather and a reduce-scatter add, overlapped with GEMMs; all arguments in seconds.
+
+    Args:
+        gather, reduce: of the all-gather and of the reduce-scatter alone.
+        readers, writers: of the GEMMs that read the all-gather's result, and of those before the reduce-scatter.
+        parallel: the configuration.
+        cluster: the cluster.
+    """
     exposed = max(0.0, gather - readers) + max(reduce / parallel.tensor, reduce - writers)
     return _overlapped_s(gather + reduce, exposed, cluster)
 
 
 def _overlapped_s(seconds: float, exposed: float, cluster: ClusterSpec) -> float:
-    """Return the seconds that communication adds to the GEMMs it overlaps with, ``exposed`` of them exposed.
+    """Return the seconds that a communication of ``seconds`` adds, of which ``exposed`` do not overlap with GEMMs.
 
-    The overlapped part slows the GEMMs by the share of the processors that NCCL takes.
+    The overlapped part slows the GEMMs by the share of the processors that NCCL occupies.
     """
     return exposed + taken_share(cluster.device) * (seconds - exposed)
 

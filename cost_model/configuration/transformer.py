@@ -17,8 +17,8 @@ class MultiHeadLatentAttention:
     """DeepSeek's multi-head latent attention (MLA): ranks of its two bottlenecks, and its head dims.
 
     Attributes:
-        query_rank, kv_rank: of the bottlenecks of queries, and of keys and values; ``query_rank`` 0 is a query
-            projection without a bottleneck (DeepSeek-V2-Lite).
+        query_rank, kv_rank: ranks of the bottleneck of queries, and of that of keys and values; ``query_rank`` 0 is a
+            query projection without a bottleneck (DeepSeek-V2-Lite).
         nope_dim, rope_dim, value_dim: head dims without and with rotary embedding, and of values.
     """
 
