@@ -2,7 +2,8 @@
 
     cd benchmarks && python accuracy.py --truth ../../shared/truth [--json] [--rows OUT.csv] [--plot OUT.png]
 
-Calibration rows, whose sources constants were fitted to (published/rows/split.toml), and validation rows are separate.
+Calibration rows and validation rows are separate: constants were fitted to the sources of calibration rows
+(published/rows/split.toml).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from published.rows.priced_row import PricedRow
 
 TAGS = ("gpu", "family", "parallelism", "size", "framework", "precision", "checkpointing", "kind", "nodes")
 FEWEST = 3
-"""Least rows of a group that is shown."""
+"""Fewest rows of a group that is shown."""
 
 
 def price(folder: Path) -> list[PricedRow]:

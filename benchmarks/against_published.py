@@ -8,11 +8,11 @@ For each run the table has the measurement, the price of its configuration by `s
 same model, cluster, batch, sequence, reduction dtype of gradients, and attention kernel (FlashAttention-3 where the run
 had it on a GPU that runs it); with ``--pipelines`` pipelines too. The two prices come from two models of a step
 (results/accuracy.md). Plans are in bf16. So a configuration that ran in 8 bits or less is priced in bf16, and its
-measurement is not shown; one that does not fit in bf16, by its own estimate, is left out. Exit code 1 where a
-configuration is priced faster than the plan, or no plan fits.
+measurement is not shown. A configuration that does not fit in bf16, by its own estimate, is left out. The exit code is
+1 where a configuration is priced faster than the plan, or no plan fits.
 
 ``--own-mesh`` also plans each run's own configuration: its mesh, micro-batches and checkpointing are given, the rest is
-chosen. No search may be slower than that by more than its gap.
+chosen. The plan of the free search may not be slower than this plan by more than the MIP gap.
 
 The techniques of the frameworks are options: ``--fused-ops`` (torch.compile, Transformer Engine, Megatron),
 ``--async-tp``, ``--reallgather``, ``--zigzag`` and ``--fused-projections`` (Megatron, NeMo).
@@ -20,7 +20,7 @@ The techniques of the frameworks are options: ``--fused-ops`` (torch.compile, Tr
 ``--same`` prices each run's own configuration as a plan, where a plan can express it: fully sharded on one axis, with
 the run's micro-batches and checkpointing, and with fused ops where its framework fused or compiled them. torchtitan's
 selective checkpointing recomputes every other GEMM and ours none, so such runs are priced halfway between our selective
-and full checkpointing. The errors against the measurements are those of the plans' prices.
+and full checkpointing. The errors compare the plans' prices with the measurements.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ JobKey = tuple[str, ClusterSpec, int, int, str, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRun:
-    """One row: its job, its configuration, and seconds of a step; ``measured_s`` is None unless it ran in 16 bits."""
+    """One row: its job, its configuration, and seconds of a step; ``measured_s`` is None for runs not in 16 bits."""
 
     row_id: str
     preset: str
@@ -166,7 +166,7 @@ def _degrees(row: Mapping[str, str]) -> str:
 
 
 def session_of(run: PublishedRun, module: nn.Module, **options: Any) -> PlanningSession:
-    """Return the session that plans a run's job; ``options`` are further ones of `PlanningSession`."""
+    """Return the session that plans a run's job; ``options`` are further arguments of `PlanningSession`."""
     return PlanningSession(
         module,
         cluster=run.cluster,
@@ -219,12 +219,12 @@ def own_mesh_seconds(run: PublishedRun, options: Mapping[str, Any]) -> float | s
 
 
 def same_as_a_plan(run: PublishedRun) -> float | None:
-    """Return the seconds of the run's own configuration as a plan; None where no plan expresses it."""
+    """Return the seconds of a step of the run's own configuration as a plan; None where no plan expresses it."""
     parallel = run.parallel
     split = parallel.zero != 3 or parallel.replicate > 1 or parallel.shard != run.cluster.size
     if split or parallel.checkpointing == "attention" or parallel.implementation.state.optimizer_on_host:
         return None
-    # torchtitan's selective checkpointing recomputes every other GEMM, ours none, full checkpointing all of them.
+    # torchtitan's selective checkpointing recomputes every other GEMM, ours none, and full checkpointing all GEMMs.
     modes = ("selective", "full") if parallel.checkpointing == "selective" else (parallel.checkpointing,)
     step_times = []
     with quiet_libraries():

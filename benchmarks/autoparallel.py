@@ -4,10 +4,10 @@
     python benchmarks/autoparallel.py --checkout /tmp/autoparallel
     python benchmarks/autoparallel.py --checkout /tmp/autoparallel --mesh 64 --layers 2
 
-Both plan Llama-3 8B for training at 8,192 tokens on a given mesh, which autoparallel needs, each in a process of its
-own. Autoparallel's stages are tracing forward and backward, building its optimizer (strategies and their prices), and
-solving (which builds its program). Neither plan is applied. Autoparallel prices by the name of the local GPU; without
-one, the name of an H100 is given.
+Both plan Llama-3 8B for training at 8,192 tokens, each in a process of its own. The mesh is given, since autoparallel
+needs one. Autoparallel's stages are tracing forward and backward, building its optimizer (strategies and their prices),
+and solving (which builds its program). Neither plan is applied. Autoparallel prices by the name of the local GPU;
+without a GPU, the script gives the name of an H100.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Measured:
 
     Attributes:
         stages: seconds by stage, "all" among them.
-        cpu_s: processor seconds, solvers in processes of their own included.
+        cpu_s: processor seconds, solvers in other processes included.
         peak_mb: peak resident set of the planner's process.
     """
 

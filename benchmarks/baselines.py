@@ -4,9 +4,9 @@
     python benchmarks/baselines.py --preset gpt2 --devices 8 --fixed-only
     python benchmarks/baselines.py --preset llama-3.1-8b --devices 64 --mesh dp=8,tp=8 --mesh dp=64
 
-One estimator prices all plans. On a fixed mesh every planner plans on that mesh; with "automatic" each chooses among
-its own meshes. Exit code 1 where a baseline's plan is faster than the integer program's by more than the MIP gap, or
-where only the baseline's plan fits.
+One estimator prices all plans. On a fixed mesh every planner plans on that mesh; with "automatic" each planner chooses
+a mesh. Exit code 1 where a baseline's plan is faster than the integer program's by more than the MIP gap, or where only
+the baseline's plan fits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SAMPLES_PER_DEVICE = {"vit-large": 16}
 DEFAULT_SAMPLES_PER_DEVICE = 2
 
 WITH_EXPERTS = frozenset({"deepseek-v3", "mixtral-8x7b"})
-"""Presets that run only where they are named: they fit on few clusters, and infeasibility takes long to prove."""
+"""Presets that are planned only if named: they fit on few clusters, and infeasibility takes long to prove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def outcome(session: PlanningSession, planner: str, mesh: str | None) -> Outcome
 
 
 def losses(outcomes: Sequence[Outcome], mip_gap: float) -> list[str]:
-    """Return the baselines that are faster than the integer program, the first of ``outcomes``, beyond ``mip_gap``."""
+    """Return the planners that are faster by more than ``mip_gap`` than the integer program, the first outcome."""
     best = outcomes[0].step_time_s
     return [
         other.planner
@@ -115,7 +115,7 @@ def rows(outcomes: Sequence[Outcome], beaten_by: Sequence[str]) -> Iterator[tupl
 
 
 def cases_of(preset: str, devices: int, arguments: argparse.Namespace) -> Iterator[Case]:
-    """Yield the given meshes, or one of data and tensor parallelism; then the automatic choice."""
+    """Yield a case for each given mesh, or for one mesh of data and tensor parallelism; then the automatic choice."""
     for mesh in arguments.mesh or [f"dp={devices // PER_NODE},tp={PER_NODE}"]:
         yield Case(preset=preset, devices=devices, mesh=mesh)
     if not arguments.fixed_only:

@@ -1,10 +1,10 @@
-"""Fits the constants that ship with the cost model to the calibration sources of published measurements.
+"""The fit of the constants that ship with the cost model to the calibration sources of published measurements.
 
     cd benchmarks && python calibrate_from_published.py --truth ../../shared/truth [--check] [--only step]
 
 Kernels and collectives are fitted first, since whole steps depend on them. ``published/rows/split.toml`` names the
 calibration sources; each data file names the rows that it was fitted to. With --check nothing is written, and the exit
-code is 1 where a constant would move by more than 2 %, or where a file's header is not the one that would be written.
+code is 1 where a constant would move by more than 2 %, or where a file's header would change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One data file: its header, with ``{date}`` in it, and the fit that returns its tables."""
+    """One data file: its path, its header (a template with ``{date}``), and the fit that returns its tables."""
 
     name: str
     target: Path
@@ -85,7 +85,7 @@ def header_of(text: str) -> list[str]:
 def differences(
     before: Mapping[str, object], after: Mapping[str, object], path: str = ""
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield (name, before, after) of numbers that differ by more than TOLERANCE, or that only one of them has."""
+    """Yield (name, before, after) of numbers that differ by more than TOLERANCE, or that only one mapping has."""
     for key in dict.fromkeys([*before, *after]):
         old, new = before.get(key), after.get(key)
         name = f"{path}.{key}" if path else key

@@ -2,9 +2,9 @@
 
     python benchmarks/calibration.py [--processes 2] [--steps 5]
 
-2, then 4 processes of one thread each measure the machine. A cluster file is fitted, five plans are made with it, and
-each runs for a few steps. The script prints predicted and measured seconds of a step, the mean error and Spearman's
-rank correlation. It takes some minutes, and needs an idle machine.
+First 2, then 4 processes of one thread each measure the machine. Each time a cluster file is fitted, five plans are
+made with it, and each plan runs for a few steps. The script prints predicted and measured seconds of a step, the mean
+error and Spearman's rank correlation. It takes some minutes, and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def plan_case(case: Case, cluster: Path) -> ShardingPlan:
 
 
 def compare(processes: int, folder: Path, steps: int) -> list[tuple[float, float]]:
-    """Calibrate, plan, run; print and return (predicted, measured) seconds of each plan of ``processes``."""
+    """Calibrate, plan and run; print and return (predicted, measured) seconds of a step of each plan."""
     cluster = folder / f"cpu-{processes}.yaml"
     cluster.write_text(on_gloo(calibrated_yaml, processes))
     comments = [line for line in cluster.read_text().splitlines() if line.startswith("#")]

@@ -31,7 +31,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 def _panel(axes: Axes, group: str, items: Sequence[Outcome]) -> None:
-    """Draw bars of seconds by stage, and dots of megabytes on a scale of their own."""
+    """Draw bars of seconds by stage, and dots of peak megabytes on a second axis."""
     labels = [item.row.name.rpartition("-")[2] for item in items]
     base = [0.0] * len(items)
     for index, stage in enumerate(STAGES):

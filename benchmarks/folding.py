@@ -1,13 +1,13 @@
-"""The cost of folding equal blocks: the folded program against the one in which every block has its own choice.
+"""The cost of folding equal blocks: the folded program against the program in which every block has its own choices.
 
     python benchmarks/folding.py                    # six models of 8 layers, without and with a binding memory cap
     python benchmarks/folding.py --model gpt2 --layers 4 --without-cap
 
 Three programs of one model on one mesh are solved: folded; unfolded with equal blocks tied to equal choices (`tied`),
-whose optimum must be equal; and unfolded without ties ("free"), which may be faster. Every solution is written as a
-plan, read back and priced by the estimator. The table also has the plan with ``heterogeneous_blocks``, whose first k
-blocks may differ from the rest, and bounds on how much slower it and the folded plan are than any unfolded plan. Exit
-code 1 where figures differ that must be equal.
+whose optimum must equal the folded one; and unfolded without ties ("free"), which may be faster. Every solution is
+written as a plan, read back and priced by the estimator. The table also has the plan with ``heterogeneous_blocks``,
+whose first k blocks may differ from the rest. For this plan and for the folded one, it has a bound on how much slower
+they are than any unfolded plan. Exit code 1 where figures differ that must be equal.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ COLUMNS = ("model", "cap", "folded", "tied", "free", "heterogeneous", "folded: l
 MIP_GAP = 1e-5
 TIME_LIMIT_S = 120.0
 SAME = 1e-9
-"""Largest relative difference of two sums of the same amounts in another order."""
+"""Largest relative difference of two sums of the same amounts in different orders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """One formulation of the choice: folded, or with every block on its own."""
+    """One formulation of a run: folded, or unfolded, where every block has its own choices."""
 
     formulator: Formulator
     structure: Structure
@@ -136,13 +136,13 @@ def _groups(both: BothForms) -> Iterator[list[int]]:
     }
     for parameter in folded.parameters:
         yield [node_of[value] for value in parameter.values]
-    first = len(unfolded.regions.classes) + len(unfolded.parameters) + 1  # after the node of the axis
+    first = len(unfolded.regions.classes) + len(unfolded.parameters) + 1  # after the node of the all-gathers' axes
     for group in folded.fsdp_groups:
         yield [first + index for index, block in enumerate(unfolded.fsdp_groups) if block.kind in group.blocks]
 
 
 def unfolded_decision(both: BothForms, decision: Decision) -> Decision:
-    """Return the folded ``decision`` as one of the unfolded program."""
+    """Return the folded program's ``decision`` as a decision of the unfolded program."""
     folded, unfolded = both.folded.structure, both.unfolded.structure
     stored = {
         value: choice
@@ -185,8 +185,11 @@ def answers(
     """Yield the answers of the three programs: "folded", "tied" and "free".
 
     Args:
-        incumbent_s: step time of a plan whose blocks may differ. The free program contains it and the folded plan, so
-            the better of the two is its cutoff.
+        both: the run in both formulations.
+        memory_bytes: memory cap; None: no cap.
+        time_limit_s: seconds for each program.
+        incumbent_s: step time of a plan whose blocks may differ. This plan and the folded plan are solutions of the
+            free program, so the better of the two step times is its cutoff.
     """
     tied_problem = tied(both)
     programs = (
@@ -219,7 +222,11 @@ def answers(
 
 
 def find_faults(answers: Sequence[Answer]) -> list[str]:
-    """Return the violated relations between the answers; of programs out of time, those that their bounds violate."""
+    """Return the violated relations between the answers.
+
+    A program that stopped at its time limit is compared by its bound. If one had no answer in time, only the prices of
+    the plans are compared with the objectives.
+    """
     wrong = []
     for answer in answers:
         s = answer.solution
@@ -247,7 +254,8 @@ def loss(answers: Sequence[Answer], time_s: float | None = None) -> float | None
     """Return a bound on the relative loss against the free program's optimum; None where a program has no answer.
 
     Args:
-        time_s: step time of the plan that loses; None for the folded program's.
+        answers: the answers of the folded, the tied and the free program.
+        time_s: step time of the plan that is compared; None: the folded plan's.
     """
     folded, _, free = (answer.solution for answer in answers)
     if folded is None or free is None:

@@ -1,13 +1,13 @@
-"""A yardstick for changes that should change no plan and no price: writes plans of all presets, and compares two sets.
+"""Plans of all presets, written and compared, for changes of the code that should change no plan and no price.
 
     python benchmarks/golden.py write before/                 # half an hour on two cores
     python benchmarks/golden.py write after/ --preset gpt2
     python benchmarks/golden.py compare before/ after/        # exit code 1 where they differ
 
-Every preset is planned on 1x8, 8x8 and 64x8 H100s, for training and for decoding, by the integer program and by each
-baseline; one search of pipelines is among them. A file holds the plan without what differs from run to run (seconds of
-planning, notes and the hash of the code), and the price of that plan estimated anew. Names of the solver's statuses and
-of layouts are compared as they are, seconds and bytes to the last bit.
+Every preset is planned on 1x8, 8x8 and 64x8 H100s, for training and for decoding (if it can decode), by the integer
+program and by each baseline; one case searches pipelines. A file holds the plan, without what differs from run to run
+(seconds of planning, notes and fingerprint), and a new estimate of that plan. All values are compared exactly, seconds
+and bytes to the last bit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
 
 
 def cases_of(preset: str) -> Iterator[Case]:
-    """Yield the plans of ``preset``, those of one session one after the other."""
+    """Yield the cases of ``preset``; cases of one `PlanningSession` follow each other."""
     for cluster in CLUSTERS:
         for phase in ("training", "decode"):
             if phase == "decode" and preset in NOT_DECODED:
@@ -117,7 +117,7 @@ def write(folder: Path, presets: Sequence[str], at_once: int) -> int:
 
 
 def as_written_today(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a golden document as today's code writes it: fields renamed since are read by their old names."""
+    """Return a golden document as today's code writes it, with current names in place of former ones."""
     from planner import ShardingPlan
 
     if "refused" in document:
@@ -128,7 +128,7 @@ def as_written_today(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: object, after: object, where: str = "") -> Iterator[str]:
-    """Yield the places in which two documents differ."""
+    """Yield a line for each difference of two documents; ``where`` is the path to them."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted({*before, *after}):
             yield from differences(before.get(key), after.get(key), f"{where}.{key}")
@@ -140,7 +140,7 @@ def differences(before: object, after: object, where: str = "") -> Iterator[str]
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print where two folders differ; return how many of their files do."""
+    """Print the differences of two folders' documents; return the number of files that differ."""
     names = {file.name for folder in (before, after) for file in folder.glob("*.json")}
     different = 0
     for name in sorted(names):

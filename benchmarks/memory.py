@@ -14,11 +14,11 @@ The second step is measured, as in steady training: the optimizer's state exists
 are freed (`zero_grad(set_to_none=True)`). It ends with the backward, since a fused optimizer, as on GPUs, allocates no
 tensors. The loop holds this rank's part of the batch, as a data loader yields it (`local_batch` returns views, which
 hold the whole batch), and of the outputs the loss only; a loop that also holds the logits needs their bytes in
-addition. Attention is torch's MATH in plan and step.
+addition. Plan and step use torch's MATH backend of attention.
 
-MemTracker counts bytes of live tensors at the end of each op: no allocator, no workspace inside an op. Its hooks on
-modules hold the gradients of a module's inputs until the last of them exists (in T5, across blocks), which no user's
-step does; `StepTracker` lets them fire at the first.
+MemTracker counts bytes of live tensors at the end of each op: no allocator, no workspace inside an op. Its module hooks
+keep the gradients of a module's inputs alive until all of these exist (in T5, across blocks). No user's step does so;
+with `StepTracker` the hooks fire at the first gradient.
 
 Exit code 1 where an error is above the target.
 """
@@ -89,9 +89,10 @@ class Outcome:
 
 
 class StepTracker(MemTracker):
-    """MemTracker for modules with casts of their parameters, which cannot be hooked, and without gradients of its own.
+    """MemTracker that keeps no gradients alive, and accepts modules whose parameters are casts.
 
-    torch's MemTracker holds the gradients of a module's inputs until all of them exist.
+    torch's MemTracker keeps the gradients of a module's inputs alive until all of them exist. It also hooks parameters,
+    which fails for casts, since they are no leaves.
     """
 
     def __enter__(self) -> Self:
@@ -119,7 +120,7 @@ def planned(
     reduce_dtype: str = "fp32",
     fused_ops: bool = False,
 ) -> tuple[nn.Module, ShardingPlan]:
-    """Return a model, and its plan by one of ``PLANS``."""
+    """Return the model of ``case``, and its plan by the entry ``plan_name`` of ``PLANS``."""
     planner, mesh = PLANS[plan_name]
     module = case.make().train()
     session = PlanningSession(
@@ -231,7 +232,7 @@ def _roles(roles: Mapping[str, int]) -> str:
 
 
 def main() -> int:
-    """Print a line for every combination; 1 where an error is above the target or a combination did not run."""
+    """Print a line for every combination; return 1 where an error is above the target or a combination did not run."""
     arguments = parse_arguments()
     warnings.simplefilter("ignore")
     console = Console(highlight=False, width=120)

@@ -2,8 +2,8 @@
 
     cd benchmarks && python pricing_speed.py
 
-The target is 2 ms; Calculon takes 16.5 ms. Every configuration differs from the one before, so that no cache has its
-price. The best of several rounds is printed, since other processes may share the core.
+The target is 2 ms; Calculon takes 16.5 ms. Every configuration differs from all others, so that no cache has its price.
+The best of several rounds is printed, since other processes may share the core.
 """
 
 from __future__ import annotations

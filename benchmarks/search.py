@@ -95,7 +95,7 @@ def measure_apart(row: Row, time_limit_s: float) -> Outcome:
 
 
 def median_run(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the run of one row with the median seconds, with median stages; a run that failed where there is one."""
+    """Return the run with the median seconds, with the median of each stage; or a run that failed or was stopped."""
     broken = [item for item in outcomes if item.answer.startswith(("failed", "stopped"))]
     if broken:
         return broken[0]
@@ -105,7 +105,7 @@ def median_run(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def measure_in_rounds(wanted: Sequence[Row], time_limit_s: float, times: int) -> Iterator[list[Outcome]]:
-    """Yield the outcomes so far after each run, medians over ``times`` rounds; a round runs all rows once."""
+    """Yield the median outcomes so far, after each run; each of the ``times`` rounds runs all rows once."""
     runs: dict[str, list[Outcome]] = {}
     for row in (row for _ in range(times) for row in wanted):
         outcome = measure_apart(row, time_limit_s)
@@ -144,7 +144,7 @@ def table_of(outcomes: Sequence[Outcome]) -> Table:
 
 
 def markdown_of(outcomes: Sequence[Outcome]) -> str:
-    """Return the table in Markdown, and the checks below it."""
+    """Return the table of the outcomes and the checks below it, in Markdown."""
     lines = ["| " + " | ".join(name.removesuffix("_s") for name in COLUMNS) + " |"]
     lines.append("| " + " | ".join("---" if name in WORDS else "---:" for name in COLUMNS) + " |")
     lines += ["| " + " | ".join(cells_of(item)) + " |" for item in outcomes]
@@ -152,7 +152,7 @@ def markdown_of(outcomes: Sequence[Outcome]) -> str:
 
 
 def checks_of(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the checks over all rows: targets missed, solving by layers, and plans that more time made worse."""
+    """Return the checks over all rows as lines: targets missed, solving by layers, plans that more time made worse."""
     late = [item.row.name for item in outcomes if item.row.target_s is not None and item.seconds > item.row.target_s]
     lines = [f"over the target: {', '.join(late) or 'none'}"]
     searches = [item.seconds for item in outcomes if item.row.group == "check-4"]
@@ -200,7 +200,7 @@ def chosen(arguments: argparse.Namespace) -> list[Row]:
 
 
 def main() -> int:
-    """Measure and print; 1 where a row failed."""
+    """Measure and print; return 1 where a row failed."""
     arguments = parse_arguments()
     if arguments.alone:
         print(json.dumps(dataclasses.asdict(measure(Row(**json.loads(arguments.alone))))))

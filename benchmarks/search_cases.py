@@ -24,8 +24,8 @@ class Row:
         mesh, micro_batches, ac: given, or None where the search chooses.
         pipelines: whether pipelines are searched, too.
         target_s: most seconds that the row may take; None for no target.
-        time_limit_s: of the search, which then returns its incumbent; None for none.
-        jobs: processes that search. Memory and CPU seconds are those of the first.
+        time_limit_s: seconds for the search, which then returns its incumbent; None for no limit.
+        jobs: processes that search. Memory and CPU seconds are those of the first process.
     """
 
     name: str
@@ -59,10 +59,11 @@ class Outcome:
         cpu_s: processor time; less than ``seconds`` where other processes had the processor.
         model_s: wall time of building the module.
         stages: seconds by stage, from the plan; empty without a plan.
-        peak_mb: peak resident set of the process, in MB; ``imports_mb`` of it before planning.
+        peak_mb: peak resident set of the process, in MB.
+        imports_mb: peak resident set before planning, in MB.
         answer: the plan in a few words, or why there is none.
-        objective_s: seconds per step of the plan; None without one.
-        gap: bound on the relative distance from the optimum.
+        objective_s: seconds per step of the plan; None without a plan.
+        gap: bound on the relative distance from the optimum; None where it is not known.
     """
 
     row: Row
@@ -78,7 +79,7 @@ class Outcome:
 
 
 def rows() -> Iterator[Row]:
-    """Yield all rows."""
+    """Yield all rows of the benchmark."""
     for layers in LAYERS:
         yield Row(
             name=f"layers-{layers}", group="layers", preset="llama-3.1-405b", layers=layers, devices=512, batch=128,

@@ -2,9 +2,9 @@
 
     python benchmarks/service.py [--seconds 10] [--jobs 200] [--database-url postgresql://...]
 
-The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``) and is itself the clients, so
-that on two cores they use one of them. First, clients request a cached plan again and again. Then 20 clients submit 200
-jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
+The script starts a ``shardplan serve`` (with a database URL also a ``shardplan worker``). All clients run in the
+script's own process, and so use at most one core. First, clients request a cached plan again and again. Then 20 clients
+submit 200 jobs at once and wait for all of them, while ``/healthz`` is requested every 20 ms.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY = {
 
 
 def request_of(number: int, batch: int = 8) -> dict[str, Any]:
-    """Return the request for a small plan, different for each number; a batch of 6 is infeasible on its 4 devices."""
+    """Return a request for a small plan on 4 devices, different for each ``number``; a ``batch`` of 6 is infeasible."""
     settings = {
         "cluster": "1x4xtoy",
         "batch": batch,
@@ -65,7 +65,7 @@ class Seconds:
     values: list[float] = field(default_factory=list)
 
     def quantile_ms(self, share: float) -> float:
-        """Return the quantile in milliseconds."""
+        """Return the quantile at ``share`` (0 to 1) in milliseconds."""
         ordered = sorted(self.values)
         return 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -107,7 +107,10 @@ def until_ended(url: str, job: str) -> dict[str, Any]:
 
 
 async def post_repeatedly(url: str, seconds: float, body: bytes, times: Seconds) -> None:
-    """Post ``body`` repeatedly on one connection, with plain sockets so that the client costs little."""
+    """Post ``body`` on one connection for ``seconds`` s, and append the seconds of each request to ``times``.
+
+    Plain sockets make the client cheap.
+    """
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     head = f"POST /v1/plans HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
@@ -167,7 +170,7 @@ async def watch_health(client: httpx2.AsyncClient, done: asyncio.Event, times: S
 
 
 async def storm(url: str, jobs: int, solves: int) -> dict[str, Any]:
-    """Return the outcome of ``jobs`` jobs submitted at once by many clients, of which ``solves`` are feasible."""
+    """Return the outcome of ``jobs`` jobs that many clients submit at once; ``solves`` of the jobs are feasible."""
     counts: dict[str, int] = {}
     health, done = Seconds(), asyncio.Event()
     requests = [request_of(number, batch=8 if number <= solves else 6) for number in range(1, jobs + 1)]

@@ -1,8 +1,8 @@
 """A problem whose nodes are tied in groups: all nodes of a group make the same choice.
 
-It is the problem with equality constraints between these nodes, after substitution: one node per group. Edges between
-the same groups become one edge, and charges shared by the same port pairs become one charge. Equality constraints in a
-solver would leave the flows of the edges unequal, so that the relaxation is weak.
+The tied problem is the original problem with equality constraints between these nodes, after substitution: it has one
+node per group. Edges between the same groups become one edge, and charges shared by the same port pairs become one
+charge. Equality constraints alone would not tie the flows of the edges, so that the relaxation would be weak.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class TiedProblem:
     """A problem whose nodes are tied in groups.
 
     Attributes:
-        problem: the problem with one node per group.
-        group_of: node of the original problem -> its group.
-        choice_of: node of the original problem -> its own choice for each choice of its group.
+        problem: the tied problem, with one node per group.
+        group_of: node of the original problem -> its group, a node of the tied problem.
+        choice_of: node of the original problem -> the node's choice for each choice of its group.
     """
 
     problem: Problem
@@ -41,8 +41,8 @@ class TiedProblem:
 
         Args:
             problem: the original problem.
-            groups: nodes with equal choices; a node in no group is a group of its own.
-            options: for each node, the meanings of its choices: choices with equal meanings are tied.
+            groups: nodes of each group; a node in no group becomes a group of its own.
+            options: for each node, a key for each of its choices; nodes of a group choose equal keys.
         """
         grouped = {node for group in groups for node in group}
         all_groups = [*groups, *([node] for node in range(len(problem.nodes)) if node not in grouped)]
@@ -77,7 +77,7 @@ def _tied_node(problem: Problem, group: Sequence[int], choice_of: Sequence[Seque
 def _tied_edges(
     problem: Problem, group_of: Sequence[int], choice_of: Sequence[Sequence[int]]
 ) -> tuple[tuple[Edge, ...], list[int]]:
-    """Return the edges between groups, and the index among them of each original edge."""
+    """Return the edges between groups, and for each original edge the index of its tied edge."""
     members_of: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[Edge]] = defaultdict(list)
     keys = []
     for edge in problem.edges:

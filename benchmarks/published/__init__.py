@@ -1,1 +1,1 @@
-"""Published measurements: reading them, pricing them with the shipped cost model, fitting the shipped constants."""
+"""Published measurements: their rows, their prices by the shipped cost model, and the fits of its constants to them."""

@@ -2,12 +2,12 @@
 
     cd benchmarks && python -m published.fit.collectives --truth ../../shared/truth
 
-prints the error of every source under constants that were fitted to all other sources.
+The script prints the error of every source under constants that were fitted to all other sources.
 
-The loss is the mean of |ln(predicted / measured)|: the median of a cluster's rows counts, not its worst row, and a
-constant settles between clusters that disagree. Each sweep weighs as the root of its number of rows. The fit runs in
-stages, so that rows of one place do not bend the constants of another: one node, several nodes (with EFA's latency),
-then pairs of ranks.
+The loss is the mean of |ln(predicted / measured)|, so that a constant follows the median of a cluster's rows, not its
+worst row, and lies between clusters that disagree. A sweep of n rows has weight sqrt(n). The fit runs in stages, so
+that rows of one place do not influence the constants of another: one node, several nodes (with EFA's latency), pairs of
+ranks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ few_channels_bytes, ..._bytes_per_s, and efa_latency_s, which devices.toml repea
 FAMILIES = ("LL", "LL128", "Simple", "nvls", "pairs")
 STEPS = (0.5, 0.2, 0.05)
 PRIOR_WEIGHT = 0.005
-"""Loss per square of ln(constant / expected): a factor of e must lower the mean error by half a percent. It holds
-constants that the rows do not decide near NCCL's own latencies and the textbook's ramp."""
+"""Loss per square of ln(constant / expected): a constant moves by a factor of e only if the mean error falls by more
+than half a percent. Constants that the rows do not determine stay near NCCL's latencies and the textbook's ramp."""
 EXPECTED = {"ll_latency": 1.5, "ll128_latency": 1.5, "simple_latency": 1.5, "nvls_latency": 1.5}
 EXPECTED_RAMP, EXPECTED_LIMIT = 1.0, 10.0
 PAIR_KINDS = ("all_to_all", "send_recv")
 NOMINAL = Shares(link=1.0, card=1.0, few_channels_bytes_per_s=1.0, few_channels_bytes=0.0)
 FEW_CHANNELS_BYTES = 64 << 20
-"""Bytes up to which the time of one pair on NVLink 5 rises; from there to 512 MiB it hardly does. Read off the
-send/recv rows of the Vultr cluster."""
+"""Bytes up to which the time of one pair on NVLink 5 rises; from there to 512 MiB the time is nearly constant. Read off
+the send/recv rows of the Vultr cluster."""
 USUAL_CARD_LATENCY_S = 2.7e-6
 """Seconds of latency of an InfiniBand or RoCE card (NCCL). EFA's latency is fitted as a multiple of it."""
 LARGEST_PAIR_BYTES = 4 << 20
-"""Largest message between nodes that is fitted to. Larger ones depend on the card's share, which NVIDIA's slides
-decide: the one swept cluster had not been tuned, and its tuned settings agree with the slides."""
+"""Bytes of the largest message between nodes in the fit. Times of larger messages depend on the card's share, which is
+taken from NVIDIA's slides: the only swept cluster had not been tuned. With tuned settings it agrees with the slides."""
 Constants = dict[str, float]
 Row = Mapping[str, str]
 Array = NDArray[np.float64]
@@ -60,12 +60,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lines:
-    """The uncorrected lines of rows as arrays [row, line]; absent lines never win.
+    """The uncorrected cost lines of rows. The fastest line of a row is its price; absent lines have 1e6 s.
 
     Attributes:
-        latency_s, per_card_s: latency, and what each second of the card's latency adds to it.
-        transfer_s, family: seconds of the bytes; index in FAMILIES.
-        architecture, efa, nbytes, measured_s, weight: of each row.
+        latency_s: [row, line], latency without that of network cards.
+        per_card_s: [row, line], seconds that each second of a card's latency adds.
+        transfer_s: [row, line], seconds to move the bytes.
+        family: [row, line], index in FAMILIES.
+        architecture, efa, nbytes, measured_s, weight: [row]; ``efa`` is 1 for EFA cards, else 0.
     """
 
     latency_s: Array
@@ -130,7 +132,13 @@ def _check_against_model(rows: Sequence[Row], tables: Mapping[str, Mapping[str, 
 
 
 def _fit_place(rows: Sequence[Row], more: Constants, fixed: Constants) -> tuple[Constants, Constants]:
-    """Return the constants of rings, trees and NVLS of one place, and those of ``more``, fitted together."""
+    """Return the constants of one place's rings, trees and NVLS, and those of ``more``, fitted together.
+
+    Args:
+        rows: the rows to fit to.
+        more: further constants -> expected value.
+        fixed: constants that are known.
+    """
     lines = lines_of(rows)
     start = {**EXPECTED, "ramp": EXPECTED_RAMP, "ramp_limit": EXPECTED_LIMIT, **more}
     names, expected = tuple(start), np.log(list(start.values()))
@@ -145,7 +153,7 @@ def _fit_place(rows: Sequence[Row], more: Constants, fixed: Constants) -> tuple[
 
 
 def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_share: float) -> Constants:
-    """Return the constants of pairs in one place; inside a node with the share of a link that they reach."""
+    """Return the fitted constants of pairs between nodes; or ``inside`` a node, with the reached share of a link."""
     lines = lines_of(rows)
     slow = np.array([inside and collectives.KINDS[row["collective"]] == "send_recv" for row in rows])
     start = {"pairs_latency": 1.5, "pairs_ramp": EXPECTED_RAMP, "pairs_ramp_limit": EXPECTED_LIMIT}
@@ -170,7 +178,7 @@ def _fit_pairs(rows: Sequence[Row], shared: Constants, *, inside: bool, card_sha
 
 
 def times_s(lines: Lines, constants: Constants) -> Array:
-    """Return the corrected seconds of each row, as ``cost_model.collectives.correction`` does."""
+    """Return the corrected seconds of each row, by the formula of ``cost_model.collectives.correction``."""
     factors = np.array([constants["ll_latency"], constants["ll128_latency"], constants["simple_latency"],
                         constants["nvls_latency"], 1.0])  # fmt: skip
     latency_s = _latency_s(lines, constants)
@@ -195,7 +203,7 @@ def _loss(times: Array, lines: Lines) -> float:
 
 
 def lines_of(rows: Sequence[Row]) -> Lines:
-    """Return the uncorrected lines of ``rows``; the latency of cards is separate from the rest."""
+    """Return the uncorrected cost lines of ``rows``."""
     sweeps = [tuple(row[column] for column in ("source", "nodes", "gpus_per_node", "collective")) for row in rows]
     sizes = Counter(sweeps)
     without, with_latency = (_lines_at(rows, latency_s) for latency_s in (0.0, 1.0))
@@ -213,7 +221,7 @@ def lines_of(rows: Sequence[Row]) -> Lines:
 
 
 def _lines_at(rows: Sequence[Row], card_latency_s: float) -> Array:
-    """Return latency, transfer seconds and family as an array [3, row, line], for cards of that latency."""
+    """Return latency, transfer seconds and family as an array [3, row, line], for cards with this latency."""
     lines = np.zeros((3, len(rows), 8))
     lines[0], lines[1] = 1e6, 1e6
     for index, row in enumerate(rows):
@@ -227,7 +235,8 @@ def _lines_at(rows: Sequence[Row], card_latency_s: float) -> Array:
 def _card_share(rows: Sequence[Row]) -> float:
     """Return the share of a card's rate that pairs reach in NVIDIA's all-to-all between 4 nodes of A100 and of H100.
 
-    Of the printed bus bandwidth S(n-1)/n over time, (n-R)/(n-1) leaves the node through each rank's card.
+    Of the printed bus bandwidth, S(n-1)/n over the time, (n-R)/(n-1) leaves the node through each rank's card, with n
+    ranks, R of them per node. Without such rows the share is 0.77.
     """
     shares = []
     for row in rows:
@@ -270,7 +279,7 @@ def leave_out(folder: Path) -> None:
 
 
 def _machine(row: Row) -> str:
-    """Return the source; the files of one machine's profile count as one source."""
+    """Return the source of a row; the files of one machine's profile count as one source."""
     start = row["source"][:24]
     return start if start.startswith(("VIA-Research", "microsoft/nnscaler")) else row["source"]
 

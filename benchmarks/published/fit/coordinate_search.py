@@ -27,7 +27,14 @@ def fit(
     bounds: Mapping[str, tuple[float, float]],
     rounds: int = 8,
 ) -> tuple[dict[str, float], float]:
-    """Return the constants of a local minimum of the loss of ``price``, searched from ``start``, and that loss."""
+    """Return the constants of a local minimum of the loss, and the loss.
+
+    Args:
+        start: the constants from which the search starts.
+        price: returns the rows, priced with some constants.
+        bounds: constant to be fitted -> least and largest value.
+        rounds: most rounds over all constants.
+    """
     best = dict(start)
     least = loss(price(best))
     for _ in range(rounds):

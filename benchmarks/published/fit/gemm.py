@@ -1,6 +1,6 @@
 """The fit of ``cost_model/kernels/efficiency.toml`` to the calibration sources of gemm.csv.
 
-Losses are means of absolute log errors with equal weight for each source, so that medians count and not outliers.
+Losses are means of absolute log errors, so that outliers have little influence. All sources have equal weight.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _gemm_log_error(row: Row, efficiency: Efficiency) -> float:
 
 
 def _fit_gemm(rows: Sequence[Row]) -> tuple[GemmEfficiency, list[Row]]:
-    """Return the constants and their rows: the fall-off with size; then fp8, alignment and grouped GEMMs as ratios."""
+    """Return the fitted constants of GEMMs, and the rows that were used.
+
+    The fall-off with size is fitted first. Then fp8, misaligned and grouped GEMMs are ratios to its result.
+    """
     known = [row for row in rows if row["kind"] == "gemm" and _is_cuda(row)]
     ramps = [row for row in known if row["op"].startswith("cuBLAS") and min(shape_of(row)) >= _LEAST_SIZE]
     best = [row for row in known if row["op"] == _BEST_SHAPE]
@@ -179,7 +182,7 @@ def _is_cuda(row: Row) -> bool:
 
 
 def _fp8_ratios(best: Sequence[Row]) -> tuple[tuple[str, float], ...]:
-    """Return, by architecture, the best fp8 share of the peak over the device's ``gemm_efficiency``."""
+    """Return, by architecture, the fp8 share of the peak at the best shapes, over the device's ``gemm_efficiency``."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for row in best:
         device = device_of(row)[0]
@@ -192,7 +195,7 @@ def _fp8_ratios(best: Sequence[Row]) -> tuple[tuple[str, float], ...]:
 
 
 def _misaligned(known: Sequence[Row]) -> tuple[float, list[Row]]:
-    """Return the rate of rows whose n is no multiple of 8, over that of their source's other rows."""
+    """Return the rate of bmm rows whose n is no multiple of 8, over that of the other bmm rows; and all bmm rows."""
     rows = [row for row in known if row["op"].startswith("bmm")]
     odd = [float(row["tflops"]) for row in rows if shape_of(row)[1] % 8]
     even = [float(row["tflops"]) for row in rows if not shape_of(row)[1] % 8]
@@ -218,7 +221,7 @@ def _grouped_ratio(rows: Sequence[Row], efficiency: Efficiency) -> tuple[tuple[t
 
 
 def _fit_flash(rows: Sequence[Row], kernel: str, fitted: Efficiency) -> tuple[Efficiency, dict[str, object]]:
-    """Return the constants with ``kernel`` added, and its table."""
+    """Return ``fitted`` with the constants of ``kernel`` added, and the kernel's TOML table."""
     cases = _cases(rows, kernel, fitted)
     forward = _fit_pass([case for case in cases if case[2].passes == "fwd" and case[0]["trust"] != "C"], fitted, kernel)
     known = replace(fitted, flash=(*fitted.flash, (kernel, _flash(forward, forward))))
@@ -258,7 +261,7 @@ def _cases(rows: Sequence[Row], kernel: str, fitted: Efficiency) -> list[tuple[R
 
 
 def _fit_pass(cases: Sequence[tuple[Row, float, AttentionCase]], fitted: Efficiency, kernel: str) -> PassEfficiency:
-    """Return the fitted pass: the forward, or the backward where the forward is known."""
+    """Return the fitted constants of a pass: forward, or backward where ``fitted`` has the kernel's forward."""
     measured_dims = sorted({case.head_dim for _, _, case in cases})
     backward = cases[0][2].passes != "fwd"
     known = dict(fitted.flash).get(kernel)
@@ -299,7 +302,7 @@ def _fit_pass(cases: Sequence[tuple[Row, float, AttentionCase]], fitted: Efficie
 def _backward_ratio(rows: Sequence[Row], fitted: Efficiency) -> tuple[float, list[Row]]:
     """Return the seconds per FLOP of FlashAttention-3 in backward over forward, in the runs that measured both.
 
-    The ratio holds for cuDNN and FlashAttention-4 too, of whose backward there is no calibration row.
+    cuDNN and FlashAttention-4 get the same ratio, since no calibration row has their backward.
     """
     rates: dict[str, list[float]] = defaultdict(list)
     used = [row for row in rows if row["trust"] == "C" and row["op"].startswith("FlashAttention-3")]

@@ -37,7 +37,7 @@ def minimise(loss: Loss, start: Mapping[str, float], steps: Mapping[str, float])
 
 
 def _explore(loss: Loss, point: Point, best: float, steps: Mapping[str, float]) -> tuple[Point, float]:
-    """Return the point and its loss after one move of each constant, in the first direction that lowers the loss."""
+    """Return the point and its loss after moving each constant in the first direction that lowers the loss, if any."""
     for name, step in steps.items():
         for sign in (1.0, -1.0):
             candidate = {**point, name: point[name] + sign * step}

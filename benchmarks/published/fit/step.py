@@ -21,7 +21,7 @@ gfx942 is assumed: no training run on it decides a constant. A value at a bound 
 (benchmarks/published/fit/step.py) is not decided by the rows."""
 
 ASSUMED_SHARES = {"gfx942": 0.8}
-"""Shares of the stand-alone GEMM rate that no calibration row decides. Assumed, as on Blackwell."""
+"""Architecture -> share of the stand-alone GEMM rate, if no calibration row determines it. Assumed, as on Blackwell."""
 
 FITTED = {
     "sm80": (0.95, 0.7, 1.0),
@@ -33,10 +33,10 @@ FITTED = {
     "host_op_s": (1.5e-5, 3e-6, 4e-5),
     "power_exponent": (0.4, 0.2, 1.0),
 }
-"""Constants that step times decide: (start of the search, least plausible value, largest plausible value)."""
+"""Constant fitted to step times -> (start of the search, least plausible value, largest plausible value)."""
 
 FITTED_MEMORY = {"fragmentation_share": (0.1, 0.005, 0.3)}
-"""The same of constants that peaks of memory decide."""
+"""Constant fitted to peaks of memory -> the same."""
 
 THINNED = {"training_runs_vtrain.csv": 10}
 """File -> n, where every n-th calibration row is used: 900 runs of one node say little more than 90."""
@@ -58,7 +58,7 @@ def calibration_rows(folder: Path) -> list[tuple[str, dict[str, str]]]:
 
 
 def with_constants(values: Mapping[str, float]) -> StepConstants:
-    """Return the shipped constants with ``values``, by the names of ``FITTED``, in place of theirs."""
+    """Return the shipped constants, of which ``values`` replaces some; its keys are those of ``FITTED``."""
     shares = {name: value for name, value in values.items() if name.startswith("sm")}
     others = {name: value for name, value in values.items() if not name.startswith("sm")}
     return dataclasses.replace(shipped_constants(), gemm_share={**ASSUMED_SHARES, **shares}, **others)

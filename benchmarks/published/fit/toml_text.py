@@ -1,4 +1,4 @@
-"""Fitted constants as TOML text, read back by ``tomllib``, and rounded as the files hold them."""
+"""TOML text of fitted constants, which ``tomllib`` reads, and the rounding of constants to four digits."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from published.rows.priced_row import number
 CHUNKED_LOSS_NBYTES, CHUNKED_LOSS_NBYTES_COMPILED = 7.0, 4.5
 """Bytes per logit of torchtune's CEWithChunkedOutputLoss (in torchtitan #996), eager and compiled.
 
-The loss receives all logits in 16 bits (2 bytes) and casts one of 8 chunks at a time. Eager: each chunk's log-softmax
-until its backward (4), and one chunk's cast and gradient (8 / 8). Compiled: the log-softmax is not saved, gradients of
-2 bytes are the most, and one chunk adds 4 / 8. torchtitan's later ChunkedCELoss, which projects chunk by chunk, is
-another loss."""
+The loss receives all logits in 16 bits (2 bytes) and casts one of 8 chunks at a time. Eager: 4 bytes for the
+log-softmax of all chunks, saved until backward, and 8 / 8 for one chunk's cast and gradient. Compiled: the log-softmax
+is not saved; the peak has gradients of 2 bytes, and 4 / 8 for one chunk. torchtitan's later ChunkedCELoss, which
+projects chunk by chunk, is another loss."""
 
 TORCHTUNE_STEPS = ("Packed Dataset", "Compile", "Chunked Cross Entropy", "Activation Checkpointing")
 """The first rows of torchtune's table; each includes all before it. The others are not modelled: a baseline with
@@ -58,8 +58,7 @@ def assumptions_of(row: Mapping[str, str]) -> Assumptions | None:
 
 
 def torchtune_step(row: Mapping[str, str]) -> int | None:
-    """Return the number of ``TORCHTUNE_STEPS`` that a row of torchtune's table has; -1 for rows that are not modelled,
-    None for rows of other tables."""
+    """Return how many ``TORCHTUNE_STEPS`` a row of torchtune's table has; -1: not modelled; None: another table."""
     notes = row.get("config_notes", "") + row.get("notes", "")
     if not row.get("framework", "").startswith("torchtune") or "cumulative:" not in notes:
         return None
@@ -132,9 +131,9 @@ def _attention_of(
     - torchtitan used the memory-efficient kernel for multi-head latent attention until FlexAttention (#1610,
       2025-08-22), since FlashAttention-2 needs values as wide as keys. On Blackwell it uses cuDNN's since #1196
       (2025-05-14), whose result its selective checkpointing saves since #2095 (2025-12-01).
-    - Transformer Engine trains queries of width 192 with values of width 128 on Blackwell with cuDNN from 9.11 on (its
-      fused_attn.cpp), of July 2025; before that unfused, of which NVIDIA/dgxc-benchmarking deepseek_v3/pretraining/
-      launch.sh @60d6fd3 recomputes the core (on GB200; on H100 mla_up_proj).
+    - On Blackwell, Transformer Engine trains queries of width 192 with values of width 128 by cuDNN from version 9.11
+      of July 2025 on (its fused_attn.cpp). Before that the attention is unfused, and NVIDIA/dgxc-benchmarking
+      deepseek_v3/pretraining/launch.sh @60d6fd3 recomputes its core (on GB200; on H100 it recomputes mla_up_proj).
     """
     blackwell = row.get("gpu", "").startswith(("B200", "B300", "GB200", "GB300"))
     mla, date = row.get("model", "").startswith(MLA_MODELS), date_of(row)
@@ -150,8 +149,7 @@ def _attention_of(
 
 
 def _gpt_oss(row: Mapping[str, str], implementation: Implementation) -> Implementation:
-    """Return the choices of Megatron-Bridge's recipes for GPT-OSS 120B in 16 bits, which differ from those for other
-    models with experts.
+    """Return the choices of Megatron-Bridge's recipes for GPT-OSS 120B in 16 bits; other models have other recipes.
 
     scripts/performance/configs/gpt_oss at v0.2.0, v0.3.0 and v0.4.1 (25.11, 26.02, 26.04): CUDA graphs on GB300 and
     B300 only; the plain all-to-all, but HybridEP from 26.04 on for B200, B300 and GB200.

@@ -133,7 +133,7 @@ def _dtype(text: str) -> TrainingDtype:
 
 
 def precision_class(text: str) -> str:
-    """Return ``16-bit``, ``fp8``, ``fp4`` or ``32-bit``."""
+    """Return ``16-bit``, ``fp8`` or ``fp4``: the class of a row's precision."""
     kind = _dtype(text)
     return kind if kind in ("fp8", "fp4") else "16-bit"
 
@@ -141,7 +141,7 @@ def precision_class(text: str) -> str:
 def measured_step_s(row: Mapping[str, str], spec: TransformerSpec, parallel: ParallelSpec) -> float | None:
     """Return the measured seconds of a step; None where the row has no measurement.
 
-    They are stated, or follow from tokens per second, or from FLOP/s in the row's convention.
+    The row states the seconds, or tokens per second, or FLOP/s by the row's convention.
     """
     for column in ("step_time_s", "step_time_s_derived"):
         seconds = number(row, column)

@@ -1,4 +1,4 @@
-"""The defaults of each framework, which hold where a row's columns are blank. No other module has any."""
+"""The defaults of each framework, which hold where a row's columns are blank. No other module has defaults."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Assumptions:
     """A framework's defaults.
 
     Attributes:
-        checkpointing: where a row states none.
-        micro_batch: sequences where a row states none; 0 for unknown.
-        seq: tokens where a row states none; 0 for unknown.
+        checkpointing: mode where a row states none.
+        micro_batch: sequences per micro-batch where a row states none; 0 for unknown.
+        seq: tokens in a sequence where a row states none; 0 for unknown.
         zero: ZeRO stage where a row states none.
         experts_split: whether tensor ranks split experts where a row does not state their tensor degree (Megatron-Core:
             expert_tensor_parallel_size None means the tensor degree).
-        sequence_parallel: where a row states nothing.
+        sequence_parallel: whether sequence parallelism is on where a row does not state it.
         dropout: whether models without a gated MLP have dropout.
-        interleaved_chunks: model chunks per pipeline rank where a row states an interleaved schedule without them.
+        interleaved_chunks: model chunks per pipeline rank where a row states an interleaved schedule and no chunks.
         layers_per_chunk: layers per chunk of an interleaved pipeline whose chunks are not stated; 0 where pipelines are
             not interleaved.
         packed_document: tokens of the documents packed into a sequence for fine-tuning; 0 for whole sequences.
         model_experts: ranks that experts are spread over, by model, where a row states none.
-        model_batches: micro-batch by model, where the framework's configuration of that model has its own.
+        model_batches: sequences per micro-batch by model, where the framework's configuration of the model sets them.
         printed_gigabyte: bytes of a gigabyte in the framework's log, for rows that quote it as printed.
         note: the assumptions in words, which the accuracy table prints.
     """
@@ -89,7 +89,7 @@ CUDA_GRAPHED_MEGATRON = replace(
 )
 
 DEEPSPEED_REUSE = 1e9
-"""Parameters; default of ``stage3_max_reuse_distance`` (deepspeed/runtime/zero/config.py).
+"""Number of parameters: the default of ``stage3_max_reuse_distance`` (deepspeed/runtime/zero/config.py).
 
 In 2021, fetch_sub_module of deepspeed/runtime/zero/stage3.py all-gathered, waited and synchronized the device before
 each module. It prefetched only below 1e9 live parameters (``stage3_max_live_parameters``); one layer of 530B has 5e9.
@@ -317,4 +317,4 @@ TABLE: tuple[tuple[str, Assumptions], ...] = (
     ),
     ("Meta internal", Assumptions(implementation=MEGATRON, zero=2, note="as NeMo")),
 )
-"""(start of the row's framework, its defaults); the first match holds."""
+"""(start of the framework's name in a row, the framework's defaults); the first match holds."""

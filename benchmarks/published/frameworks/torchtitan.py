@@ -1,4 +1,4 @@
-"""torchtitan's choices at a row's date, those of torchao's quantized linears, and those of its graph_trainer.
+"""torchtitan's choices at a row's date, torchao's for quantized linears, and those of torchtitan's graph_trainer.
 
 Dates are those of commits to pytorch/torchtitan, read at b5bcd76.
 """
@@ -42,14 +42,14 @@ NVFP4_SHARE = 0.85
 components/quantization/nvfp4.md @b5bcd76)."""
 
 GRAPH_TRAINER = ("graph_trainer", "graph sac", "message (#2564)")
-"""Texts that mark rows of torchtitan's graph_trainer: its name, its selective checkpointing, and the pull request whose
-message shows MODULE=graph_trainer while the row does not."""
+"""Texts that mark rows of torchtitan's graph_trainer: its name, its selective checkpointing, and a pull request whose
+message has MODULE=graph_trainer, which the row does not state."""
 
 
 def torchtitan(
     row: Mapping[str, str], implementation: Implementation, eager: Implementation, *, compiled: bool
 ) -> Implementation:
-    """Return torchtitan's choices at the row's date, as far as they cost memory; ``eager`` is torchtitan uncompiled."""
+    """Return torchtitan's choices at the row's date, as far as they affect memory; ``eager`` is for uncompiled runs."""
     date = date_of(row)
     found = replace(
         implementation,
@@ -89,8 +89,9 @@ def _loss(row: Mapping[str, str], loss: LossOptions, date: str, *, compiled: boo
 def _data_parallel(row: Mapping[str, str], options: DataParallelOptions, date: str) -> DataParallelOptions:
     """Return the FSDP choices at a date.
 
-    Embedding and head were the root's group until #1094 (2025-07-28), or for models with experts until #1561
-    (2025-08-13), gave each a fully_shard of its own. A pipeline does not reshard after forward, and nor does ZeRO-2.
+    Embedding and head were in the root's FSDP group. Since #1094 (2025-07-28), and for models with experts since #1561
+    (2025-08-13), each is a group of its own. With a pipeline, or with ZeRO-2, parameters are not resharded after
+    forward.
     """
     if date >= ("2025-08-13" if number(row, "n_experts") else "2025-07-28"):
         options = replace(options, root_holds_ends=False)
@@ -102,9 +103,9 @@ def _data_parallel(row: Mapping[str, str], options: DataParallelOptions, date: s
 def _experts(options: ExpertOptions, date: str) -> ExpertOptions:
     """Return the choices of experts at a date.
 
-    Shared experts were a stack of one expert until #1561, which fully_shard gives to the first rank as a whole. Results
-    of experts were combined whole and in float32 from #1974 (2025-11-21) to #2775 (2026-04-06). The router reads its
-    input in float32 since #2389 (2026-03-04).
+    Until #1561 (2025-08-13), shared experts were a stack of one expert, all of which fully_shard puts on the first
+    rank. From #1974 (2025-11-21) to #2775 (2026-04-06), results of experts were combined in float32, not split over
+    tensor ranks. Since #2389 (2026-03-04), the router reads its input in float32.
     """
     return replace(
         options,
@@ -115,9 +116,9 @@ def _experts(options: ExpertOptions, date: str) -> ExpertOptions:
 
 
 def _pipeline(row: Mapping[str, str], date: str) -> PipelineOptions:
-    """Return the buffers of torch's pipelining, whose last stage retains its outputs until the step ends.
+    """Return the buffers of torch's pipelining.
 
-    torchtitan declines them since #1922 (2025-10-22).
+    Its last stage retains its outputs until the step ends. Since #1922 (2025-10-22) torchtitan does not ask for them.
     """
     if (number(row, "pp") or 1) == 1:
         return PipelineOptions()
@@ -136,23 +137,23 @@ def _expandable(row: Mapping[str, str], date: str) -> bool:
 
 
 def graph_trainer(row: Mapping[str, str], implementation: Implementation, eager: Implementation) -> Implementation:
-    """Return the choices of torchtitan's experiment graph_trainer, where a row ran it; ``eager`` is torchtitan
-    uncompiled.
+    """Return the choices of torchtitan's experiment graph_trainer if a row ran it; ``eager`` is for uncompiled runs.
 
     - At first (README @72f89d206, 2026-03) the graph ran as traced. The overlap of collectives with compute (bucketing
       passes) and the compilation of FlexAttention (regional_inductor) were optional, and the rows' commands do not ask
       for them. FlexAttention is the default for multi-head latent attention; without a compiler it is dense, in float32
       (torch's _higher_order_ops/flex_attention.py).
     - In that graph aten._to_copy casts shards, while reshard_after_forward.py looks for prims.convert_element_type
-      only. So the casts are saved for backward. Without checkpointing, so are the transposed views of all-gathered
-      parameters, which no pass marks, and with them the parameters (torch._functorch.partitioners.default_partition,
-      seen on a model of two linears with torch 2.13). Saved tensors live until backward returns: graph_utils.py gives
-      GraphModules for compiled callables, which take no boxed arguments.
+      only. So the casts are saved for backward. Without checkpointing, the transposed views of all-gathered parameters
+      are saved as well, since no pass marks them, and they keep the all-gathered parameters alive
+      (torch._functorch.partitioners.default_partition, seen on a model of two linears with torch 2.13). Saved tensors
+      live until backward returns: graph_utils.py gives GraphModules for compiled callables, which take no boxed
+      arguments.
     - Since #3060 (2026-04-23; passes.py and memory_policy.py @27aa49077) collectives are bucketed, CUDA graphs run the
       step (except grouped GEMMs before Blackwell, cudagraph.py), and the default policy saves all GEMMs' results. Only
       FlexAttention is compiled; all else is interpreted. The full policy (#3429, 2026-06-02) saves results of ops with
       the tag nondeterministic_seeded, which scaled_dot_product_attention has.
-    - Without a CUDA graph's own pool, the first step allocates gradients and optimizer states between each other.
+    - Without the memory pool of a CUDA graph, the first step allocates optimizer states between gradients.
     - Its collectives are functional: their results are allocated on the stream that computes. Its loss is not chunked
       (configs.py @27aa49077, @9d3c7d205: "doesn't yet support ChunkedCELoss"). Where the loss is traced with the model,
       its tensors are freed after their last use.
@@ -195,7 +196,7 @@ def graph_trainer(row: Mapping[str, str], implementation: Implementation, eager:
 
 
 def _bucketed_graph(row: Mapping[str, str], traced: Implementation, *, mla: bool) -> Implementation:
-    """Return graph_trainer's choices since #3060; see `graph_trainer`."""
+    """Return graph_trainer's choices since #3060 (2026-04-23), by `graph_trainer`'s docstring."""
     graphed = not number(row, "n_experts") or row.get("gpu", "").startswith(("B", "GB"))
     kernels = replace(traced.kernels, host_ops_per_layer=0, expert_host_ops=0) if graphed else traced.kernels
     return replace(

@@ -13,13 +13,14 @@ Rows = Sequence[PricedRow]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One line of the table; all figures are shares of the measured value.
+    """One check of the accuracy table and its targets. Errors are shares of the measured values.
 
     Attributes:
-        counts: whether a row counts in the check.
+        counts: returns whether a row counts in the check.
         mean: largest allowed mean absolute error.
-        within: (error, share), where at least ``share`` of the rows must be within ``error``; None for no target.
-        under: largest allowed error of a row that is too low; None for no target.
+        within: (error, share), where at least ``share`` of the rows must be within ``error``; None for no target. The
+            error is 0.15, the only one that `holds` counts.
+        under: largest allowed error of a prediction that is too low; None for no target.
         scope: least share of the rows that must have a prediction; None for no target.
     """
 
@@ -91,7 +92,15 @@ CHECKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Errors of some rows, as shares of the measured values."""
+    """The errors of some rows, as shares of the measured values.
+
+    Attributes:
+        rows, priced: number of rows, and of rows with a prediction.
+        mean, median: mean and median absolute error.
+        signed: mean signed error.
+        within_15: share of the priced rows whose absolute error is at most 0.15.
+        worst_under: error of the prediction that is most too low, below 0; 0.0 where none is too low.
+    """
 
     rows: int
     priced: int
@@ -131,7 +140,7 @@ def holds(check: Check, errors: Figures) -> bool:
 
 
 def target(check: Check) -> str:
-    """Return the targets in words."""
+    """Return the targets of the check as text."""
     parts = [f"mean {check.mean:.0%}"]
     if check.within is not None:
         parts.append(f"{check.within[1]:.0%} within {check.within[0]:.0%}")

@@ -2,9 +2,9 @@
 
     cd benchmarks && python -m published.pricing.collectives --truth ../../shared/truth
 
-Check 6 counts measured rows of trust A and B. Left out are forced algorithms and settings, symmetric memory, times of
+Check 6 counts measured rows of trust A and B. Not priced are forced algorithms and settings, symmetric memory, times of
 kernels without launch, other libraries (DeepEP), primitives of a framework that also copy tensors, TCP, and devices
-that the catalogue does not have. Digitized rows from 8 MB up are priced but in no check.
+that the catalogue does not have. Digitized rows of 8 MB and more are priced, but no check counts them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEVICES = {
 }
 OTHER_FORMS = ("PCIe", "NVL", "PCIE")
 RACK_NODES = 18
-"""Trays of 4 devices in a GB200 rack, which is one NVLink domain and so one node of the model."""
+"""Trays of 4 devices in a GB200 rack. The rack is one NVLink domain, and so one node of the cost model."""
 
 KINDS: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
@@ -77,7 +77,7 @@ def price(folder: Path, correction: Correction | None = None) -> list[PricedRow]
 
 
 def price_with_sweep(folder: Path) -> list[PricedRow]:
-    """Return the rows priced by a sweep of their own cluster without the row's size.
+    """Return the measured rows of trust A and B, each priced by the sweep of its cluster without the row's own size.
 
     A sweep is the rows of one source, device, shape, collective and setting. ``tags["place"]`` is ``interior`` for
     sizes between others of the sweep (check 7), else ``end``.
@@ -199,7 +199,7 @@ def shipped_efa_latency_s() -> float:
 
 
 def size_class(nbytes: float) -> str:
-    """Return the name of the size class."""
+    """Return the name of the size class of ``nbytes``."""
     return next((name for limit, name in SIZE_CLASSES if nbytes < limit), LARGEST)
 
 

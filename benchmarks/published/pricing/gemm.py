@@ -2,7 +2,8 @@
 
     cd benchmarks && python -m published.pricing.gemm --truth ../../shared/truth [--all]
 
-Prints the errors of check 8 (GEMMs from 4096 on, FlashAttention and cuDNN) and of all other rows, by split and source.
+The script prints the errors of check 8 (GEMMs whose dimensions are all 4096 or more, FlashAttention and cuDNN) and of
+all other rows, by split and source.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _flops_and_seconds(row: dict[str, str]) -> tuple[float, float]:
 
 
 def _counts(row: dict[str, str]) -> bool:
-    """Return whether check 8 counts the row: GEMMs from 4096 on, FlashAttention and cuDNN."""
+    """Return whether check 8 counts the row: FlashAttention, cuDNN, and GEMMs with all of m, n, k 4096 or more."""
     if row["kind"] == "attention":
         return row["op"].startswith(("FlashAttention", "cuDNN"))
     return row["kind"] == "gemm" and min(shape_of(row)) >= _LARGE

@@ -17,7 +17,7 @@ from published.rows.priced_row import PricedRow, number, read
 FILE = "memory.csv"
 GIB = 2.0**30
 ALLOCATED = ("allocated", "peak active", "peak allocated", "rank-0 peak", "wandb", "peak memory gb", "gb as printed")
-"""Starts of statistics of allocated (or active) bytes, which Megatron prints. All others are of reserved bytes."""
+"""Starts of ``mem_stat`` for allocated (or active) bytes, which Megatron prints. All others are for reserved bytes."""
 
 
 def price(folder: Path, constants: StepConstants | None = None) -> list[PricedRow]:
@@ -52,7 +52,7 @@ def price_row(row: Mapping[str, str], constants: StepConstants | None = None) ->
 
 
 def _measured_gib(row: Mapping[str, str]) -> float | None:
-    """Return the measured GiB; a figure that is quoted as printed is converted from the framework's unit."""
+    """Return the measured GiB; a value "as printed" is converted from the framework's gigabyte."""
     measured, assumed = number(row, "value_gib"), assumptions_of(row)
     if measured and assumed is not None and "as printed" in row.get("mem_stat", ""):
         return measured * assumed.printed_gigabyte / GIB

@@ -1,4 +1,4 @@
-"""Corrections of rows whose run's log contradicts them, and rows whose notes doubt them."""
+"""Corrections of rows that the log of their run contradicts, and the mark of rows that their notes doubt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ends at step 1,000, and shows step 1,990."""
 
 
 def corrected(row: Mapping[str, str]) -> dict[str, str]:
-    """Return the row with the values of its run's log."""
+    """Return the row, corrected by ``CORRECTIONS``."""
     changes = (changes for start, changes in CORRECTIONS if row.get("source", "").startswith(start))
     return {**row, **next(changes, {})}
 

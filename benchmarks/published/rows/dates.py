@@ -28,14 +28,15 @@ STATED_DATES = (
 """(source, device, date) of rows with the year only, whose page states the versions.
 
 MI300X and B200: torchtitan 2c8b5947 and 6fc499f6, whose commits have these dates. H100: torch 2.7.0a0 with torchtitan
-0.0.2, before torch's branch of 2.7 in March 2025. That day is a guess; that it is before #1033 (2025-04-02) follows."""
+0.0.2, before torch's branch of 2.7 in March 2025. The day is a guess, but it is before #1033 (2025-04-02)."""
 
 
 def date_of(row: Mapping[str, str]) -> str:
     """Return the row's date as YYYY-MM-DD; an empty text where it is not known.
 
-    Of a year it is the middle. Without a date it is that of the latest of ``_PULLS`` up to the pull request that the
-    source names.
+    ``STATED_DATES`` precede the row's own date. A year stands for its 1 July, a version of an NVIDIA container for the
+    first day of its month. A row of torchtitan without a date has that of a pull request in ``_PULLS``: the last one up
+    to the pull request that its source names.
     """
     date = row.get("source_date", "")
     for start, device, day in STATED_DATES:

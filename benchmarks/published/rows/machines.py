@@ -68,7 +68,7 @@ def cluster_of(row: Mapping[str, str], constants: StepConstants | None = None) -
 
 
 def _device(gpu: str, memory_gb: float | None) -> tuple[str, float]:
-    """Return the catalogue's name of the device, and its power cap as a share of that device's."""
+    """Return the catalogue's name of the device, and the power limit as a share of the catalogue device's."""
     names = device_names()
     if gpu.startswith("A100"):
         return ("a100-sxm-40gb" if memory_gb == 40 else "a100-sxm-80gb"), 1.0

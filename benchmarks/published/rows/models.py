@@ -1,4 +1,4 @@
-"""The model of a row: the file's dimensions, completed from the models' published configs."""
+"""The model of a row: its dimensions from the row's file, completed from the models' published configs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KNOWN: dict[str, dict[str, float]] = {
     "Mixtral-8x22B": {"vocab": 32768, "moe_ffn": 16384},
     "GPT3-175B": {"vocab": 51200},
 }  # fmt: skip
-"""Dimensions that the file leaves blank, by how the model's name starts. Config files of the models' releases."""
+"""Start of the model's name -> dimensions that the file leaves blank. Source: config files of the models' releases."""
 
 VOCAB_NOTE = re.compile(r"vocab (\d+) in this run")
 """The text in a row's notes where its run had another vocabulary than the model."""
@@ -125,7 +125,7 @@ def family_of(name: str) -> str:
 
 
 def size_class(spec: TransformerSpec) -> str:
-    """Return the class of a model's parameters."""
+    """Return the size class of a model, by its number of parameters."""
     billions = spec.parameters / 1e9
     for limit, name in ((1, "< 1B"), (10, "1-10B"), (40, "10-40B"), (200, "40-200B")):
         if billions < limit:

@@ -22,8 +22,9 @@ class PricedRow:
     """One quantity of one row: measured, and predicted or left out with a reason.
 
     Attributes:
-        file, row_id: the row.
-        source: the row's source, which decides its split.
+        file, row_id: the row's file, and its id there.
+        source: the row's source, which decides whether the row is for calibration or validation.
+        measured, predicted: values in the unit of ``quantity``; ``predicted`` is None for rows that are left out.
         left_out: why there is no prediction; None where there is one.
         tags: keys that tables group by: ``gpu``, ``family``, ``parallelism``, ``size``, ``trust``, ``precision``, ...
         checks: numbers of the checks of the accuracy table that this row counts in.
