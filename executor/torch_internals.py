@@ -226,8 +226,7 @@ def gather_on_meta(module: FSDPModule, contexts: CollectiveContexts) -> None:
     """Make ``module`` run with its parameters and the buffers of its collectives on meta. torch does not support this.
 
     Args:
-        module: a module to which ``fully_shard`` has been applied.
-        contexts: contexts in which its collectives run.
+        contexts: contexts in which the collectives of ``module`` run.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
