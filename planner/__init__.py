@@ -1,6 +1,6 @@
-"""What is best? A model, a cluster and a job in; a `ShardingPlan` out.
+"""The planner: it returns the fastest `ShardingPlan` for a model, a cluster and a job.
 
-The names below are imported on first use: errors and ports stay cheap to import, without torch.
+The names below are imported on first use, so that importing `planner.errors` or `planner.progress` imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`build_plan`: one model, one plan."""
+"""`build_plan`: the plan of one model, in one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _shows_job_options(function: F) -> F:
-    """Let ``help`` and notebooks show the fields of `JobSpec` in the place of ``**options``."""
+    """Return ``function`` with the fields of `JobSpec` in its docstring and signature, in place of ``**options``."""
     signature = inspect.signature(function)
     own = [item for item in signature.parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
     options = [
@@ -51,19 +51,20 @@ def build_plan(
     progress: Progress | None = None,
     **options: Unpack[JobOptions],
 ) -> ShardingPlan:
-    """Return the fastest plan for a step of ``model`` on ``cluster`` within its memory.
+    """Return the plan with the least step time for ``model`` that fits the memory of the devices of ``cluster``.
 
     Args:
-        model: any module; it is not changed, and may be on the meta device. Or a result of `trace_module`.
-        example_inputs: arguments of one call with the global batch (tuple or dict); None: made from a Hugging Face
-            config.
-        tp_plan: the expert plan for the planner "tensor-parallel"; None takes the model's own.
+        model: a module, which is not changed and may be on the meta device; or the result of `trace_module`.
+        example_inputs: arguments (tuple) or keyword arguments (dict) of one model call with the global batch. None: the
+            model's Hugging Face config gives them.
+        tp_plan: FQN pattern of modules -> tensor-parallel style, for the planner "tensor-parallel". None: the plan that
+            the model carries.
         progress: called with each event of the search.
         options: the fields of `JobSpec`.
 
     Raises:
-        PlannerError: the request cannot be planned; `InfeasibleError` where nothing fits, `SolverError` where the time
-            limit was reached before any plan was found.
+        PlannerError: the request cannot be planned. `InfeasibleError`: no plan fits the memory. `SolverError`: the time
+            limit came before any plan was found.
     """
     spec = spec_of(options)
     baselines.parse_planner(spec.planner)

@@ -1,23 +1,23 @@
-"""Every error that shardplan raises for a reason its user can act on. No torch here: the CLI maps them to exit codes.
+"""Errors that shardplan raises for reasons that its user can act on. The CLI maps them to exit codes, without torch.
 
 PlannerError                    exit code 2, HTTP 422
 ├── ModelError                  a config or module that cannot be built or traced
-├── GraphFormatError            a document that is no traced graph: truncated, foreign, of another version, impossible
-├── ClusterInputError           a cluster that the catalogue does not know, or that contradicts itself
-├── MeshError                   a mesh that does not divide the cluster, or a batch that it does not divide
-├── JobError                    a job that cannot be: unknown optimizer, dtype, negative batch
+├── GraphFormatError            a document that is not a valid traced graph, or is of another version
+├── ClusterInputError           a cluster that is not in the catalogue, or a description that contradicts itself
+├── MeshError                   a mesh with a wrong number of devices, or one that does not divide the batch
+├── JobError                    an invalid job: unknown optimizer or dtype, negative batch
 ├── BaselineError               a baseline that does not exist for this model
-├── PlanError                   something about a plan
-│   ├── PlanFormatError         a file that is no plan: truncated, foreign, of another version
+├── PlanError                   a plan that cannot be used
+│   ├── PlanFormatError         a file that is not a valid plan, or is of another version
 │   ├── PlanMismatchError       a plan for another model, mesh or torch (stale fingerprint)
-│   ├── PlanTypeError           a value of a type that a plan cannot hold (also a TypeError, as in torch)
-│   ├── PlanLayoutError         a layout that mesh or shape rule out      (also a ValueError)
-│   └── PlanKeyError            something about one key
-│       ├── EmptyPathError      a Sharder for the root                 (also a KeyError, as in torch)
-│       ├── UnmatchedKeyError   a key that names nothing in the module (also an AttributeError, as in torch)
-│       └── KeyConflictError    two keys that cannot both hold         (also a RuntimeError, as in torch)
-├── UnsupportedTorchError       a torch whose DTensor rules this version does not know
-├── SolverError                 exit code 1, HTTP 500: the solver broke off without an answer
+│   ├── PlanTypeError           a value of a wrong type (also a TypeError, as in torch)
+│   ├── PlanLayoutError         a layout that the mesh or the tensor's shape does not allow (also a ValueError)
+│   └── PlanKeyError            an invalid key
+│       ├── EmptyPathError      a Sharder for the root module (also a KeyError, as in torch)
+│       ├── UnmatchedKeyError   a key that matches nothing in the module (also an AttributeError, as in torch)
+│       └── KeyConflictError    two keys that contradict each other (also a RuntimeError, as in torch)
+├── UnsupportedTorchError       a torch version whose DTensor rules this version of shardplan does not know
+├── SolverError                 exit code 1, HTTP 500: the solver ended without an answer
 └── InfeasibleError             exit code 3: no plan fits the memory
 """
 
@@ -27,10 +27,10 @@ from typing import Any, ClassVar
 
 
 class PlannerError(Exception):
-    """What happened (``detail``) and what to do about it (``what_to_do``).
+    """Base class of all errors: what happened (``detail``) and what to do about it (``what_to_do``).
 
-    ``title`` is the same for every error of a class, as RFC 9457 asks of problem details; ``str(error)`` is the detail
-    followed by the advice. Errors survive pickling with all their data, because solves run in other processes.
+    ``title`` is the same for every error of a class, as RFC 9457 asks of problem details. ``str(error)`` is the detail
+    followed by the advice. Pickling keeps all data of an error, because the solver runs in other processes.
     """
 
     exit_code: ClassVar[int] = 2
@@ -67,7 +67,7 @@ class ModelError(PlannerError):
 
 
 class GraphFormatError(PlannerError):
-    """A document that is no traced graph; ``where`` is the place in it that is wrong, "" for the whole."""
+    """A document that is not a valid traced graph; ``where`` is the invalid place, "" for the whole document."""
 
     title = "Not a traced graph"
 
@@ -95,7 +95,7 @@ class MeshError(PlannerError):
 
 
 class JobError(PlannerError):
-    """A job whose values cannot be; ``field`` is the one at fault."""
+    """A job with an invalid value; ``field`` is the name of its field, None where no single field is at fault."""
 
     title = "The job cannot be used"
 
@@ -111,13 +111,16 @@ class BaselineError(PlannerError):
 
 
 class PlanError(PlannerError):
-    """Something about a plan."""
+    """A plan that cannot be used."""
 
     title = "The plan cannot be used"
 
 
 class PlanFormatError(PlanError):
-    """A file or document that is no plan; ``where`` is the place in it, ``file`` its path where it has one."""
+    """A file or document that is not a valid plan.
+
+    ``where`` is the invalid place, "" for the whole document. ``file`` is the path; None: the plan is not from a file.
+    """
 
     title = "Not a sharding plan"
 
@@ -128,7 +131,10 @@ class PlanFormatError(PlanError):
 
 
 class PlanMismatchError(PlanError):
-    """A plan for something else: ``subject`` ("model", "mesh", ...) is ``found`` where the plan says ``expected``."""
+    """A plan that does not match what it is used for.
+
+    The plan needs ``expected`` as its ``subject`` ("model", "mesh", "layouts", ...), and the actual one is ``found``.
+    """
 
     title = "The plan was made for something else"
 
@@ -151,7 +157,7 @@ class PlanTypeError(PlanError, TypeError):
 
 
 class PlanLayoutError(PlanError, ValueError):
-    """A layout at ``field[key]`` that the mesh or a tensor's shape rules out."""
+    """A layout at ``field[key]`` that the mesh or the tensor's shape does not allow."""
 
     title = "A layout in the plan is not possible"
 
@@ -162,7 +168,7 @@ class PlanLayoutError(PlanError, ValueError):
 
 
 class PlanKeyError(PlanError):
-    """Something about one ``key`` of one ``field`` of a plan."""
+    """An invalid ``key`` in the ``field`` of a plan."""
 
     title = "A key in the plan is not possible"
 
@@ -173,19 +179,19 @@ class PlanKeyError(PlanError):
 
 
 class EmptyPathError(PlanKeyError, KeyError):
-    """A Sharder for the root: the module that it returns has no parent to be put into."""
+    """A Sharder for the root module: the module that a Sharder returns needs a parent, and the root has none."""
 
     title = "A Sharder needs a module path"
 
 
 class UnmatchedKeyError(PlanKeyError, AttributeError):
-    """A key that names nothing in the module."""
+    """A key that matches nothing in the module."""
 
     title = "A key in the plan matches nothing"
 
 
 class KeyConflictError(PlanKeyError, RuntimeError):
-    """Two keys that cannot both hold; ``other`` is the second one."""
+    """Two keys that contradict each other, ``key`` and ``other``."""
 
     title = "Two keys in the plan conflict"
 
@@ -195,7 +201,7 @@ class KeyConflictError(PlanKeyError, RuntimeError):
 
 
 class UnsupportedTorchError(PlannerError):
-    """The installed torch is not one whose DTensor rules this version of shardplan knows."""
+    """This version of shardplan does not know the DTensor rules of the installed torch."""
 
     title = "This torch is not supported"
 
@@ -209,12 +215,15 @@ class SolverError(PlannerError):
 
 
 class InfeasibleError(PlannerError):
-    """No plan fits: ``budget_bytes`` per device were allowed, ``least_bytes`` per device would do, of which
-    at most 1 % could be spared.
+    """No plan fits the memory.
 
-    ``least_bytes`` is None where even unlimited memory gives no plan. ``largest_tensors`` are (name, bytes per device),
-    largest first. ``enough`` is the smallest cluster of the same nodes, their number doubled again and again, on which
-    a plan was seen to fit; None where none was.
+    Attributes:
+        budget_bytes: cap on the peak per device.
+        least_bytes: peak per device of the smallest plan found, at most 1 % above the true minimum. None: the model has
+            no plan even with unlimited memory.
+        largest_tensors: (name, bytes per device), the largest first.
+        enough: name of the smallest cluster on which a plan was found to fit. The clusters tried have 2, 4, 8, ...
+            times the nodes. None: no plan was found on any of them.
     """
 
     exit_code = 3
@@ -241,7 +250,7 @@ class InfeasibleError(PlannerError):
 
 
 def _gigabytes(nbytes: int) -> str:
-    # Small budgets (toy devices) would all read 0.00 GB.
+    # In GB, the small budgets of toy devices would all be 0.00.
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3f} MB"
 
 

@@ -32,14 +32,16 @@ Aspect = Literal["stored", "computed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The best plan of the same run in which the parameter has a given layout.
+    """One possible layout of the explained parameter, and the best plan with it.
+
+    Mesh, micro-batches and checkpointing are those of the explained plan.
 
     Attributes:
-        aspect: whether it is the stored or the compute layout.
+        aspect: "stored" for the stored layout, "computed" for the compute layout.
         layout: placements as text, one per mesh axis.
         chosen: whether the explained plan has the layout.
-        estimate: of the best plan with it; None where no plan has it.
-        fits: whether its peak is within the memory.
+        estimate: estimate of the best plan with the layout; None: no plan has the layout.
+        fits: whether the peak of that plan is within the memory cap.
     """
 
     aspect: Aspect
@@ -55,11 +57,12 @@ class Explanation:
 
     Attributes:
         parameter: FQN.
-        names: FQNs of the parameters that share its layouts: those of equal blocks, and tied ones.
-        plan: a fresh estimate of the plan.
+        names: FQNs of all parameters that share its layouts: the same parameter of equal blocks, and tied parameters.
+        plan: estimate of the plan, computed again.
         memory_bytes: cap on the peak per device.
-        tolerance_s: seconds by which the solver may miss the optimum.
-        alternatives: the stored layouts, then the compute layouts; within each those that fit first, fastest first.
+        tolerance_s: seconds of step time by which the solver may miss the optimum.
+        alternatives: one per stored layout, then one per compute layout. Of each kind, layouts that fit the memory come
+            first, and among them the fastest.
     """
 
     parameter: str
@@ -79,16 +82,16 @@ def explain(
     cluster: ClusterSpec | None = None,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Return what every layout of ``parameter`` would cost, on the plan's mesh, micro-batches and checkpointing.
+    """Return the price of every layout of ``parameter``, on the plan's mesh, micro-batches and checkpointing.
 
-    The integer program chooses all other layouts again for each, so that every alternative is priced at its best.
+    For each layout, the integer program chooses all other layouts again.
 
     Args:
         parameter: FQN of a parameter.
 
     Raises:
-        UnmatchedKeyError: the model has no such parameter.
-        PlanMismatchError: the plan is for another model, or its layouts are none that the model runs in.
+        UnmatchedKeyError: the model has no such parameter, or no op uses it.
+        PlanMismatchError: the plan is for another model, or the model cannot run in the plan's layouts.
     """
     parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if parameter not in parameter_names:
@@ -125,7 +128,7 @@ def explain(
 
 
 class _Subject:
-    """The class of the explained parameter."""
+    """The explained parameter and its parameter class."""
 
     def __init__(self, structure: Structure, parameter: str) -> None:
         names = structure.regions.graph.parameters
@@ -191,7 +194,7 @@ def _alternatives(
 
 
 def _computed(context: PricingContext, subject: _Subject) -> list[Layout]:
-    """Return the compute layouts of the parameter's first use."""
+    """Return the possible compute layouts of the parameter at its first use."""
     formulator, _ = context.search.formulator(context.plan_contents.run)
     index, slot = next(iter(subject.parameter.uses))
     layouts = (strategy.forward[slot] for strategy in formulator.strategies(index))
@@ -199,8 +202,11 @@ def _computed(context: PricingContext, subject: _Subject) -> list[Layout]:
 
 
 def difference(alternative: Estimate, plan: Estimate) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Return by what seconds an alternative differs from the plan: parts that add up to the step's difference, then
-    communication by kind and axis, overlapped or exposed; each largest first."""
+    """Return the seconds by which an alternative exceeds the plan, by part of the step and by collective.
+
+    The first mapping has the parts of a step; they add up to the difference in step time. The second has communication
+    by kind and axis, overlapped or exposed. The largest absolute difference comes first in each.
+    """
     parts = {
         "computing": alternative.compute_s - plan.compute_s,
         "exposed communication": alternative.exposed_communication_s - plan.exposed_communication_s,

@@ -1,4 +1,4 @@
-"""The planners as objects: the cluster and the job are given once, then `build_plan(module)` plans any module."""
+"""The planners as objects: each takes the cluster and the job once, then `build_plan(module)` plans any module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 class _LocalPlanner(ShardingPlanner):
-    """Plans in this process.
+    """A planner that runs in this process.
 
     Args:
         example_inputs: as for `build_plan`.
-        options: the fields of `JobSpec` but the planner, as for `build_plan`.
+        options: the fields of `JobSpec` except ``planner``, as for `build_plan`.
     """
 
     kind: ClassVar[str]
@@ -34,34 +34,34 @@ class _LocalPlanner(ShardingPlanner):
         """Return the plan for ``module``.
 
         Raises:
-            PlannerError: there is none; `InfeasibleError` where nothing fits the memory.
+            PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
         return build_plan(module, example_inputs=self._example_inputs, tp_plan=self._tp_plan, **self._options)
 
 
 class ILPShardingPlanner(_LocalPlanner):
-    """The main planner: the fastest plan that fits, by integer programming."""
+    """The main planner: it returns the fastest plan that fits the memory, by integer programming."""
 
     kind = "ilp"
 
 
 class DataParallelPlanner(_LocalPlanner):
-    """Replicated parameters, the batch sharded."""
+    """The data-parallel baseline: parameters are replicated, the batch is sharded over all devices."""
 
     kind = "data-parallel"
 
 
 class FullyShardedPlanner(_LocalPlanner):
-    """Parameters, gradients, optimizer state and the batch sharded over all devices (FSDP; ZeRO-3 or ZeRO-2)."""
+    """The FSDP baseline (ZeRO-3 or -2): parameters, gradients, optimizer state and batch sharded over all devices."""
 
     kind = "fully-sharded"
 
 
 class TensorParallelPlanner(_LocalPlanner):
-    """The expert's tensor-parallel plan that a Hugging Face config carries, on the innermost axis.
+    """The tensor-parallel baseline: the hand-written plan that a Hugging Face config carries, on the innermost axis.
 
     Args:
-        tp_plan: FQN pattern of modules -> style; None takes the model's own.
+        tp_plan: FQN pattern of modules -> style; None: the plan that the model carries.
         example_inputs: as for the other planners.
         options: as for the other planners.
     """
@@ -80,7 +80,13 @@ class TensorParallelPlanner(_LocalPlanner):
 
 
 class RandomPlanner(_LocalPlanner):
-    """A random feasible assignment: to test the executor and the estimator with, never to run."""
+    """Plans with random feasible layouts, to test the executor and the estimator; not for training.
+
+    Args:
+        seed: equal seeds give equal plans.
+        example_inputs: as for the other planners.
+        options: as for the other planners.
+    """
 
     kind = "random"
 

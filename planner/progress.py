@@ -1,6 +1,6 @@
 """Progress of planning: typed events, their text for a person (`str`), their JSON for a client (`to_dict`).
 
-It imports neither torch nor the planner, so that a client can read events without either.
+This module imports neither torch nor the planner, so that a client can read events without them.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """Something that happened while a plan was made.
+    """One event of planning.
 
     Attributes:
-        stage: names the kind of event in JSON.
+        stage: name of the kind of event, in JSON.
     """
 
     stage: ClassVar[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the event as a JSON object: ``stage`` and the fields that are known."""
+        """Return the event as a JSON object: ``stage``, and the fields that are not None."""
         return {"stage": self.stage, **_set_fields(self)}
 
 
@@ -32,7 +32,7 @@ Progress = Callable[[ProgressEvent], None]
 
 @dataclass(frozen=True, slots=True)
 class Phase(ProgressEvent):
-    """A phase of work that has no figures: tracing, building the model, a status of a server's job.
+    """An event with a name and no other data: tracing, building the model, or the status of a job on a server.
 
     Attributes:
         name: text for a person, and the ``stage`` in JSON.
@@ -58,13 +58,13 @@ ASKING_SERVER = Phase("asking the server")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchState:
-    """How far a search is.
+    """The state of a search. A field is None while its value is not known.
 
     Attributes:
-        step_time_s: of the incumbent, the fastest plan so far; None: there is none.
-        bound_s: no plan of the search space is faster; None: not known yet.
-        tasks_done: node expansions that are done.
-        nodes_open: nodes that wait to be expanded.
+        step_time_s: step time in seconds of the incumbent, the fastest plan so far.
+        bound_s: lower bound in seconds on the step time of every plan in the search space.
+        tasks_done: number of branch-and-bound nodes that were expanded.
+        nodes_open: number of nodes that are not expanded yet.
     """
 
     step_time_s: float | None = None
@@ -74,13 +74,13 @@ class SearchState:
 
     @property
     def gap(self) -> float | None:
-        """How much faster than the incumbent a plan may be at most, relative to it; None: not known yet."""
+        """Relative optimality gap, (step_time_s - bound_s) / step_time_s; None while either is not known."""
         if self.step_time_s is None or self.bound_s is None:
             return None
         return max(self.step_time_s - self.bound_s, 0.0) / self.step_time_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that are known, with the gap."""
+        """Return the fields that are not None, and the gap if it is known."""
         gap = {} if self.gap is None else {"gap": self.gap}
         return {**_set_fields(self), **gap}
 
@@ -94,14 +94,14 @@ class SearchEvent(ProgressEvent):
     """An event of a branch-and-bound search.
 
     Attributes:
-        state: of the search; its fields are added to the event's own in JSON.
+        state: state of the search. In JSON, its fields are fields of the event.
     """
 
     state: SearchState = SearchState()
 
     @property
     def action(self) -> str:
-        """What happens, in words."""
+        """The event in words, without the state of the search."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class SearchEvent(ProgressEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshBounding(SearchEvent):
-    """A mesh is bounded by a relaxation, number ``mesh_number`` of ``meshes``."""
+    """A linear relaxation computes the lower bound of a mesh, which is number ``mesh_number`` of ``meshes``."""
 
     stage: ClassVar[str] = "bounding"
     mesh: str
@@ -128,7 +128,11 @@ class MeshBounding(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRelaxing(SearchEvent):
-    """The next run of a (mesh, checkpointing) pair is relaxed, in ``micro_batches`` or more."""
+    """The linear relaxation of the next run of a (mesh, checkpointing) pair is solved.
+
+    Attributes:
+        micro_batches: least number of micro-batches of that run. Runs that cannot fit the memory are skipped.
+    """
 
     stage: ClassVar[str] = "relaxing"
     mesh: str
@@ -142,11 +146,11 @@ class RunRelaxing(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSolving(SearchEvent):
-    """A run is solved, or the stages of a pipeline where the mesh has an axis ``pp``.
+    """The integer program of a run is solved; if the mesh has an axis ``pp``, those of the pipeline's stages.
 
     Attributes:
-        leading_blocks: that have choices of their own; None: all equal blocks share theirs.
-        is_first_plan: whether it is solved for a first plan, before any bound is known.
+        leading_blocks: number of leading blocks that have choices of their own; None: equal blocks share all choices.
+        is_first_plan: True where the run is solved for a first incumbent, before any lower bound is known; else None.
     """
 
     stage: ClassVar[str] = "solving"
@@ -165,7 +169,7 @@ class RunSolving(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBounding(SearchEvent):
-    """A stage of pipelines is bounded by a relaxation without checkpointing."""
+    """A linear relaxation without checkpointing computes the lower bound of a pipeline stage."""
 
     stage: ClassVar[str] = "bounding stage"
     mesh: str
@@ -178,7 +182,7 @@ class StageBounding(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRelaxing(SearchEvent):
-    """A stage of pipelines is relaxed within the memory cap."""
+    """The linear relaxation of a pipeline stage is solved, with the memory cap."""
 
     stage: ClassVar[str] = "relaxing stage"
     mesh: str
@@ -192,7 +196,7 @@ class StageRelaxing(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncumbentFound(SearchEvent):
-    """A plan was found that is faster than all before: ``state`` has its step time, the bound and the gap."""
+    """The search has a new incumbent; ``state`` has its step time, the lower bound and the gap."""
 
     stage: ClassVar[str] = "best"
     mesh: str
@@ -204,11 +208,11 @@ class IncumbentFound(SearchEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned(ProgressEvent):
-    """The plan is made.
+    """The plan is complete.
 
     Attributes:
-        step_time_s: None where the plan has no price.
-        gap: how much faster a plan may be at most, relative to this one; None where it was not searched for.
+        step_time_s: step time of the plan in seconds; None: the plan has no estimate.
+        gap: relative optimality gap of the plan; None: the solver proved no bound.
     """
 
     stage: ClassVar[str] = "planned"
@@ -224,10 +228,10 @@ class Planned(ProgressEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlternativePricing(ProgressEvent):
-    """Another layout of a parameter is priced.
+    """`planner.explanation.explain` prices another layout of a parameter.
 
     Attributes:
-        aspect: "stored" or "computed".
+        aspect: "stored" for the stored layout, "computed" for the compute layout.
         layout: placements as text, one for each mesh axis.
     """
 
@@ -241,11 +245,11 @@ class AlternativePricing(ProgressEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepProgress(ProgressEvent):
-    """An event of one plan of a sweep.
+    """An event of planning for one point of a sweep.
 
     Attributes:
-        subject: the cluster or the batch that the plan is for.
-        event: of planning for it.
+        subject: name of the cluster or batch size at that point.
+        event: the event of planning for ``subject``.
     """
 
     stage: ClassVar[str] = "sweep"
@@ -256,14 +260,14 @@ class SweepProgress(ProgressEvent):
         return f"{self.subject}: {self.event}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the inner event as a JSON object, with its subject."""
+        """Return ``event`` as a JSON object, with the field ``subject`` added."""
         return {**self.event.to_dict(), "subject": self.subject}
 
 
 SEARCH_STAGES = frozenset(
     event.stage for event in (MeshBounding, RunRelaxing, RunSolving, StageBounding, StageRelaxing, IncumbentFound)
 )
-"""Stages of events that only a search reports."""
+"""The ``stage`` of every event that only a search reports."""
 
 _BY_STAGE: Mapping[str, type[ProgressEvent]] = {
     event.stage: event
@@ -273,7 +277,7 @@ _STATE_FIELDS = frozenset(field.name for field in dataclasses.fields(SearchState
 
 
 def event_from_dict(document: Mapping[str, Any]) -> ProgressEvent:
-    """Return the event that `ProgressEvent.to_dict` wrote; a `Phase` where its stage or its fields are others."""
+    """Return the event that `ProgressEvent.to_dict` wrote; a `Phase` where stage or fields are unknown."""
     stage = str(document.get("stage", ""))
     event = _BY_STAGE.get(stage)
     if event is None:
@@ -289,6 +293,6 @@ def event_from_dict(document: Mapping[str, Any]) -> ProgressEvent:
 
 
 def _set_fields(event: Any, leaving_out: str | None = None) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not None."""
+    """Return name -> value of the fields of a dataclass that are not None, without the field ``leaving_out``."""
     values = {field.name: getattr(event, field.name) for field in dataclasses.fields(event)}
     return {name: value for name, value in values.items() if value is not None and name != leaving_out}

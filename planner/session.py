@@ -53,14 +53,14 @@ from planner.writing.notes import notes_on
 from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
 _ONE_AXIS_PLANNERS = ("data-parallel", "fully-sharded")
-"""Planners whose meshes have one axis, on which the batch of a micro-batch has to divide."""
+"""Planners whose meshes have one axis. The size of the axis has to divide the samples of a micro-batch."""
 
 
 class PlanningSession:
-    """A model that is traced once, and can be planned by several planners, on several meshes and within several caps.
+    """A model that is traced once, and planned by any planners, on any meshes and within any memory caps.
 
     Attributes:
-        spec: the job that was asked for.
+        spec: the job as the user states it.
         job: the job as plans record it.
         cluster: the devices and links that plans are for.
     """
@@ -79,7 +79,7 @@ class PlanningSession:
 
         Args:
             model: as for `build_plan`.
-            spec: the job. Its planner and mesh are ignored: `plan` takes them as arguments. None: see ``options``.
+            spec: the job. Its planner and mesh are ignored: `plan` takes them as arguments. None: ``options`` give it.
             example_inputs: as for `build_plan`.
             tp_plan: as for `build_plan`.
             progress: as for `build_plan`.
@@ -129,16 +129,16 @@ class PlanningSession:
     def plan(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
     ) -> ShardingPlan:
-        """Return the fastest plan of a planner.
+        """Return the fastest plan that a planner allows.
 
         Args:
             planner: "ilp", a baseline's name or "random:SEED".
-            mesh: an outermost axis ``pp`` gives the number of pipeline stages, the other axes the mesh of a stage.
-                None: all meshes with up to ``axes`` axes are tried.
-            memory_bytes: cap on the peak per device; None: the job's.
+            mesh: the mesh. An outermost axis ``pp`` gives the number of pipeline stages, and the other axes are the
+                mesh of a stage. None: all meshes with up to ``axes`` axes are tried.
+            memory_bytes: cap on the peak per device; None: the job's cap.
 
         Raises:
-            PlannerError: there is no plan; `InfeasibleError` where none fits the memory.
+            PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
         plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
         if plan is None and self._stages(mesh, planner) is not None:
@@ -150,7 +150,10 @@ class PlanningSession:
     def plan_if_any(
         self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
     ) -> ShardingPlan | None:
-        """Return the plan of `plan`, or None where none fits: without the infeasibility report, which takes time."""
+        """Return the result of `plan`, or None where no plan fits.
+
+        The infeasibility report, which takes time, is not computed.
+        """
         name, seed = baselines.parse_planner(planner)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
@@ -175,10 +178,10 @@ class PlanningSession:
             return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
-        """Return the given mesh, or all that the planner chooses from.
+        """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
 
         Raises:
-            MeshError: the mesh is not the whole cluster, or has pipeline stages.
+            MeshError: the mesh has another number of devices than the cluster, or an axis ``pp``.
         """
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
@@ -188,7 +191,7 @@ class PlanningSession:
         return [spec]
 
     def _stages(self, mesh: str | MeshSpec | None, planner: str) -> tuple[int, MeshSpec] | None:
-        """Return the number of pipeline stages that a mesh has, and the mesh of a stage; None where it has none."""
+        """Return the number of pipeline stages of a mesh, and the mesh of one stage; None: it has no axis ``pp``."""
         if mesh is None:
             return None
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
@@ -200,7 +203,7 @@ class PlanningSession:
         """Return the job's pins, checked against the model and the meshes.
 
         Raises:
-            PlannerError: a pin names no parameter or axis, or a layout that its tensor cannot have.
+            PlannerError: a pin names a parameter or axis that does not exist, or a layout that its tensor cannot have.
         """
         pins = Pins.parse(self.job.pins, self.job.data_axes, self._module.names.parameters, meshes)
         if pins.pins:
@@ -218,7 +221,7 @@ class PlanningSession:
         """Return a random assignment on a mesh.
 
         Raises:
-            MeshError: none was found.
+            MeshError: no feasible assignment was found.
         """
         restriction, mode = self._pins([mesh]).restrict(mesh, None), modes_of(self._analysis, self.job.ac)[0]
         candidate = self._planner.random(self._planner.run_of(mesh, self._counts[0], mode), seed, restriction)
@@ -235,14 +238,17 @@ class PlanningSession:
         *,
         mesh_is_given: bool,
     ) -> tuple[SearchResult[Candidate] | None, SearchResult[PlannedPipeline] | None]:
-        """Return the outcomes of the searches without and with pipeline stages; at most the faster one has a plan.
+        """Return the results of the search without pipeline stages and of the search with them; None: not searched.
+
+        At most the search with the faster plan returns a plan.
 
         Args:
-            meshes: to choose from.
-            name: the planner.
+            meshes: the meshes to choose from.
+            name: name of the planner.
             constraints: memory cap, and restriction of the strategies.
-            stages: number of stages and mesh of a stage, where the mesh gives them; only pipelines are searched then.
-            mesh_is_given: whether there is one mesh only, on which no pipeline is searched.
+            stages: number of stages and mesh of one stage, if the user's mesh has an axis ``pp``. Only pipelines are
+                searched then. None: the mesh has none, or no mesh was given.
+            mesh_is_given: whether the user gave the mesh. No pipeline is then searched, unless ``stages`` is given.
         """
         spec = SearchSpec(
             context=self._context,
@@ -278,7 +284,7 @@ class PlanningSession:
         return dataclasses.replace(plan, timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
-        """Return a function from a mesh to the strategies that the planner and the pins allow on it; None: all."""
+        """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""
 
         def restrict(mesh: MeshSpec) -> Restriction | None:
             return pins.restrict(mesh, baselines.restriction_of(name, mesh, self._tp_plan, self._analysis.graph))
@@ -286,7 +292,7 @@ class PlanningSession:
         return restrict if name in baselines.NAMES else pins.on
 
     def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
-        """Return the error that says why no plan of a planner fits: the least memory, or the pins."""
+        """Return the error for a planner without a plan: the least memory needed, or the pins that no layout keeps."""
         pins, counts, modes = self._pins(meshes), self._counts_for(name), modes_of(self._analysis, self.job.ac)
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
@@ -310,7 +316,7 @@ class PlanningSession:
         return None if least is None else math.ceil(least.nbytes)
 
     def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:
-        """Return the meshes of a cluster, and the numbers of micro-batches, that a planner chooses from."""
+        """Return the meshes of a cluster and the numbers of micro-batches that a planner chooses from."""
         if name not in _ONE_AXIS_PLANNERS:
             meshes = meshes_of(cluster, self.spec.axes)
             # The outermost of three axes splits the batch only.
@@ -321,7 +327,7 @@ class PlanningSession:
         """Return the numbers of micro-batches that a planner chooses from on the whole cluster.
 
         Raises:
-            MeshError: there is none: the planner needs samples that divide over all devices.
+            MeshError: the planner needs micro-batches whose samples divide over all devices, and there are none.
         """
         counts = self._space(name, self.cluster)[1]
         if not counts:

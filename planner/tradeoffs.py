@@ -1,5 +1,4 @@
-"""Comparisons of plans: alternatives on other meshes, the Pareto front of time and memory, sweeps over device counts,
-and batches for inference."""
+"""Comparisons of plans: alternative meshes, Pareto front of time and memory, sweep over device counts, batch sizes."""
 
 from __future__ import annotations
 
@@ -22,28 +21,30 @@ from planner.session import PlanningSession
 Objective = Literal["step-time", "cost", "fewest-devices"]
 
 _SHARE = 0.8
-"""Fraction of a plan's memory that the next plan of the Pareto front may use."""
+"""Fraction of a plan's peak memory that the next plan of the Pareto front may use."""
 
 
 def step_time_s(plan: ShardingPlan) -> float:
-    """Return the estimated step time of a plan that was priced."""
+    """Return the estimated step time in seconds of a plan that has an estimate."""
     assert plan.estimate is not None
     return plan.estimate.step_time_s
 
 
 def peak_bytes(plan: ShardingPlan) -> int:
-    """Return the estimated peak memory per device of a plan that was priced."""
+    """Return the estimated peak memory in bytes per device of a plan that has an estimate."""
     assert plan.estimate is not None
     return plan.estimate.peak_memory_bytes
 
 
 def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tuple[ShardingPlan, ...]:
-    """Return the best plans of the ``count`` best other meshes, the fastest first; fewer where fewer have any.
+    """Return the fastest plan of each of the ``count`` best other meshes, the fastest first.
+
+    There are fewer plans if fewer meshes have one.
 
     Args:
-        session: of the job.
-        best: its best plan (of the planner "ilp") of several meshes.
-        count: how many are wanted.
+        session: session of the job.
+        best: the job's fastest plan over several meshes, by the planner "ilp".
+        count: number of plans.
     """
     other_meshes = [] if best.solver is None else [m for m in best.solver.meshes if m.outcome != "chosen"]
     plans: list[ShardingPlan] = []
@@ -59,16 +60,16 @@ def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tu
 def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: float = _SHARE) -> list[ShardingPlan]:
     """Return the Pareto front of step time and peak memory, the fastest and largest plan first.
 
-    The first is the fastest plan, the last needs the least memory of all. Each plan between them is the fastest within
-    ``share`` of the memory of the plan before.
+    The first plan is the fastest. The last plan has the least peak memory. Each plan between them is the fastest whose
+    peak is at most ``share`` of the previous plan's.
 
     Args:
-        session: of the job.
-        mesh: None: the best of all meshes with up to ``axes`` axes, separately for each plan.
-        share: of a plan's memory that the next may take, between 0 and 1.
+        session: session of the job.
+        mesh: mesh of all plans; None: each plan has the best of all meshes with up to ``axes`` axes.
+        share: fraction of a plan's peak that the next plan may use, above 0 and below 1.
 
     Raises:
-        PlannerError: there is no plan; `InfeasibleError` where nothing fits the memory.
+        PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
     """
     if not 0 < share < 1:
         raise JobError(f"share is {share}.", what_to_do="Give a part of 1, such as 0.8.", field="share")
@@ -82,7 +83,7 @@ def pareto_front(session: PlanningSession, *, mesh: str | None = None, share: fl
 
 
 def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, share: float) -> Iterator[ShardingPlan]:
-    """Yield the plans within smaller and smaller caps, as far as the time limit allows."""
+    """Yield the fastest plans under ever smaller memory caps, down to the least peak; end where time runs out."""
     least_bytes = session.least_memory_bytes(mesh=mesh)
     if least_bytes is None or least_bytes >= peak_bytes(plan):
         return
@@ -95,7 +96,7 @@ def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, sha
 
 
 def _in_time(session: PlanningSession, mesh: str | None, memory_bytes: int | None = None) -> ShardingPlan | None:
-    """Return the fastest plan; None where none fits, or none was found within the time limit."""
+    """Return the fastest plan; None: no plan fits, or the time limit came before any plan was found."""
     try:
         return session.plan_if_any(mesh=mesh, memory_bytes=memory_bytes)
     except SolverError:
@@ -104,12 +105,12 @@ def _in_time(session: PlanningSession, mesh: str | None, memory_bytes: int | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSize:
-    """A job on a cluster of some size.
+    """The best plan of a job on one cluster of a sweep.
 
     Attributes:
-        cluster: of that size.
-        plan: the best; None where none fits, or none was found in time.
-        in_time: whether the search came to an answer before its time was up.
+        cluster: the cluster.
+        plan: the fastest plan; None: no plan fits, or the time limit came before any plan was found.
+        in_time: False if the time limit came before any plan was found.
     """
 
     cluster: ClusterSpec
@@ -118,7 +119,7 @@ class ClusterSize:
 
     @property
     def device_s(self) -> float:
-        """Seconds of a step, of all devices together."""
+        """Device-seconds of a step: its seconds, summed over all devices."""
         assert self.plan is not None
         return step_time_s(self.plan) * self.cluster.size
 
@@ -132,14 +133,14 @@ def sweep(
     progress: Progress | None = None,
     **options: Unpack[JobOptions],
 ) -> list[ClusterSize]:
-    """Return the best plan on each smaller cluster of the same nodes, the smallest first: 1, 2, 4, ... devices.
+    """Return the best plan on clusters of 1, 2, 4, ... devices of the same nodes, up to the given cluster.
 
     Args:
         model: as for `build_plan`.
         example_inputs: as for `build_plan`.
         tp_plan: as for `build_plan`.
         progress: as for `build_plan`.
-        spec: the job, on the largest cluster and without a mesh; None: made of ``options``.
+        spec: the job. Its cluster is the largest of the sweep; its mesh is ignored. None: ``options`` give the job.
         options: the fields of `JobSpec`, in place of ``spec``.
 
     Raises:
@@ -174,7 +175,7 @@ def _for(subject: str, progress: Progress | None) -> Progress | None:
 
 
 def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
-    """Return clusters of the same nodes, or of a part of one: of 1, 2, 4, ... devices, up to ``cluster`` itself."""
+    """Return clusters of 1, 2, 4, ... devices, up to ``cluster`` itself: parts of one node, then whole nodes."""
     per_node = [2**i for i in range(cluster.devices_per_node.bit_length()) if 2**i < cluster.devices_per_node]
     nodes = [2**i for i in range(cluster.nodes.bit_length()) if 2**i < cluster.nodes]
     cards = [max(1, cluster.cards_per_node * count // cluster.devices_per_node) for count in per_node]
@@ -192,13 +193,13 @@ def parts_of(cluster: ClusterSpec) -> list[ClusterSpec]:
 
 
 def best_size(sizes: list[ClusterSize], objective: Objective, *, within_s: float | None = None) -> ClusterSize | None:
-    """Return the size that is best for ``objective``, of those whose step takes at most ``within_s``; None: none does.
+    """Return the entry of ``sizes`` that is best for ``objective``; None: no plan has a step time within ``within_s``.
 
     Args:
-        sizes: what `sweep` returned.
-        objective: "step-time"; "cost": the fewest device-seconds for a step, which is also the most tokens per second
-            and device; "fewest-devices".
-        within_s: limit of the step time; None: no limit.
+        sizes: result of `sweep`.
+        objective: "step-time": the least step time. "cost": the fewest device-seconds of a step, which also means the
+            most tokens per second and device. "fewest-devices".
+        within_s: limit of the step time in seconds; None: no limit.
     """
     fit = [size for size in sizes if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
     if not fit:
@@ -211,16 +212,17 @@ def best_size(sizes: list[ClusterSize], objective: Objective, *, within_s: float
 
 
 MOST_SEQUENCES = 4096
-"""The largest batch that is tried unless another is asked for: small models would go on and on."""
+"""Default of the largest batch that `batches` tries. A small model would fit ever larger batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """A phase of inference at some batch.
+    """The fastest plan of an inference phase at one batch size.
 
     Attributes:
-        plan: the fastest; None where none fits, or none was found in time.
-        in_time: whether the search came to an answer before its time was up.
+        batch: samples in the batch.
+        plan: the fastest plan; None: no plan fits, or the time limit came before any plan was found.
+        in_time: False if the time limit came before any plan was found.
     """
 
     batch: int
@@ -229,7 +231,7 @@ class BatchSize:
 
     @property
     def items_per_s(self) -> float:
-        """Tokens (or samples) per second, of all devices together."""
+        """Tokens (or samples) per second, summed over all devices."""
         assert self.plan is not None
         return self.plan.job.items[0] / step_time_s(self.plan)
 
@@ -243,18 +245,18 @@ def batches(
     progress: Progress | None = None,
     **options: Unpack[JobOptions],
 ) -> list[BatchSize]:
-    """Return the fastest plan at each batch, the smallest first: 1, 2, 4, ... up to the first that does not fit.
+    """Return the fastest plan at batches of 1, 2, 4, ... samples, up to the first batch without a plan or to ``most``.
 
     Args:
         model: as for `build_plan`; traced once.
         tp_plan: as for `build_plan`.
         progress: as for `build_plan`.
-        spec: the job, whose batch is left out, for "prefill" or "decode"; None: made of ``options``.
+        spec: the job, of phase "prefill" or "decode". Its batch is ignored. None: ``options`` give the job.
         most: the largest batch that is tried.
-        options: the fields of `JobSpec`, in place of ``spec``; the phase is "decode" where it is left out.
+        options: the fields of `JobSpec`, in place of ``spec``; the phase is "decode" by default.
 
     Raises:
-        JobError: the phase is training, which puts any batch through in micro-batches.
+        JobError: the phase is training. There, micro-batches make any batch possible.
         PlannerError: the job cannot be planned at all.
     """
     spec = spec_of({"phase": "decode", **options}) if spec is None else spec
@@ -281,11 +283,11 @@ def batches(
 
 
 def best_batch(sizes: list[BatchSize], *, within_s: float | None = None) -> BatchSize | None:
-    """Return the batch with the most tokens per second, of those whose step takes at most ``within_s``; None: none.
+    """Return the entry of ``sizes`` with the most tokens per second; None: no plan has a step time within ``within_s``.
 
     Args:
-        sizes: what `batches` returned.
-        within_s: of a decoding step, the longest that a sequence may wait for its next token; None: no limit.
+        sizes: result of `batches`.
+        within_s: limit of the step time in seconds; in decode, a step is one token of each sequence. None: no limit.
     """
     fit = [size for size in sizes if size.plan is not None and (within_s is None or step_time_s(size.plan) <= within_s)]
     return max(fit, key=lambda size: (size.items_per_s, -size.batch), default=None)
