@@ -1,4 +1,4 @@
-"""Checks that need no module: of a mesh against its cluster, and of a plan's entries (types, layouts on the mesh)."""
+"""Checks without a module: of a mesh against its cluster, and of a plan's entries (types, layouts on the mesh)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from planner.plan.token_order import ZigzagOrder
 
 
 def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
-    """Check that a mesh has the cluster's devices.
+    """Raise an error unless ``mesh`` has as many devices as ``cluster``.
 
     Raises:
-        MeshError: it has more or fewer; the message has both numbers.
+        MeshError: the numbers of devices differ; the message states both.
     """
     if mesh.size != cluster.size:
         raise MeshError(
@@ -25,13 +25,13 @@ def check_mesh(mesh: MeshSpec, cluster: ClusterSpec) -> None:
 
 
 def wrong_type(name: str, key: str, value: object, advice: str) -> PlanTypeError:
-    """Return the error for ``value`` at ``key`` of the field ``name``."""
+    """Return the error for a ``value`` of a wrong type at ``key`` in the plan's field ``name``."""
     detail = f"{name} has {type(value).__name__} for {key!r}, which a plan cannot hold."
     return PlanTypeError(detail, field=name, key=key, what_to_do=advice)
 
 
 def check_ports(name: str, key: str, spec: object) -> None:
-    """Raise ``PlanTypeError`` where ``spec`` is no ``PortSpec`` with at least one port."""
+    """Raise ``PlanTypeError`` unless ``spec`` is a ``PortSpec`` with a port, and ``reallgather`` only at inputs."""
     advice = "Give a layout, a list with a layout or None for each tensor, or a dict from argument name to layout."
     ports = [spec] if isinstance(spec, Port) else list(spec.values() if isinstance(spec, Mapping) else ())
     if isinstance(spec, tuple):
@@ -49,9 +49,9 @@ def check_ports(name: str, key: str, spec: object) -> None:
 
 
 def check_names(name: str, key: str, names: object) -> None:
-    """Raise ``PlanTypeError`` where ``names`` is no tuple of different names with at least one in it."""
+    """Raise ``PlanTypeError`` unless ``names`` is a non-empty tuple of distinct names."""
     advice = "Give a list of the names of parameters, as they are called inside the module."
-    # A lone string would be taken apart into its letters.
+    # A string is no list of names: iterating over it would give its letters.
     if not isinstance(names, tuple) or not names or not all(isinstance(item, str) and item for item in names):
         raise wrong_type(name, key, names, advice)
     if len(set(names)) < len(names):
@@ -61,11 +61,11 @@ def check_names(name: str, key: str, names: object) -> None:
 
 
 def check_zigzag_order(order: object, mesh: MeshSpec) -> None:
-    """Raise where ``order`` is no `ZigzagOrder` that sequences can be in on ``mesh``.
+    """Raise an error unless ``order`` is a `ZigzagOrder` that is possible on ``mesh``.
 
     Raises:
-        PlanTypeError: something of a wrong type, or a dim below 0.
-        PlanKeyError: no axis of the mesh, or none that divides the sequences; the root's results.
+        PlanTypeError: a value of a wrong type, or a dim below 0.
+        PlanKeyError: the axis is not in the mesh or does not divide the sequence length, or ``outputs`` has the root.
     """
     advice = "Give axis and length, and for modules' inputs and outputs the dim of each tensor, from 0."
     if not isinstance(order, ZigzagOrder):
@@ -95,7 +95,7 @@ def check_zigzag_order(order: object, mesh: MeshSpec) -> None:
 
 
 def check_layout(name: str, key: str, layout: Layout, mesh: MeshSpec) -> None:
-    """Raise ``PlanLayoutError`` where ``layout`` cannot be on ``mesh``, whatever the tensor."""
+    """Raise ``PlanLayoutError`` where no tensor can have ``layout`` on ``mesh``."""
     text = f"({', '.join(format_layout(layout))})"
     if len(layout) != len(mesh.axes):
         raise PlanLayoutError(

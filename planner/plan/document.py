@@ -1,4 +1,4 @@
-"""The plan's JSON document and its schema. Data only: reading a plan runs no code of the file's choosing."""
+"""The JSON document of a plan and its JSON Schema. A document is data: reading it runs no code from the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MESSAGES = {
     "missing": "the field is missing",
     "missing_argument": "the field is missing",
 }
-"""Our words for pydantic's error types, where pydantic's own say nothing to someone who reads a plan."""
+"""pydantic's error type -> message, where pydantic's own message would not help the reader of a plan."""
 
 PlacementText = Annotated[str, Field(pattern=r"^(R|S\(\d+\)|P\((sum|avg)\)|SS\(\d+,\d+\))$")]
 LayoutText = Annotated[list[PlacementText], Field(min_length=1)]
@@ -50,7 +50,7 @@ class MeshDocument(_Document):
     names: Annotated[list[str], Field(min_length=1)]
     """Axis names, outermost first."""
     shape: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
-    """Axis sizes, in the same order."""
+    """Axis sizes, in the order of ``names``."""
     device: str
     """Device type, as torch names it."""
 
@@ -59,15 +59,15 @@ class PortDocument(_Document):
     """One tensor at a module boundary, where more than its layout is given."""
 
     layout: LayoutText
-    """After the boundary, forward."""
+    """Layout of the tensor after the boundary."""
     grad: LayoutText | None = None
-    """Of the gradient there."""
+    """Layout of the gradient after the boundary."""
     source: LayoutText | None = None
-    """Before the boundary, forward."""
+    """Layout of the tensor before the boundary."""
     source_grad: LayoutText | None = None
-    """Of the gradient before the boundary."""
+    """Layout of the gradient before the boundary."""
     reallgather: bool = False
-    """Of a module's input: whether it is redistributed again for the module's backward, and not saved until then."""
+    """Whether a module's input is redistributed again in the module's backward, in place of being saved for it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -87,7 +87,7 @@ class PlanDocument(_Document):
     """How a PyTorch model is split over a mesh of devices, and what a step of it costs."""
 
     schema_: Annotated[str | None, Field(alias="$schema")] = None
-    """For editors."""
+    """Reference to this schema, for editors."""
     format_version: Literal[1]
     """Version of this format."""
     mesh: MeshDocument
@@ -96,38 +96,38 @@ class PlanDocument(_Document):
     compute_plan: dict[str, LayoutText] = {}
     """FQN pattern of parameters -> layout at use, where it differs from the stored one."""
     gradient_plan: dict[str, LayoutText] = {}
-    """FQN pattern of parameters -> layout that their gradient is brought to in every micro-batch's backward."""
+    """FQN pattern of parameters -> layout that their gradient is redistributed to in every micro-batch's backward."""
     fully_shard: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
-    """FQN pattern of modules -> names, relative to the module, of parameters that are gathered together."""
+    """FQN pattern of modules -> names, relative to the module, of the parameters of its FSDP group."""
     keep_gathered: list[str] = []
-    """FQN patterns of modules in fully_shard that keep what they gathered from forward to backward."""
+    """FQN patterns of modules in fully_shard whose parameters stay unsharded from forward to backward."""
     keep_gathered_for_step: list[str] = []
-    """FQN patterns of modules in fully_shard that gather and reduce once a step, whatever its micro-batches."""
+    """FQN patterns of modules in fully_shard whose parameters stay unsharded, and gradients unreduced, for the step."""
     input_plan: dict[str, PortsText] = {}
-    """FQN pattern of modules + ".input" -> layouts of what enters."""
+    """FQN pattern of modules + ".input" -> ports of their arguments."""
     output_plan: dict[str, PortsText] = {}
-    """FQN pattern of modules (+ ".output") -> layouts of what leaves; "" is the root."""
+    """FQN pattern of modules (+ ".output") -> ports of their results; "" is the root."""
     return_local_tensor: list[str] = []
     """FQN patterns of modules whose output becomes a plain local tensor; "" is the root."""
     activation_checkpointing: dict[str, CheckpointingMode] = {}
-    """FQN pattern of modules -> mode."""
+    """FQN pattern of modules -> activation checkpointing mode."""
     micro_batches: Annotated[int, Field(ge=1)] = 1
-    """Micro-batches per step, whose gradients accumulate."""
+    """Micro-batches per step; gradients accumulate over them."""
     zigzag: ZigzagOrder | None = None
-    """The order that sequences have where attention's are split over ranks; null: their own."""
+    """The zigzag token order that context parallelism uses; null: natural order."""
     pipeline: Pipeline | None = None
-    """The stages that the model is cut into, along the mesh's outermost axis; null where it is whole."""
+    """The pipeline stages that the model is cut into, along the mesh's outermost axis; null: no pipeline."""
     estimate: Estimate | None = None
     solver: SolverReport | None = None
     job: Job = Job()
     cluster: dict[str, Any] = {}
     """ClusterSpec.to_dict()."""
     fingerprint: dict[str, str] = {}
-    """Structural hashes of what the plan is for: model, cluster, torch, format."""
+    """Fingerprints of what the plan is for: "model", a structural hash, and "torch", the minor version."""
     timings: dict[str, float] = {}
     """Seconds of each planning stage."""
     notes: list[str] = []
-    """For a person."""
+    """Remarks for the reader of the plan."""
 
 
 class _Draft202012(GenerateJsonSchema):
@@ -142,10 +142,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
-    """Return the document in ``data`` (JSON values).
+    """Return ``data`` (JSON values) as a validated document.
 
     Raises:
-        PlanFormatError: ``data`` is not a plan's document; names the file and the place that is wrong.
+        PlanFormatError: ``data`` is not a plan's document; the message names the file and the invalid place.
     """
     source = "The document" if file is None else repr(file)
     if not isinstance(data, Mapping) or "format_version" not in data or "mesh" not in data:
@@ -163,7 +163,7 @@ def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
     except ValueError as error:
         raise invalid(str(error), file=file) from error
     try:
-        # By way of text: strict mode then accepts JSON's arrays and numbers for tuples and floats, and nothing else.
+        # Validation of JSON text: strict mode then accepts arrays for tuples and integers for floats, and no more.
         return PlanDocument.model_validate_json(json.dumps(data))
     except ValidationError as error:
         where, message = _worst(error, data)
@@ -175,7 +175,7 @@ def parse_document(data: object, *, file: str | None = None) -> PlanDocument:
 
 
 def _with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan's document whose own fields, and those of its job, have their current names."""
+    """Return a plan's document with the current names of its fields and of its job's fields."""
     current = with_current_names(data)
     if isinstance(current.get("job"), Mapping):
         current["job"] = with_current_names(current["job"])
@@ -183,7 +183,7 @@ def _with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def invalid(message: str, *, file: str | None, where: str = "") -> PlanFormatError:
-    """Return the error for a document that is a plan's, but for one place."""
+    """Return the error for a plan's document that is invalid at ``where``; "": the message states no place."""
     source = "The document" if file is None else repr(file)
     place = f" at {where}" if where else ""
     detail = f"{source} is not a valid plan{place}: {message.rstrip('.')}."
@@ -191,7 +191,10 @@ def invalid(message: str, *, file: str | None, where: str = "") -> PlanFormatErr
 
 
 def _worst(error: ValidationError, data: Mapping[str, object]) -> tuple[str, str]:
-    """Return place and message of the error found deepest in ``data``: of a union's branches, the best fitting."""
+    """Return place and message of the error that lies deepest in ``data``.
+
+    pydantic reports errors of every branch of a union. The deepest error belongs to the branch that fits best.
+    """
     problems = []
     for item in error.errors(include_url=False, include_context=False):
         path, value = _path_within(item["loc"], data)
@@ -202,8 +205,8 @@ def _worst(error: ValidationError, data: Mapping[str, object]) -> tuple[str, str
 
 
 def _path_within(loc: tuple[int | str, ...], data: object) -> tuple[tuple[str, ...], object]:
-    # pydantic mixes names of union branches into the location: keep only what leads on into the data. A missing or
-    # unknown key is the last item and stays.
+    # pydantic's location also has names of union branches. Only keys and indices that exist in ``data`` stay, and a
+    # missing or unknown key, which is the last item.
     path: list[str] = []
     value: Any = data
     for index, step in enumerate(loc):
@@ -224,7 +227,7 @@ def layout_text(value: Layout | str) -> list[str] | str:
 
 
 def port_text(port: Port, *, full: bool = False) -> Any:
-    """Return the JSON value of a port: its layout alone where nothing else is given, unless ``full``."""
+    """Return the JSON value of a port: a list, its layout, where nothing else is given; an object if ``full``."""
     if not full and port == Port(layout=port.layout):
         return list(format_layout(port.layout))
     layouts = {"layout": port.layout, "grad": port.grad, "source": port.source, "source_grad": port.source_grad}
@@ -237,7 +240,7 @@ def ports_text(spec: PortSpec) -> Any:
     if isinstance(spec, Port):
         return port_text(spec)
     if isinstance(spec, Mapping):
-        # A module may call its arguments what a port calls its fields: an object then tells the two apart.
+        # An argument called "layout" would look like the field of a port. Objects as values tell the two apart.
         full = "layout" in spec
         return {name: port_text(port, full=full) for name, port in spec.items()}
     return [None if port is None else port_text(port) for port in spec]

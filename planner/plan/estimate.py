@@ -1,4 +1,4 @@
-"""What a plan says about itself: what a step costs, and how far from the best it can be at most."""
+"""The estimate of a plan (seconds, bytes and collectives of a step), its pipeline, and the report of the solver."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from typing import Literal
 from cost_model.hardware.collective_kinds import CollectiveKind
 
 Phase = Literal["param_gather", "forward", "backward", "recompute", "grad_reduce"]
-"""Once a step run those in "param_gather" (parameters that are kept for the step) and "grad_reduce"."""
+"""Phase that a collective runs in.
+
+"param_gather" (parameters that stay unsharded for the whole step) and "grad_reduce" run once a step, the others in
+every micro-batch.
+"""
 ONCE_A_STEP: tuple[Phase, ...] = ("param_gather", "grad_reduce")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveEstimate:
-    """All calls of a step that agree in kind, axis, phase and size.
+    """All calls of a collective in a step that have the same kind, axis, phase and size.
 
     Attributes:
-        kind: the collective.
-        axis: name of the mesh axis that it runs on.
-        phase: the part of the step that it runs in.
+        kind: kind of the collective.
+        axis: name of the mesh axis that it runs on; names joined by commas where several axes act as one.
+        phase: phase of the step that it runs in.
         count: calls per step.
-        bytes: of one call, as nccl-tests counts: the full buffer.
-        time_s: of all ``count`` calls, exposed or not.
+        bytes: bytes of one call, counted as in nccl-tests: the full buffer.
+        time_s: seconds of all ``count`` calls together, overlapped or exposed.
     """
 
     kind: CollectiveKind
@@ -39,16 +43,18 @@ class Estimate:
     """Seconds and bytes of one step on one device.
 
     Attributes:
-        step_time_s: the whole step.
-        forward_s: of it, the forward passes of all micro-batches, with the communication that is not hidden.
-        backward_s: the backward passes likewise, recomputation included.
-        grad_reduce_s: the reduction of gradients that the backward pass does not hide.
-        optimizer_s: the optimizer's update.
-        compute_s: computing alone, all phases.
-        communication_s: communicating alone, hidden or not.
-        exposed_communication_s: of that, what compute does not hide.
-        peak_memory_bytes: the largest number of bytes live on a device.
-        memory: the peak by role: parameters, gradients, optimizer_state, activations, ...
+        step_time_s: seconds of the whole step.
+        forward_s: seconds of the forward passes of all micro-batches, with their exposed communication.
+        backward_s: seconds of the backward passes of all micro-batches, with recomputation and exposed communication.
+        grad_reduce_s: seconds of exposed communication outside of both: the gradient reductions that do not overlap
+            with the backward, and the first FSDP all-gathers, which overlap with nothing.
+        optimizer_s: seconds of the optimizer's update.
+        compute_s: seconds of kernels of the forward, recompute and backward phases, without communication.
+        communication_s: seconds of all collectives, overlapped or exposed.
+        exposed_communication_s: seconds of the step beyond compute and optimizer: communication that does not overlap,
+            and the slowdown of kernels by communication that does.
+        peak_memory_bytes: peak of live bytes on a device.
+        memory: role -> bytes at the peak (parameters, gradients, optimizer_state, activations, ...).
         collectives: every collective of a step.
     """
 
@@ -70,9 +76,9 @@ class PipelineStage:
     """One stage of a pipeline.
 
     Attributes:
-        modules: FQN patterns of its blocks, and of the other modules whose parameters it has.
-        micro_batch_s: seconds of its forward and backward of one micro-batch, sending included.
-        peak_memory_bytes: the largest number of bytes live on one of its devices.
+        modules: FQN patterns of the stage's blocks, and of other modules with parameters of the stage.
+        micro_batch_s: seconds of the stage's forward and backward of one micro-batch, sending included.
+        peak_memory_bytes: peak of live bytes on a device of the stage.
     """
 
     modules: tuple[str, ...]
@@ -82,15 +88,16 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The stages that a model is cut into; stage i has the i-th part of the mesh's outermost axis, ``pp``.
+    """The stages that a model is cut into. Stage i runs on the ranks with index i on the mesh's outermost axis, ``pp``.
 
     Attributes:
-        schedule: in which order a stage runs micro-batches forward and backward.
-        chunks: of the model that each stage has: chunk j of stage i of p is the model's chunk i + j p. More than one
-            where stages are interleaved.
-        layout: of what a stage hands to the next, and of its gradient: one placement for each axis but ``pp``.
-        idle_s: seconds of a step that a device of the slowest stage waits for other stages.
-        stages: in order.
+        schedule: order in which a stage runs the forward and backward passes of micro-batches.
+        chunks: number of chunks of the model on each stage. Of p stages, chunk j of stage i is chunk i + j p of the
+            model. There is one chunk unless ``schedule`` is "interleaved".
+        layout: layout of the tensor that a stage sends to the next, and of its gradient, as text: one placement for
+            each axis except ``pp``.
+        idle_s: seconds of a step in which a device of the slowest stage waits for other stages (the bubble).
+        stages: the stages, in order.
     """
 
     schedule: Literal["1f1b", "interleaved"]
@@ -105,15 +112,17 @@ MeshOutcome = Literal["chosen", "slower", "does-not-fit", "no-layout", "open"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshReport:
-    """What became of a mesh that the search had to choose from.
+    """The outcome of the search on one mesh.
 
     Attributes:
-        mesh: such as "dp=2,tp=8".
-        outcome: "chosen"; "slower" (no plan on it that fits is faster by more than the gap, if any fits); "open" (that
-            was not decided before the search ended); "does-not-fit" (seen without regard to time); "no-layout" (the
-            planner has none on it).
-        at_least_s: no plan on it that fits takes less; None where it was seen that none fits.
-        step_time_s: of the fastest plan that was found on it; None where none was, since it was not needed.
+        mesh: the mesh as text, such as "dp=2,tp=8".
+        outcome: "chosen": the plan is on this mesh. "slower": no plan on it that fits is faster than the chosen plan by
+            more than the gap; there may be no plan that fits. "open": the search ended before it decided this.
+            "does-not-fit": no plan on it fits the memory, whatever its step time. "no-layout": the model has no layout
+            on it that the planner allows.
+        at_least_s: lower bound in seconds on the step time of plans that fit; None: no plan fits.
+        step_time_s: seconds of the fastest plan that was found on it; None: none was found. A lower bound above the
+            incumbent spares the search for one.
     """
 
     mesh: str
@@ -124,16 +133,17 @@ class MeshReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
-    """How the plan was found.
+    """The result of the search: objective, lower bound and gap of the plan, and the outcome of each mesh.
 
     Attributes:
-        name: of the solver or planner.
-        status: "optimal", "time-limit" (the incumbent when time was up), "given" (a random plan, not solved for).
-        objective_s: the objective of the program: seconds of the step.
+        name: name of the planner.
+        status: "optimal" (within the relative gap of the job); "time-limit" (the incumbent at the time limit); "given"
+            (a random plan, not solved for).
+        objective_s: objective of the integer program: seconds of the step.
         bound_s: lower bound on the seconds of a step, over the whole search space.
-        gap: (objective - bound) / objective; None where nothing was proven.
-        time_s: spent solving.
-        meshes: those that were searched, where there was more than one.
+        gap: (objective - bound) / objective; None: no bound was proven.
+        time_s: seconds of solving the plan's integer programs.
+        meshes: outcome of each mesh that was searched; empty where there was only one mesh.
     """
 
     name: str

@@ -22,7 +22,7 @@ def write_atomically(text: str, path: str | os.PathLike[str]) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes files private; a plan is as readable as any other file that the user writes.
+        # mkstemp makes files private. A plan gets the permissions of any other new file.
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
@@ -41,7 +41,7 @@ def read_json(path: str | os.PathLike[str]) -> object:
     """Return the JSON value in the file at ``path``.
 
     Raises:
-        PlanFormatError: there is no such file, or it is no JSON text (truncated, binary).
+        PlanFormatError: there is no such file, or its content is no JSON text (truncated, binary).
     """
     file = os.fspath(path)
     try:
@@ -57,7 +57,7 @@ def read_json(path: str | os.PathLike[str]) -> object:
         detail = f"{file!r} is not a plan: it is no complete JSON text ({error.msg} at {where})."
         raise PlanFormatError(detail, file=file, where=where, what_to_do=NOT_A_PLAN) from error
     except ValueError as error:
-        # Python refuses to read numbers of thousands of digits.
+        # Python does not parse integers with thousands of digits.
         detail = f"{file!r} is not a plan: {error}."
         raise PlanFormatError(detail, file=file, what_to_do=NOT_A_PLAN) from error
     except RecursionError as error:

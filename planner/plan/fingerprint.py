@@ -1,4 +1,4 @@
-"""Structural hashes of the model and of torch that a plan was made for; a plan is rejected for any other."""
+"""Fingerprints of the model's structure and of torch's version. A plan is rejected for any other model or torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 _FORMER_NAMES = {"FusedGateUpMLP": "PackedGatedMLP"}
-"""Classes of ours that were renamed: the hash keeps the former name, so that existing plans still match."""
+"""Current name of a renamed class -> its former name, which the hash uses so that existing plans still match."""
 
 
 def model_fingerprint(module: nn.Module) -> str:

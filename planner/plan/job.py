@@ -11,24 +11,24 @@ from planner.errors import JobError
 from planner.plan.job_spec import AttentionKernel, JobPhase, JobSpec
 
 CheckpointingMode = Literal["full", "selective"]
-"""How a block is recomputed in the backward pass; a block that is not recomputed has no mode."""
+"""Activation checkpointing of a block; a block without it has no mode."""
 
 CHECKPOINTING_CHOICES = ("none", "selective", "full")
 _AC_FORMS = "none, selective, full, or selective:K or full:K for the first K blocks of each list"
 
 
 class Checkpointing(NamedTuple):
-    """What a job's ``ac`` says: the mode, and of how many blocks at the front of each list; None: of all."""
+    """A job's ``ac``, parsed: the mode, and how many leading blocks of each list have it; None: all blocks."""
 
     mode: str
     first: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
-        """Return what ``text`` says: "none", "selective", "full", "selective:K" or "full:K".
+        """Return ``text``, parsed: "none", "selective", "full", "selective:K" or "full:K".
 
         Raises:
-            JobError: it is none of these.
+            JobError: ``text`` is none of these.
         """
         mode, colon, count = text.partition(":")
         if mode in CHECKPOINTING_CHOICES and not colon:
@@ -46,7 +46,7 @@ ATTENTION_KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 PHASES: tuple[JobPhase, ...] = get_args(JobPhase)
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one element, by the dtype names that a job knows."""
+"""dtype name in a job -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +54,38 @@ class Job:
     """One step of a model, with the assumptions that its price depends on.
 
     Attributes:
-        batch: samples in the global batch of one step; None takes the example inputs' first dim.
-        seq: tokens in a sequence (both lengths for an encoder-decoder); in decoding, tokens of each sequence that are
-            in the cache already; None where it has no meaning.
-        phase: what a step is; all but training are run at once (one micro-batch, nothing checkpointed), with
+        batch: samples in the global batch of one step; None: the first dim of the example inputs.
+        seq: tokens in a sequence (both lengths for an encoder-decoder). In decode, the tokens of each sequence that are
+            in the cache already. None: the model has no sequences.
+        phase: what a step is. Prefill and decode run the batch at once (one micro-batch, no checkpointing), with
             parameters in ``dtype`` and no master copy.
         training: False prices the forward pass only, without gradients and optimizer state. It is False in all phases
             but training.
         optimizer: a name in ``cost_model.kernels.optimizer_memory.OPTIMIZERS``.
-        dtype: of parameters and activations.
-        master_dtype: of the optimizer's own copy of the parameters; None keeps no copy.
-        state_dtype: of the optimizer's states.
-        reduce_dtype: in which gradients are reduced, and add up over micro-batches until they are.
-        flash_attention: None: where the device has it.
-        attention_kernel: what fused attention runs in: flash3, FlashAttention-3, from a package of its own, on Hopper;
-            None: whatever torch chooses.
-        dropout: always as the model's config says; here so that a plan states it.
+        dtype: dtype of activations, and of parameters in compute.
+        master_dtype: dtype of the optimizer's master copy of the parameters; None: there is no copy.
+        state_dtype: dtype of the optimizer's states. A plan only records it: prices take ``master_dtype`` for states.
+        reduce_dtype: dtype in which gradients are reduced, and in which they accumulate over micro-batches.
+        flash_attention: whether attention runs in a fused kernel; None: if the device has one.
+        attention_kernel: kernel of fused attention. "flash3": FlashAttention-3 on Hopper, which is a separate package.
+            None: the kernel that torch chooses.
+        dropout: always "as-configured": dropout follows the model's config.
         mip_gap: relative gap at which the solver may stop.
-        memory_bytes: cap on the peak per device; None takes the device's own memory.
-        micro_batches: per step; None lets the search choose.
+        memory_bytes: cap on the peak per device; None: the memory of the device.
+        micro_batches: micro-batches per step; None: the search chooses.
         ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
-            list; None lets the search choose.
-        pins: layouts that were decided beforehand, such as "lm_head.weight=S(0)@tp".
+            list. None: the search chooses.
+        pins: layouts that the user fixes, such as "lm_head.weight=S(0)@tp".
         data_axes: mesh axes that split the batch only.
         async_tp: whether communication of activations is assumed to run in pieces, overlapped with the GEMM next to it
             (`planner.pricing.async_tp`). `executor.shard_module` cannot run such a plan.
         reallgather: whether linear layers may all-gather their inputs again in the backward, in place of saving them
             (`planner.pricing.reallgather_variants`).
         fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
-            model's own code, where that does the same (`planner.model_rewrites.fuse_ops`), and linear layers that read
-            the same tensor accumulate its gradient in their GEMMs.
+            model's own code, where the fused op does the same (`planner.model_rewrites.fuse_ops`). Linear layers that
+            read the same tensor then also accumulate its gradient in their GEMMs.
         zigzag: whether the model reads its tokens in zigzag order (`planner.plan.token_order`), where attention's
-            sequences are sharded and the model allows it: all ranks then do equal work under a causal mask.
+            sequences are sharded and the model allows it. All ranks then do equal work under a causal mask.
     """
 
     batch: int | None = None
@@ -135,12 +135,12 @@ class Job:
 
     @property
     def has_peak_candidates(self) -> bool:
-        """Whether memory is added up at candidates: of the backward, or of a forward that was traced for inference."""
+        """Whether live bytes are counted at peak candidates: in training, and in the phases of inference."""
         return self.training or self.phase != "training"
 
     @property
     def items(self) -> tuple[int, str]:
-        """How many tokens a step reads or makes, or samples where they have no length, and which of both."""
+        """(number, "tokens") that a step reads, or generates in decode; (number, "samples") where ``seq`` is None."""
         batch = self.batch or 0
         if self.seq is None:
             return batch, "samples"
@@ -172,14 +172,14 @@ class Job:
 
 
 def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) -> Job:
-    """Return the job that a plan records of a spec.
+    """Return the job of ``spec``, as a plan records it.
 
     Args:
-        batch: samples in the global batch, the spec's or the example inputs'; None where it is not known yet.
-        flash_attention: whether the device has it.
+        batch: samples in the global batch, from the spec or the example inputs; None: not known yet.
+        flash_attention: whether the device has a fused attention kernel.
 
     Raises:
-        JobError: a value that no job can have.
+        JobError: a value is invalid.
     """
     one_pass = spec.phase != "training"  # inference runs its batch at once, without checkpointing
     shared = {item.name for item in dataclasses.fields(Job)} & {item.name for item in dataclasses.fields(spec)}

@@ -1,4 +1,4 @@
-"""`JobSpec`: everything that may be asked of a plan, each field's name, type, default, limits and help text once.
+"""`JobSpec`: the job as a user states it, with the name, type, default, limits and help text of each field.
 
 `build_plan`'s keywords, the command line's options and the HTTP request are derived from these fields.
 """
@@ -29,29 +29,29 @@ AttentionKernel = Literal["flash3"]
 Dtype = Literal["bf16", "fp16", "fp32"]
 
 PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
-"""And ``random:SEED``."""
+"""Names of the planners; ``random:SEED`` is one more."""
 
 JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
-"""Headings of the command line's help; the options without one stand first."""
+"""Headings of the command line's help. Options without a heading come first."""
 
 _BOUNDS = {"gt": "above", "ge": "at least", "le": "at most"}
-"""Bounds in pydantic's terms, which are also the names of their functions in `operator`, and their words."""
+"""Name of a bound, in pydantic and as a function of `operator` -> the bound in words."""
 
 _COUNT = {"strict": True, "ge": 1, "le": 2**31}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What the front ends need to know of a field beyond its name, type and default.
+    """What the command line and HTTP requests need of a field beyond its name, type and default.
 
     Attributes:
-        help: one or two sentences; options are named as on the command line.
-        heading: under which the command line's help shows it; None: among the first.
-        flag: on the command line, where it is not the field's name; of a list it is given once per item.
-        limits: constraints in pydantic's terms (``ge``, ``pattern``, ``max_length``, ...), of the value.
-        item_limits: of the items of a list.
-        text: type in a request, where Python takes objects as well.
-        in_requests: whether a client of the service may ask for it.
+        help: one or two sentences; they name options as the command line does.
+        heading: heading of the option in the command line's help; None: the option comes before all headings.
+        flag: the option on the command line, given once per item of a list; None: it follows from the field's name.
+        limits: constraints on the value, in pydantic's terms (``ge``, ``pattern``, ``max_length``, ...).
+        item_limits: constraints on each item of a list, in pydantic's terms.
+        text: type in a request, for a field that takes objects in Python; None: the field's own type.
+        in_requests: whether an HTTP request may set the field.
     """
 
     help: str
@@ -64,7 +64,7 @@ class Option:
 
 
 def _about(help: str, **rest: Any) -> dict[str, Option]:
-    """Return a dataclass field's metadata."""
+    """Return the metadata of a dataclass field, its `Option`."""
     return {"option": Option(help=help, **rest)}
 
 
@@ -73,7 +73,8 @@ class JobSpec:
     """A job, the cluster that it is planned for, and the search. It is independent of the model.
 
     Raises:
-        JobError: a number is outside its limits, a choice does not exist, or ``async_tp`` is asked of executable plans.
+        JobError: a number is outside its limits, a choice does not exist, or ``async_tp`` is set and
+            ``executable_only`` as well.
     """
 
     cluster: str | ClusterSpec | Mapping[str, Any] = field(
@@ -255,7 +256,7 @@ class JobSpec:
 
 
 class JobOptions(TypedDict, total=False):
-    """The fields of `JobSpec` as keywords, for type checkers; a test holds the two together."""
+    """The fields of `JobSpec` as keywords, for type checkers; a test compares the two."""
 
     cluster: str | ClusterSpec | Mapping[str, Any]
     batch: int | None
@@ -285,7 +286,7 @@ class JobOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecField:
-    """A field of `JobSpec`: its name, type and default, and what else the front ends need."""
+    """A field of `JobSpec`: its name, type and default, and its `Option`."""
 
     name: str
     type: Any
@@ -294,23 +295,23 @@ class SpecField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that it may have; none where its type is no `Literal`."""
+        """The values that the field's `Literal` type allows; empty for other types."""
         kinds = (self.type, *typing.get_args(self.type))
         return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is Literal), ())
 
     @property
     def required(self) -> bool:
-        """Whether it has no default."""
+        """Whether the field has no default."""
         return self.default is dataclasses.MISSING
 
     @property
     def text_type(self) -> Any:
-        """Its type in a request."""
+        """The field's type in an HTTP request."""
         return self.type if self.option.text is None else self.option.text
 
     @property
     def flag(self) -> str:
-        """Its option on the command line."""
+        """The field's option on the command line, such as ``--micro-batches``."""
         return self.option.flag or f"--{self.name.replace('_', '-')}"
 
 
@@ -336,12 +337,12 @@ def _check(item: SpecField, value: Any) -> None:
 
 
 def _keeps(bound: str, value: Any, limit: float) -> bool:
-    """Return whether a value keeps a bound; None keeps all, NaN none."""
+    """Return whether ``value`` satisfies the ``bound`` of ``limit``; None satisfies every bound, NaN no bound."""
     return value is None or bool(getattr(operator, bound)(value, limit))
 
 
 def spec_of(options: Mapping[str, Any]) -> JobSpec:
-    """Return the `JobSpec` with these fields, which may be given under their former names.
+    """Return the `JobSpec` with the fields ``options``, whose keys may be former names.
 
     Raises:
         TypeError: there is no such field, or ``cluster`` is missing.

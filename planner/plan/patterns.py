@@ -1,9 +1,9 @@
 """Keys of a plan: FQN patterns, matched component by component as in ``parallelize_module``.
 
-``layers.*.mlp`` names the ``mlp`` of every layer, ``layers.{0-7}.mlp`` that of the first eight. ``*`` stands for any
-characters within one component, never for a dot; ``{0-7}`` for a number from the one to the other; every other
-character stands for itself. ``""`` is the root. Unlike torch, a key that matches nothing and keys that disagree are
-errors.
+``layers.*.mlp`` matches the ``mlp`` of every layer, ``layers.{0-7}.mlp`` the ``mlp`` of the first eight. ``*`` stands
+for any characters of one component, but not for a dot. ``{0-7}`` stands for a number from 0 to 7. Every other character
+stands for itself. ``""`` is the root. Unlike in torch, a key that matches nothing is an error, and so are two keys that
+give one FQN different values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_pattern(pattern: str, *, field: str) -> None:
 
 _SPECIAL = re.compile(r"(\*|\{\d{1,6}-\d{1,6}\})")
 _WIDEST = 10_000
-"""Numbers in a range; more is no list of blocks."""
+"""The most numbers that a range may stand for. No list of blocks is longer."""
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -49,7 +49,7 @@ def _part(text: str) -> str:
 
 
 def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the FQNs that each pattern names, in the order of ``fqns``; none is an empty tuple, not an error."""
+    """Return pattern -> the FQNs that it matches, in the order of ``fqns``; an empty tuple where it matches none."""
     unique_fqns = list(dict.fromkeys(fqns))
     names = set(unique_fqns)
     by_depth: dict[int, list[str]] = defaultdict(list)
@@ -59,7 +59,7 @@ def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[
     for pattern in patterns:
         if _SPECIAL.search(pattern):
             fullmatch = _compiled(pattern).fullmatch
-            # The root's empty name has no component that a * could stand for.
+            # The root's FQN is empty: it has no component that a * could stand for.
             matches[pattern] = tuple(name for name in by_depth[pattern.count(".")] if name and fullmatch(name))
         else:
             matches[pattern] = (pattern,) if pattern in names else ()
@@ -67,17 +67,17 @@ def match_keys(patterns: Iterable[str], fqns: Iterable[str]) -> dict[str, tuple[
 
 
 def resolve_keys(entries: Mapping[str, Value], fqns: Iterable[str], *, field: str, what: str) -> dict[str, Value]:
-    """Return the value of each FQN that a key of ``entries`` names.
+    """Return FQN -> value for each FQN that a pattern in ``entries`` matches.
 
     Args:
         entries: pattern -> value.
-        fqns: all names that there are.
+        fqns: all FQNs of the module.
         field: the plan's field, for messages.
         what: what an FQN names, for messages: "parameter", "module".
 
     Raises:
-        UnmatchedKeyError: a key names nothing.
-        KeyConflictError: two keys name the same FQN and their values differ.
+        UnmatchedKeyError: a pattern matches nothing.
+        KeyConflictError: two patterns match the same FQN and their values differ.
     """
     all_fqns = list(fqns)
     values: dict[str, Value] = {}
@@ -94,7 +94,7 @@ def resolve_keys(entries: Mapping[str, Value], fqns: Iterable[str], *, field: st
 
 
 def unmatched(key: str, fqns: Iterable[str], *, field: str, what: str) -> UnmatchedKeyError:
-    """Return the error for a key that names nothing, with the names closest to it."""
+    """Return the error for a key that matches nothing; it suggests the FQNs closest to the key."""
     close = difflib.get_close_matches(key, list(fqns), n=3, cutoff=0.5)
     hint = f" Close to it: {', '.join(repr(name) for name in close)}." if close else ""
     return UnmatchedKeyError(

@@ -10,12 +10,12 @@ from planner.plan.sharding_plan import ShardingPlan
 
 
 class ShardingPlanner(abc.ABC):
-    """Something that decides how a module is split. Which cluster and which job, the planner itself knows."""
+    """A planner: it returns a plan for any module. The planner object holds the cluster and the job."""
 
     @abc.abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return the plan for ``module``, which stays as it is and may be on the meta device.
+        """Return the plan for ``module``, which is not changed and may be on the meta device.
 
         Raises:
-            PlannerError: there is no plan; the subclass says why.
+            PlannerError: there is no plan; the class of the error says why.
         """

@@ -1,4 +1,4 @@
-"""Layouts at module boundaries: what enters or leaves a module, forward and backward."""
+"""Ports: the layouts of a module's arguments and results, and of their gradients."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Spec = TypeVar("Spec")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """The layout of one tensor at one module boundary.
+    """The layouts of one tensor at one module boundary.
 
     Attributes:
-        layout: after the boundary, in the forward pass.
-        grad: of the gradient at that point; None is the conjugate of ``layout`` (S -> S, R -> R, P -> R).
-        source: before the boundary; None where the plan does not say (written by hand): then whatever arrives is
-            redistributed, and a plain tensor is this rank's piece of ``layout``.
-        source_grad: of the gradient before the boundary.
-        reallgather: of what a module is called with: whether the module's backward has it redistributed again, so that
-            only what it was made from is kept until then.
+        layout: layout of the tensor after the boundary.
+        grad: layout of the gradient after the boundary; None: the conjugate of ``layout`` (S -> S, R -> R, P -> R).
+        source: layout of the tensor before the boundary. None (in plans written by hand): a DTensor is redistributed
+            from its own layout, and a plain tensor is this rank's shard of ``layout``.
+        source_grad: layout of the gradient before the boundary; None: not stated.
+        reallgather: for a module's argument: whether the module's backward redistributes the argument again. Autograd
+            then saves the tensor before the redistribution, not the redistributed one.
     """
 
     layout: Layout
@@ -36,22 +36,22 @@ class Port:
     reallgather: bool = False
 
     def layouts(self) -> Iterator[Layout]:
-        """Yield each layout that is given."""
+        """Yield each of the port's layouts that is not None."""
         for layout in (self.layout, self.grad, self.source, self.source_grad):
             if layout is not None:
                 yield layout
 
 
 PortSpec = Port | tuple[Port | None, ...] | Mapping[str, Port]
-"""The ports of one module: its only tensor, its positional tensors (None: left alone), or by argument name.
+"""The ports of one module: of its only tensor, of its positional tensors (None: unchanged), or by argument name.
 
-A name is the position ("0") or the keyword of an argument, with dots into nested tuples, lists and dicts
+A name is the position ("0") or the keyword of an argument. Dots lead into nested tuples, lists and dicts
 ("position_embeddings.0").
 """
 
 
 def is_layout(value: object) -> bool:
-    """Tell whether ``value`` is a non-empty sequence of placements."""
+    """Return whether ``value`` is a non-empty sequence of placements."""
     return (
         isinstance(value, Sequence)
         and not isinstance(value, str)
@@ -61,10 +61,10 @@ def is_layout(value: object) -> bool:
 
 
 def normalised(value: object) -> object:
-    """Return ``value`` with each bare layout, as torch and HyperParallel write it, made a ``Port``.
+    """Return ``value`` with a ``Port`` in place of each bare layout, which is how torch and HyperParallel write it.
 
-    ``(Shard(0), Replicate())`` is one port, ``[(Shard(0),), None]`` one per positional tensor, ``{"x": (Shard(0),)}``
-    by name. Whatever is none of these comes back as it is, for validation to name.
+    ``(Shard(0), Replicate())`` is one port, ``[(Shard(0),), None]`` has one entry per positional tensor, and
+    ``{"x": (Shard(0),)}`` is by name. Any other value is returned unchanged: validation reports it.
     """
     if is_layout(value):
         assert isinstance(value, Sequence)
@@ -94,18 +94,18 @@ def input_key(fqn: str) -> str:
 
 
 def output_key(fqn: str) -> str:
-    """Return the key of ``output_plan`` for the module at ``fqn``: the FQN, unless it would read as a suffix."""
-    # BERT calls modules "output": layer.0.output could be that module, or what leaves layer.0.
+    """Return the key of ``output_plan`` for the module at ``fqn``: FQN + ".output" if named "output", else FQN."""
+    # BERT has modules called "output": the key layer.0.output could mean that module, or the results of layer.0.
     return f"{fqn}.output" if fqn.rpartition(".")[2] == "output" else fqn
 
 
 def resolve_input_ports(
     input_plan: Mapping[str, Spec], modules: Iterable[str], *, field: str = "input_plan"
 ) -> dict[str, Spec]:
-    """Return module FQN -> what ``input_plan`` has for its arguments; ``field`` of the plan is for messages.
+    """Return module FQN -> value of ``input_plan`` for its arguments; ``field`` is the plan's field, for messages.
 
     Raises:
-        PlanKeyError: a key does not end in ".input", matches no module, or disagrees with another.
+        PlanKeyError: a key does not end in ".input", matches no module, or contradicts another key.
     """
     entries: dict[str, Spec] = {}
     for key, spec in input_plan.items():
@@ -124,10 +124,10 @@ def resolve_input_ports(
 def resolve_output_ports(
     output_plan: Mapping[str, Spec], modules: Iterable[str], *, field: str = "output_plan"
 ) -> dict[str, Spec]:
-    """Return module FQN -> what ``output_plan`` has for its results; ``field`` of the plan is for messages.
+    """Return module FQN -> value of ``output_plan`` for its results; ``field`` is the plan's field, for messages.
 
     Raises:
-        PlanKeyError: a key matches no module, disagrees with another, or can be read in two ways.
+        PlanKeyError: a key matches no module, contradicts another key, or is ambiguous.
     """
     module_fqns = list(modules)
     entries: dict[str, Spec] = {}

@@ -1,4 +1,4 @@
-"""How long FSDP groups of a plan stay gathered."""
+"""`ReshardAfter`: when the parameters of each FSDP group of a plan are resharded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from planner.plan.sharding_plan import ShardingPlan
 class ReshardAfter(enum.Enum):
     """When the parameters of an FSDP group are resharded: after the forward, the backward, or the last backward.
 
-    The value is the plan's field that names such modules. With ``STEP``, parameters are gathered in the first
-    micro-batch of a step, and gradients accumulate unreduced until the last one.
+    The value is the plan's field that names such modules. With ``STEP``, parameters are all-gathered in the first
+    micro-batch of a step, and gradients accumulate unreduced until the last micro-batch.
     """
 
     FORWARD = None
@@ -26,14 +26,14 @@ def reshard_modes(plan: ShardingPlan, modules: Iterable[str], fsdp_modules: Coll
     """Return module FQN -> when it reshards, for the modules that do not reshard after the forward.
 
     Args:
-        plan: its ``keep_gathered`` and ``keep_gathered_for_step`` are read.
+        plan: the plan, of which only ``keep_gathered`` and ``keep_gathered_for_step`` are read.
         modules: FQNs of all modules.
         fsdp_modules: FQNs of the modules in ``fully_shard``.
 
     Raises:
-        UnmatchedKeyError: a key that matches nothing.
-        PlanKeyError: a module that is not in ``fully_shard``.
-        KeyConflictError: a module in both fields.
+        UnmatchedKeyError: a key matches nothing.
+        PlanKeyError: a module is not in ``fully_shard``.
+        KeyConflictError: a module is in both fields.
     """
     names = list(modules)
     modes: dict[str, ReshardAfter] = {}

@@ -70,12 +70,12 @@ class PlanMesh(MeshSpec):
 
     @classmethod
     def from_mesh(cls, mesh: MeshSpec, device: str = "cuda") -> PlanMesh:
-        """Return ``mesh`` made of ``device``s."""
+        """Return ``mesh`` with the device type ``device``."""
         return cls(axes=mesh.axes, device=device)
 
     @property
     def spec(self) -> MeshSpec:
-        """The axes alone (a ``PlanMesh`` never equals a ``MeshSpec``)."""
+        """The axes alone, as a ``MeshSpec``, for comparisons: a ``PlanMesh`` never equals a ``MeshSpec``."""
         return MeshSpec(axes=self.axes)
 
 
@@ -106,16 +106,16 @@ class ShardingPlan:
         activation_checkpointing: modules -> "full" or "selective".
         micro_batches: number of them in a step; gradients accumulate over them.
         zigzag: the zigzag token order that context parallelism uses; None: natural order.
-        pipeline: the stages that the model is cut into. The mesh then has an axis "pp" in front, and layouts are on the
-            other axes. None: every device has a part of every module.
-        estimate: seconds and bytes of a step; None where nobody has priced the plan.
-        solver: how the plan was found.
-        job: what the estimate is for.
-        cluster: ``ClusterSpec.to_dict()`` of what the estimate is for.
-        fingerprint: "model": a hash of its structure; "torch": the minor version. A missing entry is not checked.
-        timings: seconds by planning stage ("trace_s", "solve_s", ...).
-        notes: for a person.
-        format_version: of the file.
+        pipeline: the stages that the model is cut into. The mesh then has an outermost axis "pp", and layouts are on
+            the other axes. None: there is no pipeline.
+        estimate: seconds and bytes of a step; None: the plan was not priced.
+        solver: objective, lower bound and gap of the plan; None: the planner did not write the plan.
+        job: the job that the estimate is for.
+        cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
+        fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
+        timings: planning stage ("trace_s", "solve_s", ...) -> seconds.
+        notes: remarks for the reader of the plan.
+        format_version: version of the file format.
     """
 
     mesh: PlanMesh
@@ -163,12 +163,13 @@ class ShardingPlan:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def validate(self) -> None:
-        """Check what can be checked without a module: types, keys, and layouts against the mesh.
+        """Raise an error where types, keys, or layouts on the mesh are invalid, without looking at a module.
 
         Raises:
-            PlanTypeError: a value of a type that has no place there.
-            PlanLayoutError: a layout with a wrong number of placements, or a stored layout that is partial.
-            PlanKeyError: a key with an empty component, or a zigzag order over no axis.
+            PlanTypeError: a value of a wrong type.
+            PlanLayoutError: a layout with a wrong number of placements or a negative dim, or a parameter's partial one.
+            PlanKeyError: a key with an empty component, or a zigzag order that is impossible on the mesh.
+            MeshError: fewer than one micro-batch, or a pipeline that contradicts the mesh or its schedule.
         """
         _check_containers(self)
         for key, value in self.plan.items():
@@ -195,14 +196,14 @@ class ShardingPlan:
 
     @property
     def layout_mesh(self) -> MeshSpec:
-        """The mesh that layouts are on: of one stage, where the model is cut into a pipeline."""
+        """The mesh that layouts are on: in a pipeline the mesh of one stage, else the whole mesh."""
         return self.mesh.spec if self.pipeline is None else MeshSpec(axes=self.mesh.axes[1:])
 
     def check_runs(self) -> None:
-        """Refuse a plan that nothing here can run.
+        """Raise an error where the executor cannot run the plan.
 
         Raises:
-            PlanError: it has a pipeline, or its job assumes async tensor parallelism.
+            PlanError: the plan has a pipeline, or its job assumes async tensor parallelism.
         """
         self.check_priced()
         if self.job.async_tp:
@@ -212,10 +213,10 @@ class ShardingPlan:
             )
 
     def check_priced(self) -> None:
-        """Refuse a plan with parts that nothing here can price again.
+        """Raise an error where the estimator cannot price the plan again.
 
         Raises:
-            PlanError: it has a pipeline.
+            PlanError: the plan has a pipeline.
         """
         if self.pipeline is not None:
             raise PlanError(
@@ -240,7 +241,7 @@ class ShardingPlan:
 
     @property
     def reallgathers(self) -> bool:
-        """Whether any module's backward has what the module is called with redistributed again."""
+        """Whether the backward of any module redistributes an argument of the module again."""
         return any(port.reallgather for spec in self.input_plan.values() for _, port in ports_of(spec))
 
     def _keys(self) -> Iterator[tuple[str, str]]:
@@ -249,7 +250,7 @@ class ShardingPlan:
                 yield name, key
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON values; ``from_dict`` gives an equal plan back."""
+        """Return the plan as JSON values, from which ``from_dict`` returns an equal plan."""
         return {
             "format_version": self.format_version,
             "mesh": {"names": list(self.mesh.names), "shape": list(self.mesh.shape), "device": self.mesh.device},
@@ -277,7 +278,7 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, data: object, *, file: str | None = None) -> ShardingPlan:
-        """Return the plan in ``data``, the JSON values that ``to_dict`` gives; ``file`` is for messages.
+        """Return the plan in ``data``, JSON values as from ``to_dict``; ``file`` is the file's path, for messages.
 
         Raises:
             PlanFormatError: ``data`` is not a valid plan.
@@ -308,7 +309,7 @@ class ShardingPlan:
         """Write the plan to ``path``: the whole file or, on any error, nothing.
 
         Raises:
-            PlanError: the plan contradicts itself, so that it could not be read back.
+            PlannerError: the plan is invalid (see `validate`), so that it could not be read back.
             OSError: the file cannot be written.
         """
         self.validate()
@@ -319,13 +320,13 @@ class ShardingPlan:
         """Return the plan in the file at ``path``.
 
         Raises:
-            PlanFormatError: no file, no JSON, truncated, or not a plan; the message names the file and the place.
+            PlanFormatError: the file does not exist, or is not a valid plan; the message names the file and the place.
         """
         return cls.from_dict(plan_file.read_json(path), file=os.fspath(path))
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """Return the JSON Schema (draft 2020-12) of a plan's file, as published in ``json``."""
+        """Return the JSON Schema (draft 2020-12) of a plan's file, as in ``planner/plan/plan.schema.json``."""
         return plan_document.json_schema()
 
 
@@ -348,7 +349,7 @@ def _check_containers(plan: ShardingPlan) -> None:
         raise wrong_type("mesh", "", plan.mesh, 'Give PlanMesh.parse("dp=2,tp=8").')
     for name in _LISTS:
         names = getattr(plan, name)
-        # A lone string would be taken apart into its letters.
+        # A string is no list of names: iterating over it would give its letters.
         if not isinstance(names, tuple) or not all(isinstance(key, str) for key in names):
             raise wrong_type(name, "", names, 'Give a list of module names; [""] is the root.')
     for key, mode in plan.activation_checkpointing.items():

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZigzagOrder:
-    """Zigzag order of the sequences throughout a model, and the values that are reordered at its boundaries.
+    """Zigzag order of the sequences throughout a model, and the tensors that are put into it at module boundaries.
 
     Attributes:
-        axis: of the mesh, the one that attention's sequence is split on.
-        length: of a sequence, in tokens.
-        inputs: module FQN pattern + ".input" -> argument -> the dim that is put into zigzag order.
-        outputs: module FQN pattern -> result -> dim, likewise.
+        axis: name of the mesh axis over which attention's sequences are sharded.
+        length: tokens in a sequence.
+        inputs: module FQN pattern + ".input" -> argument -> the dim of the argument that is put into zigzag order.
+        outputs: module FQN pattern -> result -> the dim of the result that is put into zigzag order.
     """
 
     axis: str
@@ -28,27 +28,31 @@ class ZigzagOrder:
 
 
 def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the two chunks, of ``2 * ranks``, that a rank holds."""
+    """Return the indices of the two chunks, out of ``2 * ranks``, that a rank holds."""
     return rank, 2 * ranks - 1 - rank
 
 
 def chunk_range(half: int, rows: int) -> range:
-    """Return the tokens of a chunk, where each rank holds ``rows``; of an odd number the first chunk has one fewer."""
+    """Return the tokens of chunk ``half``, where chunks 2i and 2i + 1 have ``rows`` tokens together.
+
+    If ``rows`` is odd, chunk 2i has one token less than chunk 2i + 1.
+    """
     first = half // 2 * rows
     middle = first + rows // 2
     return range(middle, first + rows) if half % 2 else range(first, middle)
 
 
 def zigzag_indices(length: int, ranks: int) -> list[int]:
-    """Return the token at each position of the zigzag order of ``length`` tokens, a multiple of ``ranks``."""
+    """Return the index of the token at each position in zigzag order; ``length`` is a multiple of ``ranks``."""
     rows = length // ranks
     return [token for rank in range(ranks) for half in zigzag_chunks(rank, ranks) for token in chunk_range(half, rows)]
 
 
 def backward_head_parts(heads: int, kv_heads: int) -> list[tuple[range, range]]:
-    """Return (heads, key heads) whose own keys run before the other ranks' keys in the backward, and those after.
+    """Return (query heads, key-value heads) of both parts of the attention backward over a rank's own keys.
 
-    About half each; a single head runs before.
+    The first part runs while other ranks' keys are all-gathered, the second while the gradients of other ranks' keys
+    are reduce-scattered. Each part has about half of the heads. A single head is all in the first part.
     """
     if kv_heads > 1:
         middle, group = -(-kv_heads // 2), heads // kv_heads
