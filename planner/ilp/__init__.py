@@ -1,7 +1,7 @@
-"""The integer program and its solution; knows neither graphs nor layouts.
+"""The integer program and its solution, without graphs and layouts.
 
 the program: sets, variables, constraints, objective    formulation
-what it is stated for                                   problem.Problem, .Solution
+the problem that it states, and the solution            problem.Problem, .Solution
 the sums that choices add to                            quantities
 its solution; the least memory                          solve.solve, .least_memory
 its relaxation: lower bounds                            relaxation.relax, .Relaxer

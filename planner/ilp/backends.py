@@ -25,7 +25,7 @@ def solver_name() -> str:
 
 
 def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None, solver: str | None = None) -> Answer:
-    """Return the best solution within a relative gap, or the best found in the time.
+    """Return the best solution within a relative gap, or the incumbent at the time limit.
 
     Raises:
         SolverError: the solver broke off without an answer.
@@ -38,12 +38,12 @@ def solve(program: LinearProgram, *, mip_gap: float, time_limit_s: float | None,
 def solve_relaxation(
     program: LinearProgram, *, cutoff: float = math.inf, time_limit_s: float | None = None, solver: str | None = None
 ) -> Answer:
-    """Return the solution of the program in which no variable has to be a whole number.
+    """Return the solution of the linear relaxation, in which no variable has to be integral.
 
     Args:
-        program: what to solve.
-        cutoff: an objective as large is as good as no solution.
-        time_limit_s: after this there is no answer.
+        program: the program.
+        cutoff: a solution with an objective of at least this counts as none.
+        time_limit_s: seconds after which the answer is without a solution; None: no limit.
         solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
@@ -55,19 +55,19 @@ def solve_relaxation(
 
 
 _PER_EXCESS = 100.0
-"""What memory above its cap costs in `Relaxations`: for as much again as the cap, so often the root's objective."""
+"""Penalty for memory above its cap in `Relaxations`: an excess of one cap costs so many times the root's objective."""
 
 
 class Relaxations:
-    """The relaxations of one program with some of its variables held at a value, one after another.
+    """The relaxations of one program with some variables fixed, solved one after another.
 
-    HiGHS is told that memory may exceed its cap at a high price. That no more than the cap is to be had with what is
-    held takes the simplex up to seconds to see (measured: 0.3 to 3 s, against 0.03 s for a solution); a high objective
-    it finds as soon as any other.
+    In HiGHS, memory may exceed its cap at a high penalty (an elastic cap). With a hard cap, the simplex takes long to
+    prove that the fixed variables do not fit (measured: 0.3 to 3 s, against 0.03 s for a solution). With the penalty it
+    finds a solution with a high objective, as fast as any other.
     """
 
     def __init__(self, program: LinearProgram, *, root: float = 0.0, solver: str | None = None) -> None:
-        """Take the objective of the program's own relaxation as ``root``; 0: memory may not exceed its cap."""
+        """Take the program. ``root``: objective of its relaxation, which scales the penalty; 0: the cap is hard."""
         self._program = program
         self._excess_cost = _PER_EXCESS * abs(root) if program.cap_row is not None else 0.0
         self._is_highs = (solver or solver_name()) == "highs"
@@ -84,15 +84,16 @@ class Relaxations:
         afresh: bool = True,
         elastic: bool = True,
     ) -> Answer:
-        """Return the solution of the relaxation with some variables held: what `solve_relaxation` returns of it.
+        """Return the solution of the relaxation with some variables fixed, as `solve_relaxation` would.
 
-        No solution with these has a lower objective, also where the memory of the one returned exceeds its cap.
+        No solution with these values has a lower objective, even if the returned one exceeds the memory cap.
 
         Args:
-            values: of the variables that are held.
-            cutoff: an objective as large is as good as no solution.
-            afresh: whether what is wanted is solved from the beginning, so that of solutions that cost the same it is
-                the same one whatever was asked for before.
+            values: variable -> the value that it is fixed at.
+            cutoff: a solution with an objective of at least this counts as none.
+            time_limit_s: seconds after which the answer is without a solution; None: no limit.
+            afresh: whether a solution below the cutoff is solved again from scratch. Among solutions of equal cost, the
+                answer then does not depend on earlier calls.
             elastic: whether memory may exceed its cap.
 
         Raises:
@@ -113,8 +114,8 @@ class Relaxations:
         self._fixed_variables = list(values)
         if self._excess_cost:
             self._highs.changeColBounds(program.columns, 0.0, math.inf if elastic else 0.0)
-        # From the last solution it is soon seen that there is none, or none that is wanted. One that is wanted is found
-        # from the beginning: which of those that cost the same would depend on the order in which they are asked for.
+        # A warm start from the last solution soon proves that there is no solution below the cutoff. If there is one,
+        # it is solved again from scratch: with a warm start, ties would depend on the order of the calls.
         if self._ran:
             near = self._answer(time_limit_s, cutoff)
             if near.values is None or near.objective >= cutoff or not afresh:
@@ -124,7 +125,7 @@ class Relaxations:
         return self._answer(time_limit_s)
 
     def _answer(self, time_limit_s: float | None, cutoff: float = math.inf) -> Answer:
-        """Return what HiGHS finds, without the variable of what exceeds the cap."""
+        """Return HiGHS's answer; the value of the extra variable, memory above the cap, becomes its ``excess``."""
         answer = _highs_run(self._highs, time_limit_s, mip=False, cutoff=cutoff)
         columns = self._program.columns
         if answer.values is None or not self._excess_cost:
@@ -144,11 +145,11 @@ _SECOND_TRIES = (
     ("simplex_strategy", 4),
     ("solver", "ipm"),
 )
-"""What HiGHS is told where it ends without an answer: presolve (it soon sees that there is none, the simplex late or
-never), Devex pricing, the primal simplex, the interior point method."""
+"""Options of HiGHS that are set one after another while it ends without an answer: presolve (which soon proves that
+there is no solution, the simplex late or never), Devex pricing, the primal simplex, the interior point method."""
 
 _SECOND_TRY_S = 2.0
-"""Seconds for each of these."""
+"""Time limit of each of these tries, in seconds."""
 
 
 def _broke_off(what: object) -> SolverError:
@@ -168,11 +169,11 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
     solver.setOptionValue("mip_rel_gap", mip_gap)
     solver.setOptionValue("mip_abs_gap", 0.0)
     solver.setOptionValue("threads", 1)
-    # The flows leave presolve little to find, and it takes most of the time (measured: 1.8 s against 0.35 s).
+    # Presolve finds little to remove in flow constraints, and takes most of the time (measured: 1.8 s against 0.35 s).
     solver.setOptionValue("presolve", "off")
-    # The same steps, 3 to 5 % faster than where it weighs at each of them which way to take.
+    # Row-wise pricing: the same simplex steps, 3 to 5 % faster than where HiGHS chooses the pricing at each step.
     solver.setOptionValue("simplex_price_strategy", 1)
-    # A few bytes of a cap of 80 GB are 1e-10 of it; taking them for 0 makes rows that contradict each other.
+    # A few bytes are 1e-10 of a cap of 80 GB. Taking such coefficients for 0 makes rows that contradict each other.
     solver.setOptionValue("small_matrix_value", 1e-12)
     if solver.passModel(*_highs_model(program, mip)) == highspy.HighsStatus.kError:
         raise _broke_off("HiGHS refused the program")
@@ -180,10 +181,10 @@ def _highs_solver(program: LinearProgram, mip_gap: float, *, mip: bool) -> Any:
 
 
 def _highs_relaxation(program: LinearProgram, cutoff: float, time_limit_s: float | None) -> Answer:
-    """Return what HiGHS finds without the cap on memory, and where that exceeds it, from there on what it finds within.
+    """Return the relaxation's solution. HiGHS solves without the memory cap first, and then with it if it is exceeded.
 
-    To the same end in nine tenths of the time (405B on 64 x 8, where the cap binds: 37 ms, 42 from the beginning), as
-    the row of the cap, a dense one, is in no basis until the last steps.
+    The answer is the same in nine tenths of the time (405B on 64 x 8, where the cap binds: 37 ms, against 42 ms with
+    the cap from the start). The row of the cap is dense, and enters the basis only in the last steps.
     """
     solver, row = _highs_solver(program, 0.0, mip=False), program.cap_row
     if row is None:
@@ -200,9 +201,9 @@ def _highs_relaxation(program: LinearProgram, cutoff: float, time_limit_s: float
 def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, cutoff: float = math.inf) -> Answer:
     import highspy
 
-    # The dual simplex stops there. Beyond it, on its way to a program without a solution, it takes longest.
+    # The dual simplex stops at this objective. For a program without a solution, the steps beyond it take longest.
     solver.setOptionValue("objective_bound", cutoff)
-    # It counts the time of all its runs.
+    # HiGHS counts the time of all runs of ``solver`` together.
     limit_s = math.inf if time_limit_s is None else solver.getRunTime() + time_limit_s
     solver.setOptionValue("time_limit", limit_s)
     solver.run()
@@ -211,7 +212,7 @@ def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, cutoff: fl
     for option, value in _SECOND_TRIES if not mip else ():
         if solver.getModelStatus() not in without_answer:
             break
-        # The dual simplex now and then ends so, by rounding, where nothing fits by far.
+        # Now and then rounding ends the dual simplex without an answer, where every solution exceeds the cap by far.
         solver.clearSolver()
         usual[option] = solver.getOptionValue(option)[1]
         solver.setOptionValue(option, value)
@@ -226,7 +227,7 @@ def _highs_run(solver: Any, time_limit_s: float | None, *, mip: bool, cutoff: fl
 
 
 def _highs_model(program: LinearProgram, mip: bool) -> tuple[Any, ...]:
-    """Return what HiGHS takes a program as, arrays all (element by element it took as long as to solve it)."""
+    """Return the arguments of HiGHS's ``passModel``, as arrays. (Element by element takes as long as solving.)"""
     import highspy
 
     starts, indices, values = program.matrix()
@@ -260,7 +261,7 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
     if status not in (states.kOptimal, states.kTimeLimit, states.kModelEmpty):
         raise _broke_off(solver.modelStatusToString(status))
     solved: Status = "limit" if status == states.kTimeLimit else "optimal"
-    # A relaxation that was not solved to its end bounds nothing.
+    # A relaxation that was not solved to the end gives no bound.
     feasible = mip and info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     if status == states.kTimeLimit and not feasible:
         return Answer(status="limit", bound=float(info.mip_dual_bound) if mip else -math.inf)
@@ -279,7 +280,7 @@ def _highs_answer(solver: Any, mip: bool) -> Answer:
 
 def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, mip: bool) -> Answer:
     model, variables = _pulp_model(program)
-    # The CBC inside of pulp 3, by its path: pulp's own class for it warns of its end in pulp 4.
+    # The CBC binary inside pulp 3, by its path: pulp's own class for it warns that pulp 4 drops it.
     path = pulp.apis.coin_api.pulp_cbc_path
     solver = pulp.COIN_CMD(path=path, mip=mip, msg=False, gapRel=mip_gap, timeLimit=time_limit_s, threads=1)
     try:
@@ -300,7 +301,7 @@ def _cbc(program: LinearProgram, mip_gap: float, time_limit_s: float | None, *, 
         status="limit" if limited else "optimal",
         values=values,
         objective=objective,
-        # CBC's command tells no bound: what its gap allows, and nothing where it ran out of time.
+        # The CBC command reports no bound. Its gap implies one, except where it ran out of time.
         bound=-math.inf if limited else objective - mip_gap * abs(objective),
         reduced_costs=None if mip else np.asarray([variable.dj or 0.0 for variable in variables]),
     )

@@ -18,8 +18,8 @@ class ChargeMatrix:
     It is filled by `charge`, sorted once by `compress`, and read by `total` and `largest` from then on.
 
     Attributes:
-        constant: amounts that no variable decides.
-        quantities: every quantity that anything is charged to, by name.
+        constant: the part of each quantity that depends on no variable.
+        quantities: every quantity in ``constant`` or in a charge, sorted by name.
     """
 
     def __init__(self, constant: Charge) -> None:
@@ -46,7 +46,7 @@ class ChargeMatrix:
         amount = np.array(self._amounts, np.float64)
         largest = np.zeros(len(self.quantities))
         np.maximum.at(largest, row, amount)
-        # One entry per quantity and variable, however often it was charged; in order of both.
+        # One entry per quantity and variable, sorted by both: repeated charges are summed.
         order = np.lexsort((_small(variable, columns), _small(row, len(self.quantities))))
         keys = (row * columns + variable)[order]
         first = np.flatnonzero(np.diff(keys, prepend=-1))
@@ -82,5 +82,5 @@ class ChargeMatrix:
 
 
 def _small(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64] | npt.NDArray[np.uint16]:
-    """Return ``numbers``, all below ``count``, in 16 bits where they fit: those are sorted five times as fast."""
+    """Return ``numbers``, all below ``count``, in 16 bits where they fit: numpy sorts 16 bits five times as fast."""
     return numbers.astype(np.uint16) if count <= 2**16 else numbers

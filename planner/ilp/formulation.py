@@ -3,16 +3,16 @@
 Sets
     v ∈ V             nodes (`Node`), each with choices c ∈ C(v)
     e ∈ E             edges (`Edge`), each from its producer s(e) ∈ V to its consumer d(e) ∈ V
-    (p, q) ∈ P(e)     pairs of ports that can meet on edge e
+    (p, q) ∈ P(e)     compatible pairs of ports on edge e
     u ∈ U             shared charges (`SharedCharge`), each with members M(u) ⊆ {(e, p, q)}
     φ ∈ {fwd, bwd}    phases of a step
     ℓ ∈ L             links that communication runs on: inside a node, between nodes
     k ∈ K             peak candidates: points of a step at which live bytes can peak
     g ∈ G             lifetimes (`Lifetime`): bytes that are alive at several peak candidates
-    r ∈ R             regions whose working memory is charged apart from peak candidates
+    r ∈ R             regions whose working memory is charged without peak candidates
 
 Parameters
-    s(e, c), d(e, c)  port that choice c of the producer, or of the consumer, shows on edge e
+    s(e, c), d(e, c)  port of choice c of the producer, or of the consumer, on edge e
     a_i(·)            amount that a choice (v, c), a pair (e, p, q) or a shared charge u adds to quantity i
     a_i               amount of quantity i in every step
     κ(g, k)           number of copies of the bytes of lifetime g that are alive at peak candidate k
@@ -21,7 +21,7 @@ Parameters
 
 Decision variables
     x[v, c] ∈ {0, 1}  node v takes choice c
-    y[e, p, q] ≥ 0    edge e shows ports p and q
+    y[e, p, q] ≥ 0    edge e has ports p and q
     z[u] ≥ 0          shared charge u is paid
 
 Quantities (`planner.ilp.quantities`) are linear expressions of these. With i for any of the symbols below,
@@ -32,7 +32,7 @@ Quantities (`planner.ilp.quantities`) are linear expressions of these. With i fo
     S[φ]        slowdown by overlapped communication        Λ[g]   bytes of lifetime g
     B[φ, ℓ]     blocking communication                      W[r]   working memory of region r
     D[φ, ℓ]     prefetched communication                    N      persistent bytes, of all roles
-    O[φ, ℓ]     communication of once a step                N₀     static bytes: those of N that depend neither on
+    O[φ, ℓ]     once-a-step communication                   N₀     static bytes: those of N that depend neither on
     X           exposed seconds outside of both phases             micro-batches nor on checkpointing (`STATIC`)
 
 Auxiliary variables, all ≥ 0
@@ -58,15 +58,15 @@ Constraints
      9  memory_cap         N + w + m  ≤  M
     10  static_cap         N₀  ≤  M                          (relaxations without a peak: `planner.ilp.relaxation`)
 
-Only x has to be integral. Where it is, 1 and 2 leave one pair per edge, so that y is 0 or 1; and 3 to 8 hold with
-equality in a solution, as far as the objective or the cap asks for it. The equalities of 2, in both directions, make
-the linear relaxation nearly integral: it is that of a flow along each edge.
+Only x has to be integral. If x is integral, constraints 1 and 2 leave one pair per edge, so that y is 0 or 1. In a
+solution, 3 to 8 hold with equality wherever the objective or the cap depends on them. The equalities of 2, at both ends
+of an edge, describe a flow along the edge. They make the linear relaxation nearly integral.
 
-In 4, a phase takes as long as its kernels and what these wait for, or as its busiest link. In 5, one micro-batch takes
-t[φ] / n, and its link is busy with (B + D) / n of other communication; with one micro-batch, communication of once a
-step is like any that is prefetched.
+In 4, a phase takes as long as its kernels and blocking communication, or as its busiest link. In 5, one micro-batch
+takes t[φ] / n, and a link carries (B + D) / n of other communication meanwhile. With one micro-batch, once-a-step
+communication counts like prefetched communication.
 
-Rows are scaled (`Program.time_scale`, `Program.memory_scale`), so that solvers' absolute tolerances fit them.
+Rows are scaled (`Program.time_scale`, `Program.memory_scale`), so that the absolute tolerances of solvers fit them.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ _IN_BYTES = frozenset((Kind.PERSISTENT, Kind.TRANSIENT, Kind.LIVE, Kind.LIFETIME
 
 @dataclass(slots=True)
 class Program:
-    """The program of a problem, with the variables that have to be found again.
+    """The linear program of a problem, with the indices of its variables.
 
     Attributes:
         charges: the coefficients a_i of all quantities.
-        x: by node, the variables of its choices.
-        y: by edge, the variable of each pair of ports.
-        time_scale, memory_scale: factors of rows in seconds, and of rows in bytes.
-        peak: N + w + m, scaled; None before `peak_memory` has stated it.
-        compute_rows: phase -> row of the first constraint of `phase_time`.
+        x: for each node, the indices of its choices' variables.
+        y: for each edge, pair of ports -> index of its variable.
+        time_scale, memory_scale: factors that rows in seconds, and rows in bytes, are multiplied by.
+        peak: N + w + m, times ``memory_scale``; None before `peak_memory` is called.
+        compute_rows: phase -> index of the row that `phase_time` adds first.
     """
 
     problem: Problem
@@ -110,7 +110,7 @@ class Program:
     compute_rows: dict[PhaseQuantities, int] = field(default_factory=dict)
 
     def zero_one(self) -> npt.NDArray[np.bool_]:
-        """Return by variable whether it is one of x or y: 0 or 1 wherever x is integral."""
+        """Return, by variable, whether it is an x or a y. These are 0 or 1 wherever x is integral."""
         is_zero_one = np.zeros(self.linear.columns, np.bool_)
         for choices in self.x:
             is_zero_one[choices.start : choices.stop] = True
@@ -123,8 +123,8 @@ def build_program(problem: Problem, memory_bytes: float | None, *, memory: bool 
     """Return the program of ``problem``.
 
     Args:
-        memory_bytes: M; None for no cap.
-        memory: whether constraints 6 to 9 are stated.
+        memory_bytes: M, in bytes; None: no cap.
+        memory: whether constraints 6 to 9 are added.
     """
     program = Program(problem=problem, linear=LinearProgram(), charges=ChargeMatrix(problem.constant))
     one_choice(program)
@@ -142,7 +142,7 @@ def build_program(problem: Problem, memory_bytes: float | None, *, memory: bool 
 
 
 def one_choice(program: Program) -> None:
-    """State x, and constraint 1: every node takes one choice."""
+    """Add x, and constraint 1: every node takes one choice."""
     linear = program.linear
     for node in program.problem.nodes:
         choices = [linear.variable(binary=True) for _ in node.charges]
@@ -153,7 +153,7 @@ def one_choice(program: Program) -> None:
 
 
 def port_flow(program: Program) -> None:
-    """State y, and constraint 2: the pairs of an edge add up to the choices that show their ports, on either side."""
+    """Add y, and constraint 2: at both ends of an edge, the pairs with a port add up to the choices with that port."""
     for edge in program.problem.edges:
         y = {}
         for pair, charge in edge.pairs.items():
@@ -175,9 +175,9 @@ def port_flow(program: Program) -> None:
 
 
 def shared_charges(program: Program) -> None:
-    """State z, and constraint 3: a shared charge is paid where an edge shows one of its members.
+    """Add z, and constraint 3: a shared charge is paid if an edge has one of its members.
 
-    Where the members are all of one edge, the sum of their y stands for z.
+    If all members are on one edge, the sum of their y takes the place of z.
     """
     for shared in program.problem.shared_charges:
         by_edge: dict[int, list[int]] = defaultdict(list)
@@ -196,7 +196,7 @@ def shared_charges(program: Program) -> None:
 
 
 def step_time(program: Program) -> None:
-    """State constraints 4 and 5, and the objective: t + h of both phases, and X."""
+    """Add constraints 4 and 5, and the objective: t + h of both phases, and X."""
     seconds = []
     for phase in (FORWARD, BACKWARD):
         t = phase_time(program, phase)
@@ -211,7 +211,7 @@ def step_time(program: Program) -> None:
 
 
 def phase_time(program: Program, phase: PhaseQuantities) -> int:
-    """State t of a phase, and constraint 4: its kernels and what these wait for, or its busiest link. Return t."""
+    """Add t of a phase, and constraint 4: kernels and blocking communication, or the busiest link. Return t's index."""
     charges, linear, scale = program.charges, program.linear, program.time_scale
     links, with_once = links_of(charges.quantities), passes(charges.constant) <= 1
     t = linear.variable()
@@ -225,7 +225,10 @@ def phase_time(program: Program, phase: PhaseQuantities) -> int:
 
 
 def once_a_step(program: Program, phase: PhaseQuantities, t: int) -> int | None:
-    """State h of a phase, and constraint 5: what overlaps one micro-batch alone extends it. Return h, if any."""
+    """Add h of a phase, and constraint 5: once-a-step communication extends one micro-batch. Return h's index.
+
+    None where there is one micro-batch, or no once-a-step communication.
+    """
     charges, linear, scale, n = program.charges, program.linear, program.time_scale, passes(program.charges.constant)
     charged = set(charges.quantities)
     links = [link for link in links_of(charges.quantities) if phase.once[link] in charged]
@@ -239,7 +242,7 @@ def once_a_step(program: Program, phase: PhaseQuantities, t: int) -> int | None:
 
 
 def peak_memory(program: Program) -> Expression:
-    """State constraints 6 to 8 in a program without them, and return N + w + m."""
+    """Add constraints 6 to 8 to a program without them. Return N + w + m, times ``memory_scale``."""
     charges, linear = program.charges, program.linear
     w, m = linear.variable(), linear.variable()
     working_memory(program, w)
@@ -255,7 +258,7 @@ def peak_memory(program: Program) -> Expression:
 
 
 def working_memory(program: Program, w: int) -> None:
-    """State constraint 6: w is at least the working memory of every region."""
+    """Add constraint 6: w is at least the working memory of every region."""
     for quantity in program.charges.quantities:
         if quantity.kind is Kind.TRANSIENT:
             working = program.charges.total([quantity], program.memory_scale)
@@ -263,9 +266,10 @@ def working_memory(program: Program, w: int) -> None:
 
 
 def lifetime_bytes(program: Program) -> dict[Lifetime, tuple[int, float]]:
-    """State b, and constraint 7: the bytes of each lifetime. Return by lifetime b, and the bytes of one unit of b.
+    """Add b, and constraint 7: the bytes of each lifetime. Return lifetime -> (index of b, bytes of one unit of b).
 
-    The unit is the largest amount charged: a few bytes over a cap of 80 GB are below what solvers take for 0.
+    The unit is the largest amount charged. In units of a cap of 80 GB, a few bytes would be so small a coefficient that
+    solvers take it for 0.
     """
     charges, linear = program.charges, program.linear
     b = {}
@@ -278,7 +282,7 @@ def lifetime_bytes(program: Program) -> dict[Lifetime, tuple[int, float]]:
 
 
 def live_memory(program: Program, m: int, b: dict[Lifetime, tuple[int, float]]) -> None:
-    """State constraint 8: m is at least the live bytes of every peak candidate, with those of lifetimes."""
+    """Add constraint 8: m is at least the live bytes of every peak candidate, lifetimes included."""
     direct: dict[str, list[Quantity]] = defaultdict(list)
     for quantity in program.charges.quantities:
         if quantity.candidate is not None:
@@ -299,28 +303,31 @@ def live_memory(program: Program, m: int, b: dict[Lifetime, tuple[int, float]]) 
 
 
 def memory_cap(program: Program, memory_bytes: float) -> None:
-    """State constraint 9: the peak, which `peak_memory` has stated, is at most M."""
+    """Add constraint 9: ``program.peak``, from `peak_memory`, is at most M."""
     assert program.peak is not None
     program.linear.constrain_below(program.peak, memory_bytes * program.memory_scale)
     program.linear.cap_row = program.linear.rows - 1
 
 
 def static_cap(program: Program, memory_bytes: float) -> None:
-    """State constraint 10: parameters, optimizer states and the reserve are at most M."""
+    """Add constraint 10: parameters, optimizer states and the reserve are at most M."""
     static = [quantity for quantity in program.charges.quantities if quantity in STATIC]
     scale = program.memory_scale
     program.linear.constrain_below(program.charges.total(static, scale), memory_bytes * scale)
 
 
 def _typical_time_s(charges: ChargeMatrix) -> float:
-    """Return the most kernel seconds of any choice (communication can be far off), or the most of any other seconds."""
+    """Return the most kernel seconds of any choice; if there are none, the most of any other seconds.
+
+    Communication of a bad choice can be far from typical.
+    """
     compute = charges.largest((FORWARD.compute, BACKWARD.compute))
     other_times = (q for q in charges.quantities if q.kind not in _IN_BYTES and q.kind is not Kind.PASSES)
     return compute or charges.largest(other_times) or 1.0
 
 
 def _typical_bytes(charges: ChargeMatrix, memory_bytes: float | None) -> float:
-    """Return the cap, or without one the largest amount of memory."""
+    """Return the cap; without a cap, the most bytes that any choice adds to a quantity."""
     if memory_bytes is not None and memory_bytes > 0:
         return memory_bytes
     return charges.largest(q for q in charges.quantities if q.kind in _IN_BYTES) or 1.0

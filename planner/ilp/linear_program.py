@@ -1,6 +1,6 @@
-"""A mixed-integer linear program as arrays: what `planner.ilp.solve` states and `planner.ilp.backends` solves.
+"""A mixed-integer linear program as arrays: `planner.ilp.formulation` builds it and `planner.ilp.backends` solves it.
 
-minimise cost . x + offset   with   lower <= x <= upper,   row_lower <= A x <= row_upper,   some x whole numbers
+minimise cost . x + offset   with   lower <= x <= upper,   row_lower <= A x <= row_upper,   some x integral
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Indices = npt.NDArray[np.int32]
 
 @dataclass(slots=True, kw_only=True)
 class Expression:
-    """A linear expression: ``values[i]`` of variable ``indices[i]`` each, every variable once, and a constant."""
+    """A linear expression: the sum of ``values[i] * x[indices[i]]``, plus ``constant``. No index occurs twice."""
 
     indices: Indices
     values: Floats
     constant: float = 0.0
 
     def minus(self, variable: int, times: float = 1.0) -> Expression:
-        """Return this minus ``variable``, which is not among its own, ``times`` times."""
+        """Return the expression minus ``times * x[variable]``; the expression must not contain ``variable``."""
         return Expression(
             indices=np.append(self.indices, np.int32(variable)),
             values=np.append(self.values, -times),
@@ -41,7 +41,7 @@ class LinearProgram:
     """The program, built column by column and row by row.
 
     Attributes:
-        cap_row: the row that caps memory; None: there is none.
+        cap_row: index of the row that caps memory; None: no cap.
     """
 
     lower: array[float] = field(default_factory=lambda: array("d"))
@@ -68,7 +68,7 @@ class LinearProgram:
         return len(self.row_lower)
 
     def variable(self, *, binary: bool = False) -> int:
-        """Return the index of a new variable: 0 or 1, or anything from 0 on."""
+        """Add a variable, 0 or 1 if ``binary`` and otherwise any number from 0 up. Return its index."""
         self.lower.append(0.0)
         self.upper.append(1.0 if binary else math.inf)
         self.integer.append(binary)
@@ -82,7 +82,7 @@ class LinearProgram:
         lower: float = -math.inf,
         upper: float = math.inf,
     ) -> None:
-        """Add a constraint. No variable may come twice."""
+        """Add the constraint that the sum of ``values[i] * x[indices[i]]`` is within bounds. No index occurs twice."""
         if isinstance(indices, np.ndarray):
             self._indices.frombytes(indices.astype(np.int32, copy=False).tobytes())
         else:
@@ -108,28 +108,29 @@ class LinearProgram:
         )
 
     def bounds(self) -> tuple[Floats, Floats]:
-        """Return the least and the largest value of each variable."""
+        """Return the lower and the upper bound of each variable."""
         return np.array(self.lower, np.float64), np.array(self.upper, np.float64)
 
     def row_bounds(self) -> tuple[Floats, Floats]:
-        """Return the least and the largest value of each constraint."""
+        """Return the lower and the upper bound of each row."""
         return np.array(self.row_lower, np.float64), np.array(self.row_upper, np.float64)
 
     def is_whole(self) -> npt.NDArray[np.bool_]:
-        """Return of each variable whether it has to be a whole number."""
+        """Return, by variable, whether it has to be integral."""
         return np.array(self.integer, np.bool_)
 
     def fixed(self, values: Mapping[int, float]) -> LinearProgram:
-        """Return the program with some variables held at a value."""
+        """Return the program with some variables fixed; ``values`` maps a variable to its value."""
         lower, upper = self.lower[:], self.upper[:]
         for variable, value in values.items():
             lower[variable] = upper[variable] = value
         return dataclasses.replace(self, lower=lower, upper=upper)
 
     def possible(self, columns: npt.NDArray[np.bool_]) -> Indices:
-        """Return which of ``columns`` can be above 0 where all others are 0; none of the program's is below 0.
+        """Return the variables in ``columns``, a mask, that can be above 0 if all other variables are 0.
 
-        Where one sum has to equal another, and has no variable left, those of the other are 0.
+        No variable of the program is negative. A row with both bounds 0 says that two sums are equal. If no variable of
+        one sum is left, the variables of the other sum are 0 as well. This is repeated until nothing changes.
         """
         starts, indices, values = self.matrix()
         row_lower, row_upper = self.row_bounds()
@@ -148,7 +149,7 @@ class LinearProgram:
             column, side = column[is_left], side[is_left]
 
     def part(self, columns: Indices) -> LinearProgram:
-        """Return the program in which only ``columns`` are left, in their order, and all others are 0."""
+        """Return the program with only the variables ``columns``, in their order. All other variables are 0."""
         starts, indices, values = self.matrix()
         new = np.full(self.columns, -1, np.int32)
         new[columns] = np.arange(len(columns), dtype=np.int32)
@@ -177,7 +178,7 @@ class LinearProgram:
         )
 
     def cost(self) -> Floats:
-        """Return the objective's coefficient of every variable."""
+        """Return, by variable, its coefficient in the objective."""
         cost = np.zeros(self.columns)
         cost[self.objective.indices] = self.objective.values
         return cost
@@ -188,17 +189,18 @@ Status = Literal["optimal", "limit", "infeasible", "cutoff"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a solver found.
+    """A solver's answer.
 
     Attributes:
-        status: "limit": the incumbent, or none yet; "cutoff": no solution is as good as was asked for, which
-            was seen before the best was found.
-        values: of the variables; None where there is no solution.
-        objective: of that solution, offset included.
-        bound: no solution has a lower objective.
-        root: objective of the whole program's relaxation, where that was solved on the way.
-        excess: how far above its cap memory is, where `planner.ilp.backends.Relaxations` let it.
-        reduced_costs: of the variables in a linear relaxation's solution.
+        status: "limit": a limit came first, with or without an incumbent. "cutoff": no solution is below the cutoff,
+            which the solver proved before it had the optimum.
+        values: values of the variables; None: no solution.
+        objective: objective of ``values``, offset included.
+        bound: lower bound on the objective of every solution.
+        reduced_costs: reduced costs of the variables; None: the answer is not that of a linear relaxation.
+        root: objective of the linear relaxation of the whole program; NaN where it was not solved.
+        excess: by how much ``values`` exceed the memory cap, as a fraction of the cap. It can be above 0 only in an
+            answer of `planner.ilp.backends.Relaxations`.
     """
 
     status: Status

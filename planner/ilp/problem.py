@@ -1,8 +1,9 @@
-"""An assignment problem: nodes with choices, edges between choices, and the charges of both.
+"""An assignment problem: nodes with choices, edges between nodes, and the charges of both.
 
-Every node of a `Problem` takes one choice. Every edge joins two nodes; each choice shows the edge a port, and only some
-pairs of ports can meet. A `Charge` is what a choice, or a pair of ports, adds to the quantities of a step. Step time
-and peak memory follow from the totals (`planner.ilp.step_cost`). No tensor or layout is known here.
+An assignment takes one choice for every node. An edge joins two nodes. Every choice of a node has a port (a number) on
+the edge, and only some pairs of ports are compatible. A `Charge` is what a choice, or a pair of ports, adds to the
+quantities of a step. Step time and peak memory follow from the totals (`planner.ilp.step_cost`). Tensors and layouts do
+not appear here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from planner.ilp.quantities import Charge, Quantity
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A decision: ``charges[c]`` is what choice ``c`` adds."""
+    """A decision between choices; ``charges[c]`` is the charge of choice ``c``."""
 
     name: str
     charges: tuple[Charge, ...]
@@ -24,12 +25,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """A joint condition on two nodes, which may be the same.
+    """A constraint between the choices of two nodes, which may be the same node.
 
     Attributes:
         producer, consumer: indices of the nodes.
-        producer_ports, consumer_ports: port that each choice of the node shows to this edge.
-        pairs: (producer port, consumer port) that can meet -> what the pair adds.
+        producer_ports, consumer_ports: for each choice of the node, its port on this edge.
+        pairs: compatible (producer port, consumer port) -> charge of the pair.
     """
 
     producer: int
@@ -40,12 +41,12 @@ class Edge:
 
 
 def same_producer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
-    """Return the edge on which the producers of two edges have to show them ports that agree."""
+    """Return an edge on which the producers of ``a`` and ``b`` need ports that ``agree``."""
     return _same_port(a.producer, a.producer_ports, b.producer, b.producer_ports, agree)
 
 
 def same_consumer_port(a: Edge, b: Edge, agree: Callable[[int, int], bool]) -> Edge:
-    """Return the edge on which the consumers of two edges have to show them ports that agree."""
+    """Return an edge on which the consumers of ``a`` and ``b`` need ports that ``agree``."""
     return _same_port(a.consumer, a.consumer_ports, b.consumer, b.consumer_ports, agree)
 
 
@@ -69,10 +70,10 @@ class SharedCharge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Choose one choice for each node, so that the ports on every edge can meet, in the least step time within memory.
+    """The problem: one choice per node, compatible ports on every edge, the least step time within the memory cap.
 
     Attributes:
-        constant: the charge of a step whatever is chosen.
+        constant: the charge of every assignment.
     """
 
     nodes: tuple[Node, ...]
@@ -82,15 +83,15 @@ class Problem:
 
 
 Assignment = Sequence[int]
-"""The choice of each node."""
+"""For each node, the index of its choice."""
 
 
 class InfeasibleAssignmentError(ValueError):
-    """An assignment with two ports on an edge that cannot meet."""
+    """An assignment with two incompatible ports on an edge."""
 
 
 def edge_pair(edge: Edge, assignment: Assignment) -> tuple[int, int]:
-    """Return the numbers of the producer's and the consumer's port that ``assignment`` selects on ``edge``."""
+    """Return the (producer port, consumer port) that ``assignment`` selects on ``edge``."""
     return edge.producer_ports[assignment[edge.producer]], edge.consumer_ports[assignment[edge.consumer]]
 
 
@@ -98,7 +99,7 @@ def totals(problem: Problem, assignment: Assignment) -> dict[Quantity, float]:
     """Return seconds and bytes of a step by quantity under ``assignment``.
 
     Raises:
-        InfeasibleAssignmentError: two ports cannot meet.
+        InfeasibleAssignmentError: an edge has incompatible ports.
     """
     total: dict[Quantity, float] = defaultdict(float)
 
@@ -129,11 +130,12 @@ class Solution:
     """A solver's assignment.
 
     Attributes:
-        objective_s: its step time.
-        bound_s: lower bound on the step time of every assignment.
-        status: "optimal", within the relative gap asked for; "limit": a limit of time or nodes came first.
-        time_s: what it took to solve the program.
-        root_s: objective of the root relaxation; None where that was not solved.
+        assignment: for each node, the index of its choice.
+        objective_s: step time of the assignment, in seconds.
+        bound_s: lower bound on the step time of every assignment, in seconds.
+        status: "optimal": within the relative gap that was allowed; "limit": a limit of time or nodes came first.
+        time_s: seconds of solving the program.
+        root_s: objective of the root relaxation, in seconds; None: it was not solved.
     """
 
     assignment: tuple[int, ...]

@@ -19,7 +19,7 @@ Phase = Literal["forward", "backward"]
 
 
 class Kind(Enum):
-    """What a quantity is a sum of, with its unit."""
+    """Kind of a quantity: what it sums, and in which unit."""
 
     COMPUTE = "compute"
     """Seconds of kernels in a phase."""
@@ -34,7 +34,7 @@ class Kind(Enum):
     EXPOSED = "exposed"
     """Seconds outside of both phases."""
     PASSES = "passes"
-    """Number of micro-batches: part of a problem's constant charge alone."""
+    """Number of micro-batches; only in a problem's constant charge."""
     PERSISTENT = "persistent"
     """Bytes of a role that are allocated during the whole step."""
     TRANSIENT = "transient"
@@ -51,9 +51,9 @@ class Quantity:
 
     Attributes:
         name: differs from that of every other quantity.
-        phase, link: where seconds are spent, of kinds that tell phases and links apart.
-        role: what bytes are used for, as an estimate of memory lists them.
-        candidate: key of the peak candidate at which bytes are alive.
+        phase, link: phase and link in which the seconds are spent; None for kinds that have no phase or no link.
+        role: role of the bytes, as in `planner.plan.estimate.Estimate.memory`; None for kinds without a role.
+        candidate: key of the peak candidate at which the bytes are alive; None for other kinds than `Kind.LIVE`.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Lifetime(Quantity):
 
     @classmethod
     def of(cls, counts: Mapping[Quantity, float]) -> Lifetime:
-        """Return the lifetime with these counts; those that are 0 are left out."""
+        """Return the lifetime with these counts; counts of 0 are left out."""
         key = frozenset((live, float(count)) for live, count in counts.items() if count)
         if key not in _LIFETIMES:
             ordered = dict(sorted(key))

@@ -1,4 +1,4 @@
-"""A random feasible assignment: for testing that whatever can be planned is what runs."""
+"""Random feasible assignments, for tests that the executor runs every plan that the planner can choose."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy.typing as npt
 from planner.ilp.problem import Problem
 
 Allowed = Callable[[int, int], bool]
-"""(node, choice) -> whether it may be chosen; asked only for choices about to be made."""
+"""(node, choice) -> whether the choice may be taken; called only for choices that are tried."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class _Domains:
-    """What is still open for each node, kept arc-consistent."""
+    """The remaining choices of each node, kept arc-consistent."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -29,7 +29,7 @@ class _Domains:
         self.open: list[Mask] = [np.ones(len(node.charges), dtype=bool) for node in problem.nodes]
 
     def narrow(self) -> bool:
-        """Drop what can meet nothing any more; False where a node is left with no choice."""
+        """Remove choices that an edge makes impossible; return False if a node has no choice left."""
         changed = True
         while changed:
             changed = False
@@ -52,12 +52,12 @@ class _Domains:
 
 
 def random_assignment(problem: Problem, seed: int, allowed: Allowed) -> tuple[int, ...] | None:
-    """Return a random assignment in which all choices can meet, None where none was found.
+    """Return a random assignment with compatible ports on all edges; None: there is none.
 
     Args:
-        problem: what to choose.
+        problem: the problem.
         seed: equal seeds give equal assignments.
-        allowed: a further check of single choices.
+        allowed: a further check of each choice.
     """
     generator = random.Random(seed)
     domains = _Domains(problem)

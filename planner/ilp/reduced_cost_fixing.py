@@ -1,8 +1,9 @@
-"""A program solved without the choices that its relaxation proves too dear.
+"""Reduced-cost fixing: a program is solved without the variables that its relaxation proves too expensive.
 
-A variable that is 0 in the relaxation and 1 in a solution raises that solution's objective by its reduced cost at
-least. So the relaxation tells of each what no solution with it can beat; those above a limit are left out, and what is
-left is small. A solution below the limit is then the best of the whole program; where there is none, the limit rises.
+A variable that is 0 in the relaxation and 1 in a solution raises the objective by at least its reduced cost. The
+relaxation's objective plus the reduced cost is therefore a lower bound on every solution with that variable. Variables
+whose bound is above a limit are left out, so that the remaining program is small. A solution below the limit is optimal
+in the whole program. If there is none, the limit rises.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from planner.ilp import backends
 from planner.ilp.linear_program import Answer, Floats, Indices, LinearProgram
 
 _NARROW = 0.02
-"""The first limit: this far above the relaxation's objective, relative to it."""
+"""Distance of the first limit from the relaxation's objective, relative to that objective."""
 
 _WIDER = 8.0
-"""By how much a limit's distance from the relaxation's objective grows where nothing was found below it."""
+"""Factor by which the distance grows if no solution below the limit was found."""
 
 _NEARLY = 4.0
-"""By how much further it may go at once, where that proves the best solution so far."""
+"""The distance may grow by up to this factor more, if the limit is then high enough to prove the incumbent optimal."""
 
 _WIDEST = 1.0
-"""The relative distance above which nothing is left out any more."""
+"""Relative distance above which no variable is left out."""
 
 _FEWEST = 500
-"""Programs of fewer variables are solved whole."""
+"""Programs with fewer variables are solved whole."""
 
 _FEW = 16
-"""Relaxations after which branching is left to the solver: it has cuts, and half a second of preparations."""
+"""Relaxations of our own branching before the solver takes over. It has cuts, but takes half a second to prepare."""
 
 _MORE = 96
-"""The same where memory is capped: what blocks keep comes in few and large pieces, which cuts do little for."""
+"""The same with a memory cap. Cuts do little there, because blocks save activations in few, large pieces."""
 
 _NONE = 1e-9
-"""Up to which part of the cap memory does not exceed it."""
+"""Excess over the memory cap, as a fraction of the cap, that counts as none."""
 
 _SMALLEST = 1e-12
-"""What stands for the objective's size where that is 0."""
+"""Size of the objective, for relative distances, where the objective is 0."""
 
 _WHOLE = 1e-6
-"""How far from a whole number the solvers take a variable to be one."""
+"""Distance from an integer within which solvers take a variable as integral."""
 
 
 def solve(
@@ -62,13 +63,13 @@ def solve(
     """Return the best solution of ``program`` within a relative gap, or the incumbent at a limit.
 
     Args:
-        program: what to solve.
-        zero_one: by variable, whether it is 0 or 1 wherever those that have to be whole numbers are.
+        program: the program.
+        zero_one: by variable, whether it is 0 or 1 wherever the integer variables are integral.
         mip_gap: relative gap at which the solver may stop.
-        cutoff: the objective from which on a solution is not wanted.
-        time_limit_s: for all of it.
-        node_limit: number of branch-and-bound nodes after which the incumbent is the answer, on any machine the same;
-            None: no limit.
+        cutoff: only solutions with a lower objective count.
+        time_limit_s: seconds for the whole call; None: no limit.
+        node_limit: number of branch-and-bound nodes after which the incumbent is the answer. Unlike a time limit, it
+            gives the same answer on any machine. None: no limit.
         solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
@@ -94,10 +95,10 @@ def solve(
 
 
 def _raised(relaxed: Answer, zero_one: npt.NDArray[np.bool_]) -> Floats:
-    """Return, by variable, by how much the objective rises at least where that is not 0."""
+    """Return, by variable, the least rise of the objective if the variable is not 0."""
     assert relaxed.values is not None
     assert relaxed.reduced_costs is not None
-    # A reduced cost below 0 belongs to a variable at its upper bound, which is left in.
+    # A reduced cost below 0 belongs to a variable at its upper bound, which is never left out.
     return np.where(zero_one & (relaxed.values < _WHOLE), np.maximum(relaxed.reduced_costs, 0.0), 0.0)
 
 
@@ -110,7 +111,7 @@ def _narrowed(
     deadline: float | None,
     solver: str | None,
 ) -> Answer:
-    """Return the answer of a program whose relaxation is not one, from ever more of its variables."""
+    """Return the answer of a program with a fractional relaxation, solved with more and more of its variables."""
     scale = max(abs(relaxed.objective), _SMALLEST)
     best, width = Answer(status="infeasible"), _NARROW
     while True:
@@ -121,7 +122,7 @@ def _narrowed(
         part = _solve_part(program, relaxed, indices, best_cutoff, mip_gap, deadline, solver)
         if part.values is not None and (best.values is None or part.objective < best.objective):
             best = part
-        # What was left out leads to no less than the limit, what was kept to no less than the part's own bound.
+        # A solution with a variable that was left out costs at least the limit, any other at least the part's bound.
         limit = relaxed.objective + width * scale
         bound = max(relaxed.objective, min(part.bound if part.status != "infeasible" else math.inf, limit))
         if part.status == "limit":
@@ -136,7 +137,10 @@ def _narrowed(
 
 
 def bounded(program: LinearProgram, cutoff: float) -> LinearProgram:
-    """Add the constraint that the objective is at most so large. (Relaxations go without: it makes them hard.)"""
+    """Return ``program`` with the added constraint that the objective is at most ``cutoff``.
+
+    Relaxations are solved without it, because it makes them hard.
+    """
     if math.isfinite(cutoff):
         program.constrain_below(program.objective, cutoff)
     return program
@@ -151,10 +155,10 @@ def _solve_part(
     deadline: float | None,
     solver: str | None,
 ) -> Answer:
-    """Return the answer of a program with the variables ``indices`` alone, as one of the whole: the others are 0.
+    """Return the best solution of ``program`` in which only the variables ``indices`` can be above 0.
 
     Args:
-        relaxed: the answer to the whole program's relaxation, in which the others are 0 as well.
+        relaxed: answer of the whole program's relaxation, in which all other variables are 0 as well.
     """
     part, root = _part(program, relaxed, indices)
     node_limit, deep = (_FEW, True) if part.cap_row is None else (_MORE, False)
@@ -179,7 +183,7 @@ def _part(program: LinearProgram, relaxed: Answer, indices: Indices) -> tuple[Li
 
 
 def _whole(program: LinearProgram, answer: Answer, indices: Indices) -> Answer:
-    """Return the answer to a part of a program as one to the whole."""
+    """Return ``answer``, of the part of ``program`` with the variables ``indices``, as an answer of ``program``."""
     if answer.values is None:
         return answer
     values = np.zeros(program.columns)
@@ -192,7 +196,7 @@ def _left_s(deadline: float | None) -> float | None:
 
 
 def most_fractional(program: LinearProgram, relaxed: Answer) -> int | None:
-    """Return which variable that has to be whole is nearest to 1 without being whole; None where all are whole."""
+    """Return the fractional integer variable nearest to 1; None: all integer variables are integral."""
     assert relaxed.values is not None
     off = np.abs(relaxed.values - np.round(relaxed.values)) > _WHOLE
     off &= program.is_whole()
@@ -210,17 +214,18 @@ def _branch(
     *,
     deep: bool = True,
 ) -> Answer:
-    """Return the best solution by branching from ``root``; the incumbent after ``node_limit`` nodes.
+    """Return the best solution by branch and bound from ``root``; the incumbent after ``node_limit`` nodes.
 
     Args:
-        deep: whether a step goes on below the relaxation last solved; otherwise, once there is a solution, where the
-            relaxation is lowest.
+        root: answer of the relaxation of ``program``.
+        deep: True: the newest node is expanded next (depth first). False: once there is an incumbent, the node with the
+            lowest bound is.
     """
     open_: list[tuple[float, int, dict[int, float]]] = [(root.objective, 0, {})]
     best, lowest, latest = Answer(status="infeasible"), math.inf, 0
     relaxations = backends.Relaxations(program, root=root.objective, solver=solver)
     for _ in range(node_limit):
-        # What a relaxation comes to holds for those below it: most siblings need not be looked at.
+        # The objective of a relaxation bounds the nodes below it. Most siblings are pruned by it.
         tighter_cutoff = cutoff if best.values is None else best.objective - mip_gap * abs(best.objective)
         lowest = min([lowest, *(bound for bound, _, _ in open_ if bound >= tighter_cutoff)])
         open_ = [node for node in open_ if node[0] < tighter_cutoff]
@@ -232,7 +237,7 @@ def _branch(
             try:
                 relaxed = relaxations.at(fixed, cutoff=tighter_cutoff, time_limit_s=_left_s(deadline), afresh=deep)
                 if relaxed.excess > _NONE and most_fractional(program, relaxed) is None:
-                    # This one does not fit; others that cost more may.
+                    # This integral solution exceeds the memory cap. A more expensive one may fit.
                     relaxed = relaxations.at(
                         fixed, cutoff=tighter_cutoff, time_limit_s=_left_s(deadline), afresh=deep, elastic=False
                     )
@@ -250,7 +255,7 @@ def _branch(
             elif variable is not None:
                 latest -= 2
                 below = [(relaxed.objective, latest - int(v), {**fixed, variable: v}) for v in (0.0, 1.0)]
-                # What does not fit by now can only end without a solution: the last that is looked at.
+                # Nodes below a relaxation that exceeds the cap seldom have a solution: they are expanded last.
                 open_ = [*open_, *below] if relaxed.excess <= _NONE else [*below, *open_]
             else:
                 best = relaxed

@@ -1,4 +1,4 @@
-"""The linear relaxations of one problem: it is stated once, and relaxed under one condition after the other."""
+"""Lower bounds from linear relaxations: of the step time, with and without a memory cap, and of the peak."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from planner.ilp.quantities import BACKWARD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """What the linear relaxation says.
+    """Lower bounds on step time from a linear relaxation, in seconds.
 
     Attributes:
-        bound_s: no assignment takes less.
-        choice_bounds_s: by node and choice, a lower bound on assignments with that choice: ``bound_s`` and the choice's
-            reduced cost.
+        bound_s: lower bound on every assignment.
+        choice_bounds_s: by node and choice, a lower bound on assignments with that choice: ``bound_s`` plus the reduced
+            cost of the choice.
     """
 
     bound_s: float
@@ -29,9 +29,9 @@ class Relaxation:
 
 
 class Relaxer:
-    """A problem whose relaxations are asked for: first without its peak, then of its peak, then within a cap.
+    """The relaxations of one problem. `capped` has to come last, because it adds the cap to the program.
 
-    Stating a program takes about as long as relaxer it.
+    All share one program: building a program takes about as long as solving its relaxation.
     """
 
     def __init__(
@@ -42,12 +42,11 @@ class Relaxer:
         static_bytes: float | None = None,
         solver: str | None = None,
     ) -> None:
-        """Take the problem.
+        """Build the program of ``problem``.
 
         Args:
-            memory_bytes: the cap on the peak that will be asked about.
-            static_bytes: cap on what is there in every micro-batch alike (`RESTING`), which holds from
-                the start; None for none.
+            memory_bytes: cap on the peak in `capped`; None: `capped` is not called.
+            static_bytes: cap on static bytes (`planner.ilp.quantities.STATIC`) in all relaxations; None: no such cap.
             solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
         """
         self._solver = solver
@@ -57,10 +56,10 @@ class Relaxer:
             static_cap(self._program, static_bytes)
 
     def uncapped(self, backward_s: float = 0.0) -> Relaxation | None:
-        """Return the relaxation whatever the peak is; None where there is no solution.
+        """Return the relaxation without a cap on the peak; None where it is infeasible.
 
         Args:
-            backward_s: that the backward computes more, whatever is chosen.
+            backward_s: seconds of kernels to add to the backward of every assignment.
 
         Raises:
             SolverError: the solver broke off without an answer.
@@ -75,7 +74,7 @@ class Relaxer:
         return self._relaxation(answer)
 
     def least_peak_bytes(self) -> float | None:
-        """Return bytes that no assignment's peak can go below; None where no assignment exists.
+        """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists.
 
         Raises:
             SolverError: the solver broke off without an answer.
@@ -90,13 +89,13 @@ class Relaxer:
         return None if answer.values is None else answer.objective / self._program.memory_scale
 
     def capped(self, cutoff_s: float = math.inf) -> Relaxation | None:
-        """Return the relaxation within the cap, asked for last; None where nothing fits, or takes less than a time.
+        """Return the relaxation within the memory cap; None where it is infeasible or not below ``cutoff_s``.
 
         Raises:
             SolverError: the solver broke off without an answer.
         """
         assert self._memory_bytes is not None
-        least = self.least_peak_bytes()  # asked first: it is hard to see from a program that has no solution
+        least = self.least_peak_bytes()  # solved first: a proof that the capped program is infeasible takes long
         if least is None or least > self._memory_bytes:
             return None
         memory_cap(self._program, self._memory_bytes)
@@ -123,11 +122,11 @@ def relax(
     static_bytes: float | None = None,
     solver: str | None = None,
 ) -> Relaxation | None:
-    """Return the bounds of the linear relaxation, None where it has no solution.
+    """Return the lower bounds of the linear relaxation; None where it is infeasible.
 
     Args:
-        memory_bytes: cap on the peak; None for no cap.
-        static_bytes: cap on what is there in every micro-batch alike (`planner.ilp.problem.RESTING`); None for no cap.
+        memory_bytes: cap on the peak; None: no cap.
+        static_bytes: cap on static bytes (`planner.ilp.quantities.STATIC`); None: no cap.
 
     Raises:
         SolverError: the solver broke off without an answer.
@@ -137,5 +136,5 @@ def relax(
 
 
 def least_memory_bound(problem: Problem) -> float | None:
-    """Return bytes that no assignment's peak can go below; None where no assignment exists."""
+    """Return a lower bound on the peak of every assignment, in bytes; None: no assignment exists."""
     return Relaxer(problem).least_peak_bytes()

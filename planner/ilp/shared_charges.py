@@ -1,4 +1,4 @@
-"""What the pairs of ports that meet on edges cost, together and alone."""
+"""Collected charges of port pairs: those of single pairs, and those that several pairs share."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from planner.ilp.problem import Edge, SharedCharge
 from planner.ilp.quantities import Charge, Quantity
 
 Pair = tuple[int, int, int]
-"""An edge, the port of its producer and that of its consumer."""
+"""(edge, producer port, consumer port)."""
 
 
 class SharedChargeCollector:
-    """What pairs of ports on edges cost, by the pairs among which one has to be chosen for it to be paid."""
+    """Charges by sets of port pairs. A charge is paid once if any pair of its set is chosen."""
 
     def __init__(self) -> None:
         self._by_members: dict[tuple[Pair, ...], dict[Quantity, float]] = {}
 
     def add(self, members: tuple[Pair, ...], charge: Charge, count: float = 1) -> None:
-        """Let ``members`` pay ``charge`` so many times, once any of them is chosen."""
+        """Add ``count`` times ``charge``, to be paid once if any pair of ``members`` is chosen."""
         if not charge:
             return
         total = self._by_members.setdefault(members, {})
@@ -28,7 +28,7 @@ class SharedChargeCollector:
             total[name] = total.get(name, 0.0) + amount * count
 
     def settle(self, edges: list[Edge]) -> tuple[SharedCharge, ...]:
-        """Put what one pair alone pays for on its edge, and return the rest."""
+        """Return the charges that several pairs share; add the charges of single pairs to the pairs in ``edges``."""
         shared_charges = []
         alone: dict[int, dict[tuple[int, int], Charge]] = defaultdict(dict)
         for members, charge in self._by_members.items():
@@ -44,7 +44,7 @@ class SharedChargeCollector:
 
 
 def sum_charges(charge: Charge, more: Charge | None) -> Charge:
-    """Return what both add; one of them itself where the other adds nothing."""
+    """Return the sum of two charges; one of them itself where the other is empty or None."""
     if not more or not charge:
         return more or charge
     total = dict(charge)
@@ -54,7 +54,10 @@ def sum_charges(charge: Charge, more: Charge | None) -> Charge:
 
 
 def pairs_on(edges: Sequence[Edge], edge_indices: Sequence[int]) -> Iterator[tuple[int, int, tuple[Pair, ...]]]:
-    """Yield each pair of ports that can meet on any of the edges ``edge_indices``, with the edges on which it can."""
+    """Yield (p, q, members) for each pair of ports that is compatible on any edge of ``edge_indices``.
+
+    ``members`` has (edge, p, q) for each edge on which the pair is compatible.
+    """
     members: dict[tuple[int, int], list[Pair]] = defaultdict(list)
     for edge in edge_indices:
         for p, q in edges[edge].pairs:

@@ -26,15 +26,16 @@ def solve(
     node_limit: int | None = None,
     solver: str | None = None,
 ) -> Solution | None:
-    """Return the best assignment within ``memory_bytes`` and ``cutoff_s``, or None where there is none.
+    """Return the best assignment within ``memory_bytes`` and below ``cutoff_s``; None: there is none.
 
     Args:
-        problem: what to choose.
-        memory_bytes: cap on the peak; None for no cap.
+        problem: the problem.
+        memory_bytes: cap on the peak; None: no cap.
         mip_gap: relative gap at which the solver may stop.
-        time_limit_s: after this the best found so far is returned.
-        cutoff_s: step time from which on an assignment is not wanted; it is quick to see that there is none better.
-        node_limit: relaxations to branch through, after which the incumbent is returned, or None; None: no limit.
+        time_limit_s: seconds after which the incumbent is returned; None: no limit.
+        cutoff_s: step time in seconds; only assignments below it count. If there is none, the proof is quick.
+        node_limit: number of relaxations in branch and bound after which the incumbent, or None, is returned. None: no
+            limit.
         solver: "highs" or "cbc"; None: HiGHS, or CBC where highspy cannot be imported.
 
     Raises:
@@ -55,7 +56,7 @@ def solve(
                 solver=solver,
             )
         except SolverError:
-            # The relaxation was not to be had. Most often nothing fits; else the solver has to do without it.
+            # The relaxation has no answer. Most often no assignment fits. Otherwise the whole program is solved.
             if node_limit is not None or (memory_bytes is not None and _cannot_fit(problem, memory_bytes)):
                 return None
             whole = reduced_cost_fixing.bounded(program.linear, cutoff)
@@ -69,7 +70,8 @@ def solve(
         assignment = _assignment(program, answer)
         if memory_bytes is None or peak_bytes(totals(problem, assignment)) <= memory_bytes:
             return _solution(program, answer, assignment, started)
-        # The solver takes a constraint as kept within a tolerance; the cap is to hold to the byte.
+        # The solver satisfies constraints within a tolerance, but the cap has to hold to the byte. Exclude this
+        # assignment and solve again.
         chosen = [row[c] for row, c in zip(program.x, assignment, strict=True)]
         program.linear.row(chosen, [1.0] * len(chosen), upper=len(chosen) - 1.0)
 
@@ -101,7 +103,7 @@ def least_memory(problem: Problem, mip_gap: float = 1e-4) -> tuple[tuple[int, ..
     """Return the assignment with the smallest peak, and that peak in bytes; None where no assignment exists.
 
     Args:
-        mip_gap: by how much of it a smaller one may be missed.
+        mip_gap: relative gap: an assignment whose peak is smaller by this fraction may be missed.
     """
     program = build_program(problem, None)
     assert program.peak is not None

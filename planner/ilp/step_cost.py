@@ -1,6 +1,6 @@
-"""Step time and peak memory as functions of the totals of quantities: what the integer program states as constraints.
+"""Step time and peak memory of an assignment, as functions of the totals of its quantities.
 
-With the symbols of `planner.ilp.formulation`, and the totals of an assignment in place of variables.
+`planner.ilp.formulation` states the same functions as constraints of the integer program.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ Totals = Mapping[Quantity, float]
 
 
 def links_of(quantities: Iterable[Quantity]) -> list[str]:
-    """Return the links that any of the quantities is of, in order."""
+    """Return the links of ``quantities``, sorted by name."""
     return sorted({quantity.link for quantity in quantities if quantity.link is not None})
 
 
 def passes(total: Totals) -> float:
-    """Return the number of micro-batches whose phases the totals add up."""
+    """Return the number of micro-batches that the totals are summed over."""
     return total.get(PASSES, 1.0)
 
 
 def phase_time_s(total: Totals, phase: PhaseQuantities) -> float:
-    """Return the seconds of a phase: compute and blocking communication, or the busiest link's if that is more.
+    """Return the seconds of a phase, summed over all micro-batches.
 
-    Of all micro-batches, without the communication of once a step: see `exposed_once_s`.
+    They are the seconds of kernels, of their slowdown and of blocking communication, or those of the busiest link if
+    that takes longer. Once-a-step communication is left out: see `exposed_once_s`.
     """
     blocking, prefetch, links = phase.blocking, phase.prefetch, links_of(total)
     blocked = sum(total.get(blocking[link], 0.0) for link in links)
@@ -45,10 +46,10 @@ def phase_time_s(total: Totals, phase: PhaseQuantities) -> float:
 
 
 def exposed_once_s(total: Totals, phase: PhaseQuantities) -> float:
-    """Return the seconds by which the communication of once a step extends the phase of one micro-batch.
+    """Return the seconds by which once-a-step communication extends the phase of one micro-batch.
 
-    That is the first forward, or the last backward. One of ``n`` micro-batches takes an ``n``-th of the phase, and the
-    link carries an ``n``-th of its other communication meanwhile.
+    The micro-batch is the first in the forward, and the last in the backward. One of ``n`` micro-batches takes 1/n of
+    the phase. Meanwhile, each link carries 1/n of its other communication.
     """
     count = passes(total)
     one_s = phase_time_s(total, phase) / count
@@ -65,19 +66,19 @@ def exposed_once_s(total: Totals, phase: PhaseQuantities) -> float:
 
 
 def step_time_s(total: Totals) -> float:
-    """Return the seconds of a step.
+    """Return the seconds of a step: of forward and backward, plus the exposed seconds outside of both.
 
-    Forward and backward each take their kernels, what overlapped communication slows these down by, and their blocking
-    communication; or, where a link is the bottleneck, all that this link carries. Added are what communication of once
-    a step extends one micro-batch by, and what is exposed in any case: the first all-gather, the last reduction, the
-    optimizer.
+    A phase takes the seconds of its kernels, of their slowdown by overlapped communication, and of its blocking
+    communication. If a link is the bottleneck, the phase takes the seconds of all communication on that link instead.
+    Once-a-step communication can extend the phase of one micro-batch. Exposed outside of both phases are the first
+    all-gather, the last reduction and the optimizer.
     """
     phases = sum(phase_time_s(total, phase) + exposed_once_s(total, phase) for phase in (FORWARD, BACKWARD))
     return phases + total.get(EXPOSED, 0.0)
 
 
 def live_bytes(total: Totals) -> dict[str, dict[str, float]]:
-    """Return the live bytes by peak candidate and role, those of lifetimes added to each of their candidates."""
+    """Return peak candidate -> role -> live bytes. The bytes of a lifetime count at each of its candidates."""
     by_candidate: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for quantity, amount in total.items():
         counts = quantity.counts if isinstance(quantity, Lifetime) else {quantity: 1.0}
@@ -90,7 +91,7 @@ def live_bytes(total: Totals) -> dict[str, dict[str, float]]:
 
 
 def peak_bytes(total: Totals) -> float:
-    """Return the peak bytes: persistent memory, the largest working memory, and the most that is alive at once."""
+    """Return the peak bytes: persistent bytes, the largest working memory, and the most live bytes at any candidate."""
     transient = max((amount for quantity, amount in total.items() if quantity.kind is Kind.TRANSIENT), default=0.0)
     live = max((sum(roles.values()) for roles in live_bytes(total).values()), default=0.0)
     persistent = sum(amount for quantity, amount in total.items() if quantity.kind is Kind.PERSISTENT)
