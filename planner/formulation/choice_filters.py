@@ -1,4 +1,4 @@
-"""Restrictions of what may be chosen: by baselines and pins, and by bounds."""
+"""Restrictions of choices: by baselines and pins (`Accepts`, `AcceptsStored`), and by lower bounds (`ChoiceFilter`)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 
 Accepts = Callable[[Region, Strategy], bool]
-"""Whether a strategy may be chosen; baselines and random plans restrict the space."""
+"""(region, strategy) -> whether the region may run the strategy."""
 AcceptsStored = Callable[[Value, Sequence[str], Layout], bool]
-"""(parameter, its FQNs, stored layout) -> whether it may be chosen."""
+"""(parameter, its FQNs, stored layout) -> whether the parameter may be stored in the layout."""
 
 
 class ChoiceFilter(Protocol):
-    """Choices that a plan below the cutoff could contain."""
+    """A filter that passes the choices that a plan below the cutoff could contain."""
 
     def strategy(self, index: int, choice: Strategy) -> bool:
-        """Tell whether a strategy of the region class of that index may be chosen."""
+        """Return whether the region class ``index`` may take the strategy ``choice``."""
 
     def stored(self, index: int, choice: StorageOption) -> bool:
-        """Tell whether a choice of the parameter class of that index may be chosen."""
+        """Return whether the parameter class ``index`` may take the storage option ``choice``."""

@@ -1,4 +1,4 @@
-"""From an assignment to the plan's own terms (patterns of FQNs and layouts), and back from a plan to an assignment."""
+"""`Decision`: the strategies and stored layouts that a solver's assignment, or a `ShardingPlan`, stands for."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A chosen strategy for every region class, and a stored layout for every parameter class.
+    """The choices of a plan.
 
     Attributes:
-        reshard_after: kind of block -> when it reshards its parameters, of those that do not after the forward.
+        strategies: for each region class, its strategy.
+        stored: for each parameter class, its storage option.
+        reshard_after: kind of block -> when its FSDP groups reshard; kinds that reshard after the forward are left out.
     """
 
     strategies: tuple[Strategy, ...]
@@ -39,7 +41,7 @@ class Decision:
 
 
 def decision_from_assignment(formulation: Formulation, assignment: Sequence[int]) -> Decision:
-    """Return what ``assignment`` chooses."""
+    """Return the decision of an assignment, which has the index of a choice for each node of the problem."""
     regions, axis_node = len(formulation.strategies), len(formulation.strategies) + len(formulation.stored)
     stored = [choices[c] for choices, c in zip(formulation.stored, assignment[regions:axis_node], strict=True)]
     return Decision(
@@ -50,7 +52,7 @@ def decision_from_assignment(formulation: Formulation, assignment: Sequence[int]
 
 
 class _Reader:
-    """Finds the strategies that a plan means, by narrowing down each class's candidates until they agree."""
+    """Reads the decision of a plan: it narrows down the candidate strategies of region classes until they agree."""
 
     def __init__(self, structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames) -> None:
         self._structure = structure
@@ -109,10 +111,10 @@ class _Reader:
         return True
 
     def _check_places(self) -> None:
-        """Refuse a port at a boundary where the search never changes a layout: it would run, unpriced.
+        """Raise an error for a port at a boundary where the search never redistributes: its cost would be missing.
 
         Raises:
-            PlanMismatchError: naming the boundary.
+            PlanMismatchError: there is such a port; the message names the boundary.
         """
         places = {
             hook_key(self._regions, slot.boundary)
@@ -153,7 +155,7 @@ class _Reader:
             for link in self._regions.links
         ]  # fmt: skip
         unique = list({(a, b, c, d): (a, b, c, d, port) for a, b, c, d, port in links}.values())
-        self._refuse_empty()  # before a module without candidates leaves its neighbours without any
+        self._refuse_empty()  # before `_narrow`, which would empty the neighbours of a class without candidates too
         self._narrow(unique)
         for index in range(len(self._candidates)):
             if len(self._candidates[index]) > 1:
@@ -194,7 +196,7 @@ class _Reader:
                 self._refuse(index)
 
     def _check_gathered_again(self) -> None:
-        """Raise an error where ``reallgather`` is set on a redistribution other than an all-gather."""
+        """Raise ``PlanMismatchError`` where ``reallgather`` is set on a redistribution other than an all-gather."""
         for key in self._structure.edges:
             producer, consumer = self._candidates[key.producer][0], self._candidates[key.consumer][0]
             port, region = consumer_port(consumer, key.consumer_slot), self._structure.representative(key.consumer)
@@ -247,14 +249,14 @@ class _Reader:
         )
 
     def _narrow(self, links: Sequence[tuple[int, int, int, int, Port | None]]) -> None:
-        """Drop candidates that no candidate across a link agrees with, until nothing changes."""
+        """Remove candidates that agree with no candidate at the other end of a link, until nothing changes."""
         changed = True
         while changed:
             changed = False
             for producer, producer_slot, consumer, consumer_slot, port in links:
                 producer_ports = [self._sent(s, producer_slot, port) for s in self._candidates[producer]]
                 consumer_ports = [self._wanted(s, consumer_slot, port) for s in self._candidates[consumer]]
-                # Where no gradient comes back, its layout is nobody's concern.
+                # A consumer without a gradient agrees with every layout of the producer's gradient.
                 both = set(producer_ports) & set(consumer_ports)
                 without = {f for f, g in consumer_ports if g is None} & {f for f, _ in producer_ports}
                 for index, ports in ((producer, producer_ports), (consumer, consumer_ports)):
@@ -271,13 +273,17 @@ class _Reader:
 
     @staticmethod
     def _sent(strategy: Strategy, slot: int, port: Port | None) -> tuple[Layout | None, Layout | None]:
-        """Return what the producer shows: compared as it is where nothing changes, or with what the port came from."""
+        """Return the layouts (tensor, gradient) of the producer of a link, to compare with those of its consumer.
+
+        With a port, the producer's layouts have to equal the port's source layouts. The result is then (None, None), as
+        `_wanted` returns for a port.
+        """
         if port is None:
             return strategy.forward[slot], strategy.gradient[slot]
         source = strategy.forward[slot] if port.source is None else port.source
         gradient = strategy.gradient[slot]
         if gradient is not None and port.source_grad is not None:
-            gradient = port.source_grad  # of another call of the module, where none comes back from this one
+            gradient = port.source_grad  # a call without a gradient ignores it: it is that of the module's other calls
         return (
             (None, None)
             if (strategy.forward[slot], strategy.gradient[slot]) == (source, gradient)
@@ -292,10 +298,10 @@ class _Reader:
 def decision_from_plan(
     structure: Structure, formulator: Formulator, plan: ShardingPlan, module: ModuleNames
 ) -> Decision:
-    """Return the decision that ``plan`` writes down.
+    """Return the decision that ``plan`` states.
 
     Raises:
-        PlanMismatchError: the plan's layouts are none that this model's modules can run in.
-        PlanKeyError: a key that matches nothing, or two that disagree.
+        PlanMismatchError: the ops of the model cannot run in the plan's layouts.
+        PlanKeyError: a key matches nothing, or two keys contradict each other.
     """
     return _Reader(structure, formulator, plan, module).read()

@@ -1,7 +1,7 @@
-"""The estimator: what a step costs under a decision, item by item, from the prices alone.
+"""The estimator: seconds and bytes of a step under a decision, summed item by item.
 
-It goes through the decision (every region, parameter, redistribution and saved copy) and knows nothing of the integer
-program, whose objective must come to the same figure.
+The items are the prices of every region, parameter, redistribution and saved tensor. The integer program is not used;
+its objective has to be the same figure.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Itemiser:
         return self._structure.representative(key.consumer).slots[key.consumer_slot].value
 
     def _wanted(self, multiplicity: Multiplicity) -> list[tuple[PortLayouts, PortLayouts]]:
-        """Return each (source, target) that the multiplicity's consumers want, once."""
+        """Return the distinct pairs (producer's layouts, consumer's layouts) on the edges of ``multiplicity``."""
         return list(dict.fromkeys(self._ports(self._structure.edges[edge]) for edge in multiplicity.edges))
 
     def _redistributions(self) -> Iterator[Price]:
@@ -99,7 +99,7 @@ def _some(price: Price | None) -> Price:
 
 
 def itemise(formulator: Formulator, structure: Structure, decision: Decision) -> Price:
-    """Return the full price of ``decision``: the totals of all quantities, and every collective."""
+    """Return the price of ``decision``: the totals of all quantities, and every collective."""
     return add_prices(list(_Itemiser(formulator, structure, decision).prices()))
 
 
@@ -138,9 +138,9 @@ def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decisio
 
 
 def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:
-    """Return the collectives of a price, equal ones added up, as often as the micro-batches of ``run`` do them.
+    """Return the collectives of a price, with equal ones merged, and with calls and seconds of a step of ``run``.
 
-    (The price counts idle time as passes.)
+    The price counts a pipeline's idle time as further micro-batches (`Run.passes`). These are not counted here.
     """
     counts: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
     times: dict[tuple[CollectiveKind, str, Phase, int], float] = defaultdict(float)
@@ -164,7 +164,7 @@ LIVE_ROLES = ("activations", "gradients", "recomputed_block", "transient")
 
 
 def memory_roles(total: Totals) -> dict[str, int]:
-    """Return the peak's bytes by role; they add up to the peak."""
+    """Return role -> bytes at the peak; the bytes add up to the peak."""
     roles = {q.role: round(amount) for q, amount in total.items() if q.kind is Kind.PERSISTENT and q.role is not None}
     roles |= dict.fromkeys(LIVE_ROLES, 0) | roles
     working = (amount for q, amount in total.items() if q.kind is Kind.TRANSIENT)

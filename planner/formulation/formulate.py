@@ -1,4 +1,4 @@
-"""From regions, strategies and prices to the `Problem` that is solved, and the meaning of its choices."""
+"""`Formulator`: the `Problem` of a run, from regions, strategies and prices; and the meaning of its choices."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from planner.strategies.sliced_parameters import slices_parameters
 
 
 def saves_producer_layout(source: PortLayouts, target: PortLayouts) -> bool:
-    """Tell whether the tensor before a redistribution is what autograd saves."""
+    """Return whether autograd saves the tensor in the producer's layout, not a redistributed copy."""
     return source.layout == target.layout or target.reallgather
 
 
 @dataclass(slots=True)
 class Formulation:
-    """A `Problem` and what its nodes stand for.
+    """A `Problem`, and the strategies and storage options that its choices stand for.
 
-    First one per region class, then one per parameter class, then those of `planner.formulation.fsdp_variables`.
+    Its nodes: one per region class, then one per parameter class, then those of `planner.formulation.fsdp_variables`.
     """
 
     structure: Structure
@@ -79,7 +79,7 @@ class Formulator:
         accepts_stored: AcceptsStored | None = None,
         choice_filter: ChoiceFilter | None = None,
     ) -> Formulation | None:
-        """Return the problem with the choices that are let through; None where a class has none left."""
+        """Return the problem with the choices that all filters allow; None where a class has no choice left."""
         strategies = []
         for index in range(len(self._structure.regions.classes)):
             region = self._structure.representative(index)
@@ -144,7 +144,7 @@ class Formulator:
     def strategies(self, index: int) -> tuple[Strategy, ...]:
         """Return every strategy of a region class on the run's mesh.
 
-        In inference without those in which DTensor slices a whole parameter: that copies the slice in every step.
+        In inference, strategies that slice a replicated parameter are left out: DTensor copies the slice in every step.
         """
         region = self._structure.representative(index)
         strategies = self._table.on_mesh(
@@ -155,7 +155,7 @@ class Formulator:
             strategies = tuple(s for s in strategies if allows_zigzag(region, s, self._zigzag_length, self._mesh))
         if job.phase != "training":
             return tuple(s for s in strategies if not slices_parameters(region, s))
-        # It saves memory: where nobody asks for the peak, nothing.
+        # It only saves memory: no gain without peak candidates.
         if job.reallgather and self._structure.timeline.candidates:
             return with_reallgather_variants(self._structure, region, strategies)
         return strategies
@@ -197,7 +197,7 @@ class Formulator:
         ports = {(s.forward[slot], s.gradient[slot]) for index, slot in parameter.uses for s in strategies[index]}
         natural = [gradient for _, gradient in ports if gradient is not None]
         choices = storage_options(value, layouts, self.pricer.run, natural, len(parameter.uses))
-        # What is gathered with its block is used in one layout alone, which no strategy may have.
+        # A parameter in an FSDP group has one layout in use. The option goes if no strategy has that layout.
         return tuple(c for c in choices if c.fsdp_axes is None or fsdp_use_layouts(c) in ports)
 
     def value_of(self, parameter: ParameterClass) -> Value:
@@ -205,7 +205,7 @@ class Formulator:
         return self._structure.regions.graph.values[parameter.values[0]]
 
     def parameter_price(self, parameter: ParameterClass, choice: StorageOption) -> Price | None:
-        """Return the price of keeping the parameters of a class so; None where their gradient cannot be reduced so."""
+        """Return the price of storing a class's parameters as ``choice``; None: gradients cannot be reduced to it."""
         return self.parameter_pricer.storage(
             self.value_of(parameter), choice, len(parameter.values), parameter.gradients
         )
@@ -217,7 +217,7 @@ class Formulator:
         return Node(name=names[0], charges=tuple(price.charge for price in prices if price is not None))
 
     def constant(self) -> Charge:
-        """Return what a step costs whatever is chosen."""
+        """Return the charge of every assignment: number of passes, reserved bytes, and saved plain tensors."""
         structure = self._structure
         saved = {name for profile in structure.profile.ops.values() for name in profile.saved}
         values = structure.regions.graph.values
@@ -232,15 +232,15 @@ class Formulator:
     # --- edges ---------------------------------------------------------------------------------------------------
 
     def adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
-        """Return the GEMMs that overlap a multiplicity's redistributions; None where none does."""
+        """Return the GEMMs that overlap with redistributions in async tensor parallelism; None: there is no overlap."""
         return None if self._products is None else self._products.redistribution(multiplicity)
 
     def recomputed_adjacent_gemms(self, multiplicity: Multiplicity) -> AdjacentGemms | None:
-        """Return the same of what checkpointed blocks repeat."""
+        """Return the same for the redistributions that checkpointed blocks recompute."""
         return None if self._products is None else self._products.recomputed(multiplicity)
 
     def redistribution_price(self, value: Value, source: PortLayouts, target: PortLayouts) -> Price | None:
-        """Return the price of one redistribution, forward and backward; None where it cannot be."""
+        """Return the price of one redistribution, forward and backward; None where it is impossible."""
         return self.pricer.redistribution(value, source, target, 1)
 
     def _edge(self, key: EdgeKey, strategies: Sequence[tuple[Strategy, ...]]) -> Edge:
@@ -325,7 +325,7 @@ class Formulator:
     def use_price(
         self, parameter: ParameterClass, use: tuple[int, int], choice: StorageOption, port: PortLayouts
     ) -> Price | None:
-        """Return the price of one use of a parameter class (gathers, reduction), None where it cannot be."""
+        """Return the price of one use of a parameter class (all-gather, reduction); None where it is impossible."""
         class_use = self._use(parameter, use)
         if choice.fsdp_axes is None:
             return self.parameter_pricer.use(class_use, choice, port)
@@ -336,7 +336,7 @@ class Formulator:
     def _block_price(
         self, parameter: ParameterClass, use: ParameterClassUse, choice: StorageOption, port: PortLayouts
     ) -> Price | None:
-        """Return the same of parameters that `fully_shard` gathers with their blocks, to ``port``."""
+        """Return the price of one use of parameters in FSDP groups, in the layouts ``port``; None: they are in none."""
         gradient_nbytes = self.parameter_pricer.gradient_nbytes(use.value, choice.stored)
         return self.fsdp_variables.use_price(parameter, port, gradient_nbytes)
 
@@ -380,7 +380,7 @@ class Formulator:
         choices: Sequence[StorageOption],
         port_numbers: Sequence[int],
     ) -> dict[tuple[int, int], Charge]:
-        """Return what a use costs by number of choice and of port; where it cannot be, nothing."""
+        """Return (index of storage option, port) -> charge of one use; impossible pairs are left out."""
         ports = [self._ports.port(q) for q in port_numbers]
         by_layouts: dict[tuple[Layout | None, Layout | None], list[int]] = defaultdict(list)
         for q, port in zip(port_numbers, ports, strict=True):

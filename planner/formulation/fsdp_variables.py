@@ -1,9 +1,10 @@
-"""FSDP groups in the program: the axes that blocks all-gather over, and `reshard_after_forward`.
+"""FSDP groups in the integer program: the mesh axes that blocks all-gather over, and `reshard_after_forward`.
 
-A node for the axes holds all blocks to the same (`fully_shard` splits a module on one axis, or on two taken as one),
-and a node for each kind of block holds its parameters to one `ReshardAfter`, since one flat collective serves all:
-resharded after the forward and all-gathered again, after the backward, or after the step. What gathering and reducing
-costs is on the edges from parameters to the latter.
+`fully_shard` shards a module over one mesh axis, or over two that act as one. One node chooses these axes for all
+blocks. A further node for each kind of block chooses its `ReshardAfter` for all its parameters, because one flat
+collective gathers them: they are resharded after the forward (and all-gathered again in the backward), after the
+backward, or after the step. The edges from parameter classes to these further nodes carry the charges of all-gathers
+and reductions.
 """
 
 from __future__ import annotations
@@ -27,15 +28,22 @@ from planner.pricing.price import Price, add_prices
 from planner.pricing.storage_options import StorageOption, fsdp_axis_groups
 
 _APART = -1
-"""PortLayouts of a parameter that is not gathered with its block, on the edge to the axes."""
+"""Port of a storage option without an FSDP group, on the edge to the node of the axes."""
 
 Size = tuple[tuple[int, ...], int]
-"""The axes that a block all-gathers a parameter over, and the elements of it."""
+"""(mesh axes that a block all-gathers over, elements of the all-gather's result on one device)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpGroupChoice:
-    """The FSDP group of each block of a kind: ``numel`` elements, all-gathered over ``axes`` taken as one."""
+    """The chosen FSDP group of each block of one kind.
+
+    Attributes:
+        block: the kind of block.
+        axes: indices of the mesh axes, which act as one, that the group is all-gathered over.
+        numel: elements of the all-gather's result on one device.
+        reshard_after: when the group reshards.
+    """
 
     block: FsdpGroup
     axes: tuple[int, ...]
@@ -44,7 +52,7 @@ class FsdpGroupChoice:
 
 
 class FsdpVariables:
-    """What of a run's `Problem` is about gathering with blocks."""
+    """The nodes, edges and charges of FSDP groups in the `Problem` of a run."""
 
     def __init__(self, structure: Structure, pricer: FsdpGroupPricer, mesh_shape: Sequence[int]) -> None:
         self._structure = structure
@@ -57,13 +65,18 @@ class FsdpVariables:
                 self._holders[structure.parameters[position].values[0]].append((block, count))
 
     def use_price(self, parameter: ParameterClass, port: PortLayouts, gradient_nbytes: float) -> Price | None:
-        """Return the price of using parameters that `fully_shard` gathers with their blocks; None where none are in."""
+        """Return the price of one use of a parameter class in FSDP groups; None: none of its parameters can be in one.
+
+        Args:
+            port: the layouts of parameter and gradient in the use.
+            gradient_nbytes: bytes of one reduced gradient.
+        """
         holders = tuple(self._holders.get(parameter.values[0], ()))
         gradients = gradient_nbytes, parameter.unreduced
         return self._pricer.use(self._value(parameter), port, holders, gradients) if holders else None
 
     def nodes(self) -> list[Node]:
-        """Return the node of the axes, and one for each kind of block: when it reshards."""
+        """Return the node of the axes, and for each kind of block the node of its `ReshardAfter`."""
         ways: tuple[Charge, ...] = tuple({} for _ in self._pricer.reshard_options)
         return [
             Node(name="gathering axes", charges=tuple({} for _ in self._over)),
@@ -78,12 +91,14 @@ class FsdpVariables:
         first: int,
         charges: SharedChargeCollector,
     ) -> list[Edge]:
-        """Return the edges from parameters to the nodes, and charge the latency that each kind of block pays once.
+        """Return the edges from parameter classes to `nodes`, and add the latency of each FSDP group to ``charges``.
 
         Args:
-            parameters: number of the first parameter class's node.
-            axes_node: number of the axes' node.
-            first: number of the first edge.
+            parameters: index of the first parameter class's node in the problem.
+            stored: for each parameter class, its storage options.
+            axes_node: index of the node of the axes in the problem.
+            first: index that the first returned edge will have in the problem.
+            charges: collects the charges that several edges share.
         """
         edges = list(self._axes_edges(parameters, stored, axes_node))
         for number, block in enumerate(self._structure.fsdp_groups):
@@ -117,7 +132,7 @@ class FsdpVariables:
                 )
 
     def _sizes(self, block: FsdpGroup, position: int, choices: Sequence[StorageOption]) -> list[Size | None]:
-        """Return, by choice of a parameter class, the axes and the elements that a block gathers of it, if it does."""
+        """Return, for each storage option of a parameter class, the `Size` that a block all-gathers; None: no group."""
         value = self._value(self._structure.parameters[position])
         numel = block.parameter_counts[position] * (value.nbytes // value.dtype.itemsize)
         return [
@@ -128,7 +143,7 @@ class FsdpVariables:
         ]
 
     def _reshard_edge(self, block: FsdpGroup, sizes: Sequence[Size | None], producer: int, consumer: int) -> Edge:
-        """Return the edge from a parameter class to when the blocks of a kind reshard, charged with the all-gathers."""
+        """Return the edge from a parameter class to a kind's `ReshardAfter`; its pairs pay for bandwidth and memory."""
         ways, itemsize = self._pricer.reshard_options, self._itemsize(block)
         pairs: dict[tuple[int, int], Charge] = {}
         for size in dict.fromkeys(sizes):
@@ -146,7 +161,12 @@ class FsdpVariables:
     # --- under a decision ----------------------------------------------------------------------------------------
 
     def reshard_after(self, stored: Sequence[StorageOption], ways: Sequence[int]) -> dict[str, ReshardAfter]:
-        """Return when kinds of blocks reshard that do not right after the forward, given the nodes' choices."""
+        """Return kind of block -> when it reshards, for kinds with an FSDP group that do not reshard after the forward.
+
+        Args:
+            stored: for each parameter class, its chosen storage option.
+            ways: for each kind of block, the index of its chosen reshard option.
+        """
         reshard_by_kind = {
             block.kind: self._pricer.reshard_options[way]
             for block, way in zip(self._structure.fsdp_groups, ways, strict=True)
@@ -159,12 +179,12 @@ class FsdpVariables:
         }
 
     def earlier_reshards(self, reshard_after: ReshardAfter) -> tuple[ReshardAfter, ...]:
-        """Return the options that reshard earlier."""
+        """Return the options of the run that reshard earlier than ``reshard_after``."""
         order = tuple(ReshardAfter)
         return tuple(other for other in self._pricer.reshard_options if order.index(other) < order.index(reshard_after))
 
     def chosen(self, stored: Sequence[StorageOption], by_kind: Mapping[str, ReshardAfter]) -> Iterator[FsdpGroupChoice]:
-        """Yield the FSDP group of each kind of block that has one."""
+        """Yield the FSDP group of each kind of block that has one; ``by_kind`` is as `reshard_after` returns it."""
         for block in self._structure.fsdp_groups:
             sizes = [
                 size
@@ -178,7 +198,7 @@ class FsdpVariables:
                 yield FsdpGroupChoice(block=block, axes=sizes[0][0], numel=numel, reshard_after=reshard_after)
 
     def price(self, gather: FsdpGroupChoice) -> Price:
-        """Return the price of a kind of block's gathers and reductions, with all collectives."""
+        """Return the price of all-gathers and reductions of all FSDP groups of a kind, with the collectives."""
         block, axes, itemsize = gather.block, gather.axes, self._itemsize(gather.block)
         return add_prices([
             self._pricer.latency(block, axes, itemsize, gather.reshard_after),
@@ -194,5 +214,5 @@ class FsdpVariables:
 
 
 def _number(sizes: Sequence[Size | None], size: Size | None) -> int:
-    """Return the port of choices that gather as much over the same axes, or nothing."""
+    """Return the port of all storage options of the same `Size`; None: of those without an FSDP group."""
     return list(dict.fromkeys(sizes)).index(size)

@@ -1,4 +1,4 @@
-"""Of choices that cost the same, the one that a person would have written: batches split, dims in order."""
+"""Tie-breaking: of decisions that cost the same, the one that a person would write (batch sharded, dims in order)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.regions.regions import Region
 from planner.strategies.enumerate import Strategy
 
 RELATIVE_TOLERANCE = 1e-12
-"""SharedChargeCollector that differ by no more are the same sum in another order."""
+"""Relative difference up to which two sums count as equal: the order of their terms can differ."""
 
 
 def break_ties(
@@ -31,7 +31,12 @@ def break_ties(
     accepts: Accepts | None = None,
     accepts_stored: AcceptsStored | None = None,
 ) -> Decision:
-    """Return a decision of the same price in which ties are settled by taste, among the choices that are accepted."""
+    """Return a decision of the same price as ``decision``, with ties broken.
+
+    Args:
+        accepts: the strategies to choose from; None: all.
+        accepts_stored: the stored layouts to choose from; None: all.
+    """
     stored = [
         _tidier(formulator, parameter, choice, decision, _accepted(structure, parameter, accepts_stored))
         for parameter, choice in zip(structure.parameters, decision.stored, strict=True)
@@ -47,7 +52,7 @@ def break_ties(
 
 
 def _without_idle_copies(formulator: Formulator, structure: Structure, decision: Decision) -> Decision:
-    """Return the decision in which blocks stay unsharded no longer than makes a step shorter."""
+    """Return the decision in which FSDP groups reshard as early as possible without a longer step."""
     if not decision.reshard_after:
         return decision
     time_s = step_time_s(itemise(formulator, structure, decision).charge)
@@ -63,7 +68,7 @@ def _without_idle_copies(formulator: Formulator, structure: Structure, decision:
 def _accepted(
     structure: Structure, parameter: ParameterClass, accepts_stored: AcceptsStored | None
 ) -> Callable[[Layout], bool]:
-    """Return whether a class of parameters may rest in a layout."""
+    """Return a function: layout -> whether the parameters of a class may be stored in it."""
     graph = structure.regions.graph
     value, names = graph.values[parameter.values[0]], graph.parameters[parameter.values[0]]
     return lambda layout: accepts_stored is None or accepts_stored(value, names, layout)
@@ -76,7 +81,7 @@ def _tidier(
     decision: Decision,
     is_accepted: Callable[[Layout], bool],
 ) -> StorageOption:
-    """Return the first stored layout, in order of dims, that costs what ``choice`` does."""
+    """Return the storage option that costs the same as ``choice`` and whose stored layout is first in order of dims."""
     choice_charge = _parameter_charge(formulator, parameter, choice, decision)
     value = formulator.value_of(parameter)
     for layout in sorted(
@@ -111,14 +116,17 @@ def _same(a: Charge, b: Charge) -> bool:
 
 
 def _is_input(region: Region) -> bool:
-    """Tell whether a region does nothing but hand the model's inputs on."""
+    """Return whether a region only passes the model's inputs on to other regions."""
     return not region.ops and all(slot.origin == "entry" and slot.source is None for slot in region.slots)
 
 
 def _input_strategy(
     formulator: Formulator, structure: Structure, index: int, decision: Decision, accepts: Accepts | None
 ) -> Strategy:
-    """Return the way to take an input in that is split most, over the first dims, without communication."""
+    """Return the strategy of an input region with the fewest replicated placements that needs no collective.
+
+    Of several, the first in order of dims is returned. If the current strategy needs a collective, it is returned.
+    """
     consumer_ports: list[tuple[int, PortLayouts]] = []
     for edge in structure.edges:
         if edge.producer == index:
