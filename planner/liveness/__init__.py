@@ -1,8 +1,8 @@
-"""What is alive when? The points of a step at which memory can peak, and the tensors alive at each.
+"""Peak candidates, the points of a step at which memory can peak; and the tensors that are alive at each of them.
 
-the points at which memory can peak    peak_candidates
-what is alive at each                  backward_liveness, forward_liveness
-bytes at each, for the program         class_timeline.ClassTimeline
-how often an op of a block runs        multiplicity.Multiplicity
-what is decided together               structure.Structure, parameter_classes
+the peak candidates                              peak_candidates
+live tensors in training, and in inference       backward_liveness, forward_liveness
+live bytes of a region class, by lifetime        class_timeline.ClassTimeline
+how often redistributions and saves occur        multiplicity.Multiplicity
+the problem without a mesh: classes and edges    structure.Structure, parameter_classes
 """

@@ -1,6 +1,6 @@
-"""What is alive at each candidate at which memory may be at its peak.
+"""`Timeline`, and the live tensors at each peak candidate of training.
 
-Counted are tensors of classes of regions, not bytes: those depend on layouts, and are priced in `activation_costs`.
+Tensors of region classes are counted. Their bytes depend on layouts and are priced in `planner.pricing.region_memory`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Peak candidates of a step, and what each class of regions and each parameter has alive at them.
+    """The peak candidates of a step, and the tensors that are alive at them.
 
     Attributes:
-        blocks: block that a candidate's op is in, checkpointed or not -> the candidates.
+        candidates: the peak candidates.
+        classes: for each region class, its live tensors.
+        blocks: FQN of a block, checkpointed or not -> the candidates at its ops.
         uses: parameter -> positions of the ops that use it.
-        savers: entry (region, slot) -> position of the first op that keeps its tensor.
-        passed_through: (region, slot) -> entry of the region that the slot is, or that it is a view of which no other
-            block reads.
-        starts, ends: block -> position of its first op, and of its last.
-        first_reads: entry (region, slot) -> position of the first op that reads it.
-        aliased_gradients: candidate's key -> values whose gradients are alive in memory shared with another's.
-        throughout: of activations that are there at all candidates but the update.
-        chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
+        savers: entry (region, slot) -> position of the first op that saves its tensor (`boundary_values.savers`).
+        passed_through: (region, slot) -> the entry that the slot passes on (`boundary_values.passed_through`).
+        starts, ends: FQN of a block -> position of its first op, and of its last.
+        first_reads: entry (region, slot) -> position of the first op that reads it (`boundary_values.first_reads`).
+        aliased_gradients: candidate's key -> values (roots) whose gradients are alive in another gradient's memory.
+        throughout: lifetime of activations that are alive at all candidates except the optimizer's step.
+        chunks: positions at which the chunks of an interleaved pipeline stage begin, without the first chunk.
     """
 
     candidates: tuple[PeakCandidate, ...]
@@ -55,7 +56,7 @@ class Timeline:
 
 
 class _Columns(NamedTuple):
-    """Peak candidates as arrays; `PeakCandidate.recomputing` is -1 where it is None, and a block its number."""
+    """Peak candidates as arrays, attribute by attribute. ``recomputing`` is -1 for None, and a block is a number."""
 
     position: Positions
     recomputed_until: Positions
@@ -66,7 +67,7 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, candidates: Sequence[PeakCandidate]) -> _Columns:
-        """Return what ``candidates`` are, attribute by attribute."""
+        """Return ``candidates`` as arrays."""
         number: dict[str | None, int] = {None: -1}
         for candidate in candidates:
             number.setdefault(candidate.block, len(number))
@@ -83,7 +84,7 @@ class _Columns(NamedTuple):
 
 
 class _Alive(NamedTuple):
-    """Live tensors by column and candidate: saved from the forward on, saved in a recomputation, or cached."""
+    """Numbers of live tensors, [slots or ops, candidates]: saved in the forward or in a recomputation, or cached."""
 
     saved: Counts
     recomputed: Counts
@@ -108,7 +109,7 @@ class _Builder:
     def build(self) -> Timeline:
         candidates = self._candidates
         in_blocks: dict[str, list[PeakCandidate]] = defaultdict(list)
-        for candidate in candidates[1:]:  # the first is the update
+        for candidate in candidates[1:]:  # the first is the optimizer's step
             block = self._order.block_of_op(candidate.position)
             if block is not None:
                 in_blocks[block].append(candidate)
@@ -162,7 +163,7 @@ class _Builder:
         )
 
     def _of_slots(self, regions: Sequence[Region], blocks: Sequence[str | None]) -> _Alive:
-        """Return at which candidates autograd, or a cache, has the tensors of slots."""
+        """Return how many tensors of slots are saved by autograd, or cached by selective checkpointing."""
         since = np.full((len(regions), len(regions[0].slots)), NEVER)
         cached = np.full(since.shape, NEVER)
         for row, region in enumerate(regions):
@@ -181,13 +182,13 @@ class _Builder:
         return self._alive(blocks, since, cached)
 
     def _of_ops(self, regions: Sequence[Region], blocks: Sequence[str | None]) -> _Alive:
-        """Return at which candidates autograd, or a cache, has what exists only inside ops."""
+        """Return how many tensors inside ops are saved by autograd, or cached by selective checkpointing."""
         since = self._positions(regions)
-        # Of what is inside an op that runs again, its working memory counts all.
+        # "- 1": the working memory of an op that is being recomputed includes the cached tensors inside it.
         return self._alive(blocks, since, since - 1)
 
     def _running(self, regions: Sequence[Region]) -> dict[str, Counts]:
-        """Return at which candidates the ops of regions run, backward and again."""
+        """Return, by op and candidate, in how many regions the op's backward runs, and in how many it is recomputed."""
         candidates, position = self._columns, self._positions(regions)[:, :, None]
         works = (candidates.position == position) & (candidates.recomputing < 0)
         runs = candidates.mid_recompute & (candidates.recomputing == position)
@@ -198,12 +199,13 @@ class _Builder:
         return np.array(rows, np.int64).reshape(len(regions), len(regions[0].ops))
 
     def _alive(self, blocks: Sequence[str | None], since: Positions, product: Positions) -> _Alive:
-        """Return how many of the tensors of each column are there at each candidate.
+        """Return how many tensors of each slot, or inside each op, are alive at each candidate.
 
         Args:
-            blocks: the checkpointed block of each row.
-            since: [rows, columns]: the op that keeps the tensor.
-            product: [rows, columns]: the op of which selective checkpointing caches it; `NEVER`: it does not.
+            blocks: for each region, the checkpointed block that it is in; None: it is in none.
+            since: [regions, slots or ops]: position of the op that saves the tensor; `NEVER`: none does.
+            product: [regions, slots or ops]: position of the op whose result selective checkpointing caches; `NEVER`:
+                the tensor is not cached.
         """
         candidates = self._columns
         again = np.array([block is not None for block in blocks])
@@ -211,7 +213,7 @@ class _Builder:
         here = candidates.block == home
         saved = (candidates.position >= since[~again, :, None]).sum(0)
         recomputed = (here[again] & (candidates.recomputed_until >= since[again, :, None])).sum(0)
-        # While a block runs again, each op takes its own from its cache.
+        # During the recomputation of its block, a cached tensor is alive until its op takes it from the cache.
         caching = np.array([block is not None and self._order.modes[block] == "selective" for block in blocks])
         starts = np.array([0 if block is None else self._order.starts.get(block, 0) for block in blocks])[:, None, None]
         own = candidates.mid_recompute & (product[:, :, None] > candidates.recomputed_until)
@@ -235,7 +237,7 @@ class _Builder:
                         into[slot, column] += 1
 
     def _alive_in_recompute(self, candidates: tuple[PeakCandidate, ...]) -> dict[int, list[tuple[int, int]]]:
-        """Return region -> (slot, column) of what is alive in a recomputation without being saved by autograd."""
+        """Return region -> (slot, index of candidate) of tensors that are alive in a recomputation, but not saved."""
         slots_by_region: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for column, candidate in enumerate(candidates):
             for region, slots in self._unsaved(candidate).items():
@@ -243,9 +245,11 @@ class _Builder:
         return slots_by_region
 
     def _unsaved(self, candidate: PeakCandidate) -> Mapping[int, tuple[int, ...]]:
-        """Return region -> slots whose tensors an op that runs again makes or reads, or that wait for a later op.
+        """Return region -> slots of tensors that are alive while ``candidate`` recomputes an op, but not saved.
 
-        What waits is as its next reader sees it; but what was made last is there as it was made.
+        They are the results of the ops at ``candidate.position`` and ``candidate.recomputing`` (not in mid-recompute),
+        and results of earlier ops that the recomputed op or a later one reads. The latter count at the slot, and so in
+        the layout, of the next op that reads them.
         """
         if candidate.recomputing is None or candidate.block is None:
             return {}
@@ -269,7 +273,10 @@ class _Builder:
     def _note(
         self, position: int, side: str, slot_by_root: dict[str, tuple[int, int]], among: set[str] | None = None
     ) -> None:
-        """Note by root where the tensors of an op are seen, the first one counts."""
+        """Add root -> (region, slot) of the inputs or outputs of an op.
+
+        Only roots in ``among`` are added (None: all), and only those that ``slot_by_root`` lacks.
+        """
         region, region_op = self._order.region_op[position]
         for slot in region_op.outputs if side == "outputs" else region_op.inputs:
             name = self._order.root(region.slots[slot].value.name)
@@ -289,5 +296,5 @@ def positions_of_uses(order: OpOrder) -> dict[str, tuple[int, ...]]:
 
 
 def build_timeline(order: OpOrder) -> Timeline:
-    """Return the candidates at which memory may be at its peak, and what is alive at each."""
+    """Return the peak candidates of training, and the tensors that are alive at each."""
     return _Builder(order).build()

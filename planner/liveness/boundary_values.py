@@ -1,4 +1,4 @@
-"""Boundary values of regions: their first reader, who saves them, and which are sent to other regions."""
+"""Entries of regions: the first op that reads each, the first op that saves it, and the entries that are passed on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from planner.liveness.op_order import NEVER, OpOrder
 
 
 def first_reads(order: OpOrder) -> dict[tuple[int, int], int]:
-    """Return for every entry (region, slot) the position of the first op that reads it.
+    """Return entry (region, slot) -> position of the first op of the region that reads it.
 
-    Where its region hands it on unread, that is the first op anywhere that reads its value, views left out.
+    If no op of the region reads it, this is the first op of the graph that reads the value; views do not count.
     """
     by_root: dict[str, int] = {}
     for position in range(len(order.ops)):
@@ -28,7 +28,10 @@ def first_reads(order: OpOrder) -> dict[tuple[int, int], int]:
 
 
 def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
-    """Return (region, slot) -> entry of the region that the slot is, or is a view of that no other block reads."""
+    """Return (region, slot) -> the entry of the region that a slot passes on.
+
+    The slot is the entry itself, or a view of the entry that no region outside of the checkpointed block reads.
+    """
     entries = {
         (region.index, slot): slot
         for region in order.regions.regions
@@ -52,7 +55,10 @@ def passed_through(order: OpOrder) -> dict[tuple[int, int], int]:
 
 
 def savers(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
-    """Return for every entry (region, slot) the first op that keeps its tensor: there, or further down."""
+    """Return entry (region, slot) -> position of the first op that saves its tensor for backward; `NEVER`: none does.
+
+    The op is in the region, or in a region that the entry is passed on to.
+    """
     first_savers: dict[tuple[int, int], int] = {}
     for region in order.regions.regions:
         for position, slot in enumerate(region.slots):
@@ -67,7 +73,7 @@ def savers(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[
         entry = passthroughs.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))
-    steps.reverse()  # a value that many regions pass on settles from the end
+    steps.reverse()  # from the last region back: a value that many regions pass on then needs few rounds
     changed = True
     while changed:
         changed = False

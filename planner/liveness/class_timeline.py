@@ -1,4 +1,4 @@
-"""What each class of regions has alive at which candidates: tensors counted, and bytes added up by lifetime."""
+"""`ClassTimeline`: live tensors of a region class at each peak candidate, and their bytes by lifetime."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _ROLES = {
     "gradients": "transient",
     "backward_runs": "transient",
 }
-"""Role of what is counted at candidates."""
+"""Attribute of `ClassTimeline` -> role of its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTimeline:
-    """How many members of a class of regions have what alive, by candidate.
+    """At each peak candidate, the number of members of a region class in which a tensor is alive or an op runs.
 
     Attributes:
-        candidates: those that are counted at.
-        saved: [slots, candidates]: autograd keeps the slot's tensor, from the forward on.
-        recomputed: [slots, candidates]: it keeps the tensor since its block was run again.
-        saved_extra, recomputed_extra: [ops, candidates]: likewise, of tensors that exist only inside an op.
-        cached_extra: [ops, candidates]: of these, results that selective checkpointing caches.
-        gradients: [slots, candidates]: the gradient of the slot's tensor is there.
-        backward_runs: [ops, candidates]: the op's own backward runs.
-        recompute_runs: [ops, candidates]: the op's own forward runs again.
-        saved_after_forward, saved_extra_after_forward: [slots] and [ops]: ``saved`` and ``saved_extra`` at the end of
-            the forward.
-        cached_extra_after_forward: [ops]: of ``cached_extra`` likewise.
+        candidates: the peak candidates.
+        saved: [slots, candidates]: the slot's tensor is alive since the forward: saved for backward, or cached by
+            selective checkpointing. (In inference: alive.)
+        recomputed: [slots, candidates]: the slot's tensor is alive since the recomputation of its block.
+        saved_extra, recomputed_extra: [ops, candidates]: the same for tensors that exist only inside an op.
+        cached_extra: [ops, candidates]: GEMM results inside an op that selective checkpointing caches are alive.
+        gradients: [slots, candidates]: the gradient of the slot's tensor is alive.
+        backward_runs: [ops, candidates]: the op's backward runs. (In inference: its forward.)
+        recompute_runs: [ops, candidates]: the op is recomputed.
+        saved_after_forward, saved_extra_after_forward, cached_extra_after_forward: [slots], [ops] and [ops]: the
+            numbers of ``saved``, ``saved_extra`` and ``cached_extra`` at the end of the forward.
     """
 
     candidates: tuple[PeakCandidate, ...]
@@ -60,7 +60,7 @@ class ClassTimeline:
     _times: Counts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Find which of what is counted is there at the same candidates, in proportion."""
+        """Compute one lifetime for all rows of counts that are proportional to each other."""
         rows = [(role, counts) for name, role in _ROLES.items() for counts in getattr(self, name)]
         row_by_lifetime: dict[Lifetime, int] = {}
         times: list[tuple[int, int, float]] = []
@@ -85,14 +85,15 @@ class ClassTimeline:
         gradients: Counts,
         working: Counts,
     ) -> Iterator[tuple[Lifetime, float]]:
-        """Yield the bytes that there are, by lifetime.
+        """Yield (lifetime, bytes) of the class, given the bytes of one member.
 
         Args:
-            tensors: of each slot's tensor.
-            extra: of what autograd keeps of the inside of each op.
-            cached: of what selective checkpointing caches of it.
-            running, working: of what is there inside of each op while its forward, or its backward, runs.
-            gradients: of the gradient of each slot's tensor.
+            tensors: [slots]: bytes of each slot's tensor.
+            extra: [ops]: bytes that autograd saves inside each op.
+            cached: [ops]: bytes that selective checkpointing caches inside each op.
+            running: [ops]: bytes inside each op while it is recomputed.
+            gradients: [slots]: bytes of the gradient of each slot's tensor.
+            working: [ops]: bytes inside each op while its backward runs. (In inference: its forward.)
         """
         nbytes = self._times @ np.concatenate([tensors, extra, cached, tensors, extra, running, gradients, working])
         for lifetime, amount in zip(self._lifetimes, nbytes.tolist(), strict=True):
@@ -106,5 +107,5 @@ def _lifetime(candidates: Sequence[PeakCandidate], role: str, counts: Counts) ->
 
 
 def throughout(candidates: Sequence[PeakCandidate]) -> Lifetime:
-    """Return the lifetime of activations of other micro-batches: all of a step but the update."""
+    """Return the lifetime of activations of other micro-batches: all candidates except the optimizer's step."""
     return Lifetime.of({candidate.quantity("activations"): 1.0 for candidate in candidates if candidate.position >= 0})

@@ -1,11 +1,11 @@
-"""Live tensors at each peak candidate of a forward without a backward: inference.
+"""Live tensors at each peak candidate of inference: a forward without a backward.
 
-A tensor is there from the op that makes it to the last op that reads it, or a view of it; what the forward is run for
-is there to the end. A copy in another layout is there from its first reader to its last. A *peak candidate* is the
-forward of one op: as of the backward (`peak_candidates`), the first and the last two members of each class of regions
-have one, at the op at which most is alive.
+A tensor is alive from the op that computes it to the last op that reads it or a view of it. The results of the model
+are alive to the end. A redistributed copy is alive from its first reader to its last. A *peak candidate* is the forward
+of one op. As in training (`peak_candidates`), the first two and last two members of each region class have one, at the
+op with the most live bytes.
 
-Python may hold a tensor a little longer than its last reader, in a variable of the function that made it.
+Not counted: Python may keep a tensor alive a little longer, in a local variable of the function that computed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.regions.regions import Region
 
 
 class LiveRanges:
-    """From when to when each tensor of a forward is there, by the positions of ops."""
+    """The first and the last position at which each tensor of a forward is alive: ``born`` and ``dies``, by root."""
 
     def __init__(self, order: OpOrder) -> None:
         self._order = order
@@ -42,7 +42,7 @@ class LiveRanges:
         self._values = order.regions.graph.values
 
     def alive_nbytes(self, position: int) -> int:
-        """Return the bytes, unsplit, of what ops have made and is there while the op at ``position`` runs."""
+        """Return the unsharded bytes of activations that are alive while the op at ``position`` runs."""
         return sum(
             self._values[name].nbytes
             for name, born in self.born.items()
@@ -50,7 +50,7 @@ class LiveRanges:
         )
 
     def reads(self, region: Region, entry: int) -> tuple[int, int]:
-        """Return the first and the last position at which ops of ``region`` read what enters it, or a view of that."""
+        """Return the first and the last position at which an op of ``region`` reads the ``entry``, or a view of it."""
         root = self._order.root(region.slots[entry].value.name)
         positions = [
             self._order.position[region_op.op.name]
@@ -61,7 +61,7 @@ class LiveRanges:
 
 
 def forward_timeline(order: OpOrder) -> Timeline:
-    """Return the candidates at which the memory of a forward may be at its peak, and what is alive at each."""
+    """Return the peak candidates of a forward, and the tensors that are alive at each."""
     candidates, passthroughs = forward_peak_candidates(order), passed_through(order)
     return Timeline(
         candidates=candidates,
@@ -79,7 +79,7 @@ def forward_timeline(order: OpOrder) -> Timeline:
 
 
 def forward_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
-    """Return the candidates at which the memory of a forward may be at its peak, by position."""
+    """Return the peak candidates of a forward, by position."""
     lifetimes = LiveRanges(order)
     positions: set[int] = set()
     for region_class in order.regions.classes:
@@ -91,7 +91,7 @@ def forward_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
 
 
 def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[ClassTimeline, ...]:
-    """Return what each class of regions has alive at ``candidates``: what its ops made, and the op at work."""
+    """Return, for each region class, the results of its ops that are alive at ``candidates``, and the ops that run."""
     lifetimes = LiveRanges(order)
     at = np.array([candidate.position for candidate in candidates])
     timelines = []
@@ -127,7 +127,7 @@ def _classes(order: OpOrder, candidates: Sequence[PeakCandidate]) -> tuple[Class
 
 
 def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -> tuple[Multiplicity, ...]:
-    """Return at which candidates copies are there that redistributions make, by the edges that could share them."""
+    """Return the lifetimes of redistributed copies, one for each set of edges that can share a copy."""
     spans = _spans(order, timeline.passed_through)
     alive: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
     for links in leaving.values():
@@ -139,7 +139,10 @@ def forward_copies(order: OpOrder, timeline: Timeline, leaving: OutgoingLinks) -
 
 
 def _spans(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return entry (region, slot) -> its first and last reader, there or in a region that it is passed on to."""
+    """Return entry (region, slot) -> positions of the first and the last op that reads it.
+
+    The ops are in the region, or in a region that the entry is passed on to.
+    """
     lifetimes = LiveRanges(order)
     spans = {
         (region.index, slot): lifetimes.reads(region, slot)
@@ -148,7 +151,7 @@ def _spans(order: OpOrder, passthroughs: Mapping[tuple[int, int], int]) -> dict[
         if region_slot.origin == "entry"
     }
     steps = []
-    for link in reversed(order.regions.links):  # a value that many regions pass on settles from the end
+    for link in reversed(order.regions.links):  # a value that many regions pass on then needs few rounds
         entry = passthroughs.get((link.producer, link.producer_slot))
         if entry is not None:
             steps.append(((link.producer, entry), (link.consumer, link.consumer_slot)))

@@ -17,20 +17,21 @@ from planner.regions.blocks import Blocks
 from planner.regions.regions import Region, RegionGraph
 
 OutgoingLinks = Mapping[tuple[int, int], list[tuple[int, int, int]]]
-"""(region, slot) -> where it goes: edge, region and entry there."""
+"""(producer region, slot) -> its links: (edge, consumer region, entry slot of the consumer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiplicity:
-    """How often something is paid, for one set of edges that leave the same tensor.
+    """How often a redistribution or a saved tensor occurs, for one set of edges whose consumers read the same tensor.
 
     Attributes:
-        count: of redistributions.
-        lifetime: of saved tensors: at which candidates there are how many.
-        in_producer_layout: whether a tensor is saved in its producer's layout, whatever layouts its consumers want.
-        live_after_forward: how many saved tensors there are at the end of the forward.
-        reallgathered_lifetime: of copies: at which candidates there are how many where they are all-gathered again for
-            the backward of what saves them, if that is one op each.
+        edges: indices of the edges.
+        count: number of redistributions in a micro-batch.
+        lifetime: lifetime of the saved tensors: how many are alive at each peak candidate.
+        in_producer_layout: whether the tensor is saved in its producer's layout, whatever layouts its consumers use.
+        live_after_forward: how many saved tensors are alive at the end of the forward.
+        reallgathered_lifetime: lifetime of copies that are all-gathered again in the backward instead of being saved.
+            Valid where one op saves each copy.
     """
 
     edges: tuple[int, ...]
@@ -72,7 +73,7 @@ def count_multiplicities(
     leaving: OutgoingLinks,
     timeline: Timeline,
 ) -> dict[str, tuple[Multiplicity, ...]]:
-    """Return how often redistributions and saved copies occur, by the names that they have in `Structure`."""
+    """Return attribute of `Structure` -> multiplicities: of redistributions, saved tensors, copies and gradients."""
     counter = _MultiplicityCounter(regions, profile, blocks, modes, leaving, timeline)
     for (producer, slot), links in leaving.items():
         counter.count_redistributions(links)
@@ -82,7 +83,7 @@ def count_multiplicities(
 
 
 class _MultiplicityCounter:
-    """Counts what the tensors that leave regions cost, by the set of edges on which one payment serves all."""
+    """Counts redistributions and saves of the tensors that leave regions, by the set of edges that share one."""
 
     def __init__(
         self,
@@ -142,9 +143,9 @@ class _MultiplicityCounter:
         }
 
     def count_redistributions(self, links: Sequence[tuple[int, int, int]]) -> None:
-        """Count one redistribution for all consumers, and one for each checkpointed block that recomputes it.
+        """Count one redistribution for all consumers together, and one for each checkpointed block that recomputes it.
 
-        A checkpointed block shares none with others, since its recomputation has to stand alone.
+        A checkpointed block shares no redistribution with other consumers, because it recomputes its own.
         """
         shared: dict[str | None, list[int]] = defaultdict(list)
         for edge, consumer, position in links:
@@ -155,7 +156,7 @@ class _MultiplicityCounter:
                 self._recomputed[_subset(edges)] += 1
 
     def count_shared_gradients(self, producer: int, slot: int, links: Sequence[tuple[int, int, int]]) -> None:
-        """Count the gradient of a tensor that shares its memory with others while it waits to be redistributed."""
+        """Count the gradient of a tensor where it waits for redistribution in memory shared with other gradients."""
         region = self._regions.regions[producer]
         if region.slots[slot].origin != "op":
             return
@@ -188,23 +189,23 @@ class _MultiplicityCounter:
                 self._reallgathered[edges].update(_while_read(saves, self._timeline.candidates))
 
     def _saved_tensors(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
-        """Yield where the tensor itself is saved on account of the consumer of ``link``."""
+        """Yield each save of the tensor itself that the consumer of ``link`` causes."""
         edge, consumer, position = link
         block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
         if block is not None and block != home:
-            # The block saves its input; what it makes of that inside, it makes again.
+            # The block saves its input. It recomputes a redistribution that is inside the block.
             inside = self._redistributed_in(consumer, position) is not None
             yield _Save(edge, self._timeline.starts[block], None, inside)
         elif since < NEVER:
             further = self._saved_further(link, saved_here)
             if further:
-                # Others save it, further down: as it is there, if it has not been redistributed on the way.
+                # Regions further down save the tensor, as it arrives there, if it is not redistributed on the way.
                 yield from (_Save(e, self._timeline.savers[c, i], block) for e, c, i in further if self._is_saved(c, i))
             else:
                 yield _Save(edge, since, block)
 
     def _saved_copies(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
-        """Yield where a redistributed copy is saved on account of the consumer of ``link``."""
+        """Yield each save of a redistributed copy that the consumer of ``link`` causes."""
         edge, consumer, position = link
         block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
         inside = self._redistributed_in(consumer, position) is not None
@@ -223,7 +224,11 @@ class _MultiplicityCounter:
             yield _Save(edge, since, block)
 
     def _saved_further(self, link: tuple[int, int, int], saved_here: bool) -> list[tuple[int, int, int]]:
-        """Return the links to savers of a tensor that ``link``'s consumer only passes on; none where it saves it."""
+        """Return the links to regions that save a tensor which the consumer of ``link`` passes on.
+
+        There are none if the consumer saves the tensor itself, or if one of these regions is in another checkpointed
+        block.
+        """
         _, consumer, position = link
         if saved_here or _self_saved(self._regions, self._profile, self._regions.regions[consumer], position):
             return []
@@ -235,14 +240,14 @@ class _MultiplicityCounter:
         return self._timeline.savers[consumer, position] < NEVER
 
     def _redistributed_in(self, consumer: int, position: int) -> str | None:
-        """Return the checkpointed block inside which an entry of a region is redistributed, None if in none."""
+        """Return the checkpointed block inside which an entry of a region is redistributed; None: in no such block."""
         block = self._recomputed_in.get(consumer)
         if block is None or not _hook_inside(self._regions, self._regions.regions[consumer], position, block):
             return None
         return block
 
     def _add(self, alive: _Alive, saves: Sequence[_Save], block: str | None) -> None:
-        """Count one tensor that serves all ``saves``: alive in the recomputation of ``block``, or from the forward."""
+        """Count one saved tensor for all ``saves``, alive since the recomputation of ``block`` (None: the forward)."""
         since = min(save.since for save in saves)
         candidates = self._saved_at if block is None else self._recomputed_at.get(block, ())
         alive.quantities.update(quantity for position, quantity in candidates if position >= since)
@@ -254,13 +259,13 @@ def _subset(edges: Iterable[int]) -> tuple[int, ...]:
 
 
 def _while_read(saves: Sequence[_Save], candidates: Sequence[PeakCandidate]) -> list[Quantity]:
-    """Return the quantities of the candidates between the backward of the last op that reads a tensor and the first."""
+    """Return the quantities of the candidates from the backward of a tensor's last saver to that of its first saver."""
     first, last = min(save.since for save in saves), max(save.since for save in saves)
     return [candidate.quantity("transient") for candidate in candidates if first <= candidate.position <= last]
 
 
 def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, position: int) -> bool:
-    """Tell whether the region that makes a tensor saves it itself."""
+    """Return whether an op of ``region`` saves the tensor of the slot ``position``."""
     value = region.slots[position].value
     root = profile.root[value.name]
     return any(root in profile.ops[region_op.op.name].saved for region_op in region.ops)
@@ -274,7 +279,7 @@ def _further(
     region_index: int,
     entry: int,
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the links (edge, consumer, position) to regions that save a tensor which other regions only pass on."""
+    """Yield the links (edge, consumer, position) to regions that save an entry which ``region_index`` passes on."""
     region = regions.regions[region_index]
     for slot in range(len(region.slots)):
         if timeline.passed_through.get((region_index, slot)) != entry:
@@ -294,7 +299,7 @@ def _saved_by_others(
     region_index: int,
     entry: int,
 ) -> int:
-    """Return the candidate from which others save what a checkpointed block passes on, as it is or redistributed."""
+    """Return the first position at which other blocks save an entry that a checkpointed block passes on; or `NEVER`."""
     home = recomputed_in.get(region_index)
     since = NEVER
     for slot in range(len(regions.regions[region_index].slots)):
@@ -316,10 +321,11 @@ def _passed_at(
     slot: int,
     links: Sequence[tuple[int, int, int]],
 ) -> list[PeakCandidate]:
-    """Return the candidates at which a tensor's gradient has come, in shared memory, and is redistributed.
+    """Return the candidates at which a tensor's gradient is alive in shared memory and is redistributed.
 
-    Autograd runs backward in the order opposite to the forward's: what was redistributed just before its first reader
-    when the backward of all readers is done, and what its producer's module redistributed just before its producer's.
+    Autograd runs the backward in reverse order. If a reader's module redistributes the tensor at its input, the
+    gradient's redistribution follows the backward of all readers. If the producer's module redistributes it at its
+    output, the gradient's redistribution comes just before the producer's backward.
     """
     name = region.slots[slot].value.name
     candidates = [candidate for candidate in timeline.candidates if name in timeline.aliased_gradients[candidate.key]]
@@ -335,7 +341,7 @@ def _passed_at(
 
 
 def _hook_inside(regions: RegionGraph, region: Region, position: int, block: str) -> bool:
-    """Tell whether the boundary of an entry lies inside ``block`` (and not at the block's own boundary)."""
+    """Return whether the boundary of an entry is inside ``block`` (and not the block's own boundary)."""
     boundary = region.slots[position].boundary
     assert boundary is not None
     return regions.graph.calls[boundary.call].fqn.startswith(block + ".")

@@ -1,4 +1,4 @@
-"""Ops in the order in which they run: what each reads and keeps, and the gradients that wait for its backward."""
+"""`OpOrder`: the ops in execution order, the tensors that each reads and saves, and the gradients at its backward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ NEVER = 1 << 60
 
 
 class OpOrder:
-    """The ops of a graph by position, and in blocks.
+    """The ops of a graph by position, and by block.
 
     Attributes:
-        position: name of an op -> where it runs.
-        region_op: position -> the region that the op is in, and the op there.
-        ops_in_block: block -> positions of its ops, in order.
-        starts, ends: block -> position of its first op, and of its last.
-        gradients: position -> values whose gradients have come from later ops.
-        aliased_gradients: position -> of these, those whose gradients are in memory that they share with another's.
-        chunks: where each stage but the first begins, of those that a rank of an interleaved pipeline has.
+        position: op name -> position of the op in execution order.
+        region_op: position -> (region, op of the region).
+        ops_in_block: FQN of a block -> positions of its ops, in order.
+        starts, ends: FQN of a block -> position of its first op, and of its last.
+        gradients: position -> values (roots) whose gradients, from later ops, are alive when the op's backward starts.
+        aliased_gradients: position -> values (roots) whose gradients are alive in the memory of another gradient.
+        chunks: positions at which the chunks of an interleaved pipeline stage begin, without the first chunk.
     """
 
     def __init__(
         self, regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
     ) -> None:
-        """Take what the ops keep from ``profile``; ``modes``: block -> how it is checkpointed, of those that are."""
+        """Take the saved tensors of ops from ``profile``; ``modes``: FQN of a checkpointed block -> its mode."""
         self.regions, self.profile, self.modes = regions, profile, modes
         self._blocks = blocks
         self.ops: list[Op] = regions.graph.ops
@@ -53,52 +53,52 @@ class OpOrder:
 
     @property
     def is_forward(self) -> bool:
-        """Whether nothing has a backward: the model was traced for inference."""
+        """Whether no op has a backward, because the model was traced for inference."""
         return not any(value.requires_grad for value in self.regions.graph.values.values())
 
     def block(self, region: int) -> str | None:
-        """Return the checkpointed block that a region is in."""
+        """Return the checkpointed block that a region is in; None: it is in none."""
         block = self._blocks.of_region.get(region)
         return block if block in self.modes else None
 
     def block_of_op(self, position: int) -> str | None:
-        """Return the block, checkpointed or not, that an op is in."""
+        """Return the block, checkpointed or not, that an op is in; None: it is in none."""
         return self._blocks.of_region.get(self.region_op[position][0].index)
 
     def root(self, name: str) -> str:
-        """Return the value whose storage a value shares."""
+        """Return the root of a value: the first value with the same storage."""
         return self.profile.root.get(name, name)
 
     def saves(self, op: Op) -> bool:
-        """Tell whether autograd keeps anything for an op."""
+        """Return whether autograd saves any tensor for an op's backward."""
         profile = self.profile.ops[op.name]
         return bool(profile.saved or profile.saved_extra_nbytes)
 
     def reads(self, position: int) -> set[str]:
-        """Return what an op reads, by root."""
+        """Return the roots of the values that an op reads."""
         return {self.root(name) for name in self.ops[position].inputs}
 
     def is_view(self, position: int) -> bool:
-        """Tell whether an op's results lie in memory of what it reads."""
+        """Return whether all results of an op share the storage of its inputs."""
         return all(self.root(name) in self.reads(position) for name in self.ops[position].outputs)
 
     def has_backward(self, op: Op) -> bool:
-        """Tell whether an op has a backward."""
+        """Return whether an op has a backward."""
         return any(self.regions.graph.values[name].requires_grad for name in op.outputs)
 
     def passes_gradient_on(self, op: Op) -> bool:
-        """Tell whether an op's backward hands its gradient on as it is."""
+        """Return whether an op's backward returns its output's gradient as the inputs' gradients, without a copy."""
         return self.profile.ops[op.name].nbytes == 0 or op.target_name in ("aten.add.Tensor", "aten.alias.default")
 
     def new_gradients(self, op: Op) -> list[str]:
-        """Return the values, by root, for which the backward of ``op`` makes a gradient of its own."""
+        """Return the roots of the values for which the backward of ``op`` allocates a gradient, without parameters."""
         values = self.regions.graph.values
         if self.passes_gradient_on(op):
             return []
         return [self.root(n) for n in op.inputs if values[n].requires_grad and values[n].kind != "parameter"]
 
     def _find_chunks(self) -> Iterator[int]:
-        """Yield the positions of the first readers of boundary values that arrive after another was sent."""
+        """Yield the positions at which chunks begin: an op reads a received value first, after a value was sent."""
         graph = self.regions.graph
         sent = {output.value for output in graph.outputs if output.is_sent}
         unread = {model_input.value for model_input in graph.inputs if graph.values[model_input.value].requires_grad}
@@ -111,7 +111,7 @@ class OpOrder:
             hands_on |= not sent.isdisjoint(op.outputs)
 
     def _gradients_sent(self) -> tuple[list[dict[str, str]], list[list[str]]]:
-        """Return, by chunk, the gradients that arrive before its backward, and those that leave after it."""
+        """Return, by chunk, the gradients that it receives before its backward, and those that it sends afterwards."""
         graph = self.regions.graph
         arriving: list[dict[str, str]] = [{} for _ in range(len(self.chunks) + 1)]
         leaving: list[list[str]] = [[] for _ in arriving]
@@ -126,7 +126,7 @@ class OpOrder:
         return arriving, leaving
 
     def _follow_gradients(self) -> None:
-        """Find, by position, the values whose gradients have come from later ops, and those that share another's."""
+        """Fill ``gradients`` and ``aliased_gradients``, from the last op to the first."""
         values = self.regions.graph.values
         arriving, leaving = self._gradients_sent()
         gradient_owners = arriving.pop()

@@ -1,4 +1,4 @@
-"""Parameters that share a decision, those that are gathered together, and what of them is there at each candidate."""
+"""Parameter classes (they share a stored layout), FSDP groups, and the lifetimes of gradients and unsharded copies."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from planner.regions.regions import RegionGraph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterClass:
-    """Equal parameters of equal blocks: they share their stored layout.
+    """Equal parameters of equal blocks, which share their stored layout.
+
+    A lifetime says how many of the parameters' tensors are alive at each peak candidate.
 
     Attributes:
         values: the parameters.
-        uses: (region class, slot) -> number of uses by each of the parameters.
-        gradients: at which candidates how many of the parameters have their gradients.
-        working: use -> at which candidates an op uses how many of them.
-        pending: use -> at which candidates how many have a gradient from that use, the last of several, which waits for
-            those of the others.
-        unreduced: at which candidates how many have their gradients, but not their block all of its own.
+        uses: (region class, slot) -> number of uses of each parameter there.
+        gradients: lifetime of gradients.
+        working: use -> lifetime of the parameters that an op uses at the candidate.
+        pending: use -> lifetime of gradients from that use, if it is the last of several uses in the forward. Each
+            waits for the gradients of the other uses.
+        unreduced: lifetime of gradients that wait for other gradients of their block.
     """
 
     values: tuple[str, ...]
@@ -37,28 +39,29 @@ class ParameterClass:
     unreduced: Lifetime
 
     def without_peak_candidates(self) -> ParameterClass:
-        """Return it with nothing to add up at any candidate."""
+        """Return the class with empty lifetimes."""
         nothing = dict.fromkeys(self.uses, NEVER_ALIVE)
         return dataclasses.replace(self, gradients=NEVER_ALIVE, working=nothing, pending=nothing, unreduced=NEVER_ALIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpGroup:
-    """A kind of block whose parameters can be gathered together: one flat collective for each.
+    """A kind of block whose parameters can be in FSDP groups: one group, and one flat collective, for each block.
 
     Attributes:
-        kind: FQN of the kind's representative.
-        blocks: FQNs of all of the kind.
-        parameter_counts: index of a parameter class -> how many of its parameters one such block holds.
-        numel: elements of all of them.
-        is_first: whether it is the first such kind in the model.
-        chunk_heads: how many blocks of the kind are the first of a chunk of the model that begins after the first one.
-        unsharded: at which candidates inside such blocks how many blocks' parameters are whole (its own, and that of
-            the block before it).
-        reduce_buffers: likewise, how many buffers gradients are being reduced in (that of the block after it).
-        unsharded_until_backward: at which candidates how many copies of such a block's parameters are there if they
-            stay unsharded from forward to backward.
-        unreduced: at which candidates inside such blocks what part of its block's gradients has come.
+        kind: FQN of one block of the kind.
+        blocks: FQNs of all blocks of the kind.
+        parameter_counts: index of a parameter class -> how many of its parameters are in one block.
+        numel: unsharded elements of these parameters, in one block.
+        is_first: whether it is the first kind in the model.
+        chunk_heads: how many blocks of the kind begin a chunk of the model, other than the first chunk.
+        unsharded: at candidates inside such blocks, number of blocks with unsharded parameters: the block itself, and
+            the block before it, which the backward prefetches.
+        reduce_buffers: at candidates inside such blocks, number of blocks whose gradients are being reduced: the block
+            after it, if any.
+        unsharded_until_backward: at all candidates, number of blocks' unsharded parameters that are alive if they stay
+            unsharded from forward to backward.
+        unreduced: at candidates inside such blocks, fraction of the block's gradients (in bytes) that exist.
     """
 
     kind: str
@@ -74,11 +77,11 @@ class FsdpGroup:
 
     @property
     def count(self) -> int:
-        """How many blocks are of the kind."""
+        """Number of blocks of the kind."""
         return len(self.blocks)
 
     def without_peak_candidates(self) -> FsdpGroup:
-        """Return it with nothing to add up at any candidate."""
+        """Return the group with empty lifetimes."""
         return dataclasses.replace(
             self,
             unsharded=NEVER_ALIVE,
@@ -89,7 +92,7 @@ class FsdpGroup:
 
 
 def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[ParameterClass, ...]:
-    """Return the parameters, those that are used alike together."""
+    """Return the parameter classes: parameters with the same uses are in one class."""
     uses: dict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
     for region in regions.regions:
         for position, slot in enumerate(region.slots):
@@ -112,7 +115,7 @@ def parameter_classes(regions: RegionGraph, timeline: Timeline) -> tuple[Paramet
 
 
 def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:
-    """Return at which candidates how many of the parameters are used by later ops only."""
+    """Return the lifetime of gradients: at each candidate, the number of parameters that only later ops use."""
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     return Lifetime.of({
         c.quantity("gradients"): len(first) - bisect_right(first, c.position) for c in timeline.candidates
@@ -120,9 +123,9 @@ def _gradients(values: Sequence[str], timeline: Timeline) -> Lifetime:
 
 
 def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which candidates how many of the parameters wait with the gradient of their last use, in a class.
+    """Return the lifetime of gradients of a last use, in ``region_class``, that wait for the gradients of other uses.
 
-    Autograd adds the gradients of all uses up before it hands them to the parameter.
+    Autograd adds up the gradients of all uses before it accumulates them into the parameter's gradient.
     """
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
@@ -136,7 +139,10 @@ def _pending(region_class: int, values: Sequence[str], regions: RegionGraph, tim
 
 
 def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
-    """Return at which candidates how many of the parameters are used later in the block that the candidate is in."""
+    """Return the lifetime of gradients that wait for their block.
+
+    At each candidate in a block, it counts the parameters that later ops of the block use first.
+    """
     first = sorted(min(timeline.uses[value], default=NEVER) for value in values)
     counts: dict[Quantity, int] = {}
     for block, candidates in timeline.blocks.items():
@@ -148,7 +154,7 @@ def _unreduced(values: Sequence[str], timeline: Timeline) -> Lifetime:
 
 
 def _working(region_class: int, values: Sequence[str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which candidates how many of the parameters an op of a class of regions uses."""
+    """Return the lifetime of parameters in use: at each candidate in ``region_class``, how many its op uses."""
     members = regions.classes[region_class].members
     inside = {region_op.op.name for member in members for region_op in regions.regions[member].ops}
     counts = {}
@@ -163,7 +169,10 @@ def _working(region_class: int, values: Sequence[str], regions: RegionGraph, tim
 def find_fsdp_groups(
     regions: RegionGraph, blocks: Blocks, parameters: Sequence[ParameterClass], timeline: Timeline
 ) -> tuple[FsdpGroup, ...]:
-    """Return the kinds of blocks with parameters that are trained and used once, inside their block."""
+    """Return the kinds of blocks that can have FSDP groups.
+
+    A group's parameters are trained, and used once, inside their block.
+    """
     home: dict[str, str] = {}
     contents: dict[str, list[int]] = defaultdict(list)
     for region in regions.regions:
@@ -184,7 +193,7 @@ def find_fsdp_groups(
     groups: list[FsdpGroup] = []
     in_order = sorted(counts_by_block, key=lambda block: timeline.starts[block])
     last = in_order[-1] if in_order else ""
-    # The first of all begins a later chunk where the first chunk has no block, and is exposed as the first already.
+    # If the first chunk has no block, the first block of all begins a later chunk. `is_first` counts it already.
     leading = {next((b for b in in_order if timeline.starts[b] >= chunk), "") for chunk in timeline.chunks}
     leading -= set(in_order[:1])
     for block in blocks.representatives:
@@ -218,10 +227,9 @@ def find_fsdp_groups(
 
 
 def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
-    """Return at which candidates how many blocks of ``alike`` have run forward, not backward.
+    """Return the lifetime of parameters that stay unsharded: number of blocks ``alike`` that ran forward, not backward.
 
-    One more after the ``last`` of all blocks: until the root's forward ends, torch holds the buffer that it was last
-    gathered in.
+    After the ``last`` of all blocks, one more counts: torch keeps its all-gather buffer until the root's forward ends.
     """
     starts = [timeline.starts[block] for block in alike]
     buffer_from = timeline.ends[last] if last in alike else NEVER
@@ -233,7 +241,7 @@ def _gathered(alike: Sequence[str], last: str, timeline: Timeline) -> Lifetime:
 
 
 def _arrived(blocks: Sequence[str], home: Mapping[str, str], regions: RegionGraph, timeline: Timeline) -> Lifetime:
-    """Return at which candidates inside one of the blocks what part of its gradients later ops have made."""
+    """Return, at candidates inside each block, the fraction of its gradients' bytes that later ops have computed."""
     shares: dict[Quantity, float] = {}
     for block in blocks:
         sizes = [(min(timeline.uses[name]), regions.graph.values[name].nbytes) for name in home if home[name] == block]

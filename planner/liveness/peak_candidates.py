@@ -1,15 +1,20 @@
-"""When memory may be at its peak: candidates of the backward pass.
+"""Peak candidates of training: the points of the backward pass at which memory can peak.
 
-A backward pass frees what autograd saved as it makes gradients, so that activations and gradients are never all there
-at once. A *candidate* is the backward of one op. What is alive at it: what ops up to it keep; gradients of parameters
-that are used only after it; gradients of activations on their way from later ops to earlier ones; and what the op
-itself makes. In a checkpointed block "up to it" means within the block, since earlier blocks have not been made
-again; and there are candidates more while it is made: when the last op that keeps anything has run, when the next has
-read what that one made, and, where products are cached, in the first op that has some inside it.
+The backward pass frees saved tensors while it allocates gradients, so that activations and gradients never all exist at
+the same time. A *peak candidate* is the backward of one op. At that time, live bytes are
+- tensors saved by this op and earlier ops. In a checkpointed block, these are ops of the block: earlier blocks are not
+  recomputed yet;
+- gradients of parameters that only later ops use;
+- gradients of activations from later ops that earlier ops still need;
+- tensors that the op's backward allocates.
+A checkpointed block has further candidates in its recomputation: after the last op that saves a tensor, after the next
+op that reads a result of that op, and, with selective checkpointing, in the first op that has cached GEMM results
+inside.
 
-Between the first and the last of equal blocks all of that changes linearly, so that a peak is at an end: each class of
-regions has candidates at its first and its last two members, and there at the op at which most is alive. (Two, because
-the first block has no other to gather parameters for ahead, and after the last no gradients are being reduced.)
+From the first to the last of equal blocks, live bytes change linearly, so that they peak at one end. Each region class
+therefore has candidates in its first two and last two members, each at the op with the most live bytes. (Two, because
+the first block runs its backward without prefetching another block's parameters, and the last one without reducing
+another block's gradients.)
 """
 
 from __future__ import annotations
@@ -23,17 +28,19 @@ from planner.liveness.op_order import OpOrder
 from planner.regions.regions import Region
 
 ENDS = 2
-"""Members of a class, from either end, that have candidates."""
+"""Number of members at each end of a region class that have candidates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakCandidate:
-    """The backward of the op at ``position`` in the graph, in ``block`` where that is checkpointed.
+    """The backward of one op, or a point of the recomputation before it. In inference, the forward of one op.
 
     Attributes:
-        recomputing: position of the op whose forward runs again at the candidate, just before that backward; None:
-            none does.
-        mid_recompute: whether the block has been made again only up to that op, which has not made its results yet.
+        key: unique name.
+        position: position of the op in the graph.
+        block: FQN of the checkpointed block that the op is in; None: it is in none.
+        recomputing: position of the op that is recomputed at the candidate; None: none is.
+        mid_recompute: whether ``recomputing`` still runs, so that its results do not exist yet.
     """
 
     key: str
@@ -44,7 +51,7 @@ class PeakCandidate:
 
     @property
     def recomputed_until(self) -> int:
-        """The position up to which the block has been made again."""
+        """Position of the last op up to which the block has been recomputed."""
         return self.recomputing - 1 if self.mid_recompute and self.recomputing is not None else self.position
 
     def quantity(self, role: str) -> Quantity:
@@ -53,11 +60,11 @@ class PeakCandidate:
 
 
 UPDATE = PeakCandidate(key="update", position=-1, block=None)
-"""The optimizer's step, as if it were the backward of an op before all others: every gradient is there, and no more."""
+"""The optimizer's step, as the backward of an op before all others: all gradients are alive, and no activations."""
 
 
 def find_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
-    """Return the candidates at which memory may be at its peak: the update, then by position, then recomputations."""
+    """Return the peak candidates: the optimizer's step, then those at ops by position, then those in recomputations."""
     by_position = {UPDATE.position: UPDATE}
     for region_class in order.regions.classes:
         members = [order.regions.regions[m] for m in region_class.members]
@@ -71,7 +78,10 @@ def find_peak_candidates(order: OpOrder) -> tuple[PeakCandidate, ...]:
 
 
 def _recomputations(order: OpOrder, by_position: Mapping[int, PeakCandidate]) -> Iterator[PeakCandidate]:
-    """Yield the candidates while a block is run again: the first op of its backward that needs it asks for that."""
+    """Yield the peak candidates in the recomputation of blocks.
+
+    The first op in the block's backward that needs a saved tensor starts the recomputation.
+    """
     for block in dict.fromkeys(candidate.block for candidate in by_position.values() if candidate.block is not None):
         savers = [p for p in order.ops_in_block[block] if order.saves(order.ops[p])]
         if not savers:
@@ -83,7 +93,7 @@ def _recomputations(order: OpOrder, by_position: Mapping[int, PeakCandidate]) ->
         )
         for again in (last, *itertools.islice(reading, 1)):
             yield PeakCandidate(key=f"{again}-again", position=last, block=block, recomputing=again)
-        # With what is cached for the ops after it, most is there when the first op with products inside runs.
+        # The cached results of later ops are alive too: live bytes peak while the first op with GEMMs inside runs.
         inner = (p for p in order.ops_in_block[block] if order.profile.ops[order.ops[p].name].cached_extra_nbytes)
         for again in itertools.islice(inner, 1 if order.modes[block] == "selective" else 0):
             yield PeakCandidate(
@@ -92,7 +102,7 @@ def _recomputations(order: OpOrder, by_position: Mapping[int, PeakCandidate]) ->
 
 
 def _alive_inside(order: OpOrder, region: Region, position: int) -> float:
-    """Return the bytes, unsplit, that are alive of a region at a candidate in it: to choose the candidate by."""
+    """Return a region's unsharded live bytes at the backward of the op at ``position``, to choose its candidate."""
     values = order.regions.graph.values
     saved: set[str] = set()
     extra = 0.0

@@ -1,4 +1,4 @@
-"""What of a planning problem no mesh changes: what is decided together, and how often each redistribution occurs."""
+"""`Structure`: the part of a planning problem that is the same on every mesh (classes, edges, multiplicities)."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ class EdgeKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What does not depend on the mesh: classes, edges, and how often each redistribution and saved copy occurs.
+    """The part of a problem without a mesh: classes, edges, and how often each redistribution and saved copy occurs.
 
     Attributes:
-        modes: block -> how it is checkpointed, of those that are.
-        same_producer_ports, same_consumer_ports: pairs of edges that one key of the plan names: they show the same
-            ports where they come from, and where they lead.
-        boundary_slots: region class -> slots that show what the model is called with, or hands to the next stage, each
-            tensor once.
-        autograd_sums: region class -> for each op, input -> in how many members autograd adds its gradient to that of
-            an earlier use: of what many blocks read, the first has nothing to add to.
-        gemm_sums: likewise, in how many members the op's product adds to a gradient that is there.
+        modes: FQN of a checkpointed block -> its checkpointing mode.
+        same_producer_ports: pairs of edges (indices) whose producers need equal ports, because one key of the plan
+            states the ports of both edges.
+        same_consumer_ports: the same for the edges' consumers.
+        first_region_class: class of the region with parameters that runs first; None: no region has parameters.
+        boundary_slots: region class -> slots of the model's inputs, and of boundary tensors that a pipeline stage
+            sends. Each tensor occurs once.
+        autograd_sums: for each region class and op, input -> number of members in which autograd adds the gradient to
+            that of another use. Where many blocks read a tensor, one of them adds nothing.
+        gemm_sums: for each region class and op, input -> number of members in which the op's GEMM adds to a gradient
+            that exists already.
     """
 
     regions: RegionGraph
@@ -68,7 +71,7 @@ class Structure:
     timeline: Timeline
 
     def without_peak_candidates(self) -> Structure:
-        """Return it for a problem whose peak is not asked for: with no candidate at which memory would be added up."""
+        """Return the structure without peak candidates, for a problem that needs no peak memory."""
         return dataclasses.replace(
             self,
             parameters=tuple(parameter.without_peak_candidates() for parameter in self.parameters),
@@ -84,17 +87,17 @@ class Structure:
         return self.regions.regions[self.regions.classes[region_class].members[0]]
 
     def mode(self, region: Region) -> CheckpointingMode | None:
-        """Return how the block that ``region`` is in is checkpointed, None where it is in none that is."""
+        """Return the checkpointing mode of the block that ``region`` is in; None: it is in no checkpointed block."""
         return self.modes.get(self.blocks.of_region.get(region.index, ""))
 
 
 def build_structure(
     regions: RegionGraph, profile: GraphProfile, blocks: Blocks, modes: Mapping[str, CheckpointingMode]
 ) -> Structure:
-    """Return everything about the problem that no mesh changes.
+    """Return the structure of the planning problem of a model.
 
     Args:
-        modes: block -> how it is checkpointed, of those that are; alike for the blocks of a class of regions.
+        modes: FQN of a checkpointed block -> its mode, the same for all blocks of one region class.
     """
     edge_index: dict[EdgeKey, int] = {}
     leaving: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
@@ -142,9 +145,10 @@ def build_structure(
 
 
 def at_another_batch(structure: Structure, regions: RegionGraph, profile: GraphProfile) -> Structure | None:
-    """Return ``structure`` for the regions of the same model at another batch; None where those have one of their own.
+    """Return ``structure`` with the regions and profile of the same model at another batch; None if more would change.
 
-    A structure counts tensors and weighs none, but to choose the candidates. At a batch of 1, autograd may save others.
+    A structure counts tensors, so that their bytes do not matter, except for the choice of peak candidates. At a batch
+    of 1, autograd may save other tensors.
     """
     original = structure.regions
     if (regions.classes, regions.class_of, regions.links) != (original.classes, original.class_of, original.links):
@@ -160,7 +164,7 @@ def at_another_batch(structure: Structure, regions: RegionGraph, profile: GraphP
 
 
 def _structural_facts(profile: GraphProfile) -> list[tuple[object, ...]]:
-    """Return all that a structure asks of the profile of each op."""
+    """Return, for each op, the facts of its profile that a structure depends on."""
     return [
         (
             *(name, op.saved, op.autograd_sums, op.gemm_sums, op.in_place),
@@ -187,26 +191,26 @@ def _arguments(regions: RegionGraph) -> dict[int, tuple[int, ...]]:
 def _counted(
     regions: RegionGraph, members: tuple[int, ...], inputs: Mapping[str, tuple[int, ...]]
 ) -> tuple[Mapping[int, int], ...]:
-    """Return for each op of a class, input -> in how many members it is one of the ``inputs`` of the op."""
+    """Return, for each op of a class, input -> number of members whose op has it in ``inputs`` (op name -> inputs)."""
     ops_of = [regions.regions[member].ops for member in members]
     return tuple(Counter(i for op in same for i in inputs[op.op.name]) for same in zip(*ops_of, strict=True))
 
 
 def hook_key(regions: RegionGraph, crossing: Crossing) -> tuple[str, str, str]:
-    """Return (module FQN, input or output, argument path): what a plan's key can tell apart."""
+    """Return (module FQN, "input" or "output", argument path), for which a plan has one port."""
     return regions.graph.calls[crossing.call].fqn, crossing.direction, crossing.path
 
 
 def _agreements(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
-    """Return pairs of edges that one key of the plan names, so that they must show the same ports."""
+    """Return pairs of edges whose ports one key of the plan states, so that their producers need equal ports."""
     pairs = {pair for edges in _named_together(regions, edge_index) for pair in itertools.pairwise(edges)}
     return tuple(sorted(pairs))
 
 
 def _alike(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tuple[int, int], ...]:
-    """Return pairs of edges that one key names and that lead to different entries.
+    """Return pairs of edges to different entries whose ports one key states, so that consumers need equal ports.
 
-    A module that is called twice hands its results to different regions: an activation, or dropout.
+    Such edges come from a module that is called twice, such as an activation or dropout.
     """
     entries = {edge: (key.consumer, key.consumer_slot) for key, edge in edge_index.items()}
     pairs: set[tuple[int, int]] = set()
@@ -219,7 +223,10 @@ def _alike(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> tuple[tup
 
 
 def _named_together(regions: RegionGraph, edge_index: Mapping[EdgeKey, int]) -> list[list[int]]:
-    """Return the edges that each key of a plan names, last those without a gradient: they agree with any gradient."""
+    """Return, for each key of a plan, the edges whose ports it states.
+
+    Edges without a gradient come last, because they agree with any gradient.
+    """
     by_key: dict[tuple[str, str, str], dict[int, bool]] = defaultdict(dict)
     for link in regions.links:
         slot = regions.regions[link.consumer].slots[link.consumer_slot]
