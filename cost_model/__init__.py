@@ -1,6 +1,7 @@
 """Costs of collectives, compute and memory on a cluster, in seconds and bytes. They depend on no model graph.
 
-``layouts`` and ``redistribute`` import torch. The names that are exported here need no torch.
+`cost_model.redistribute` finds the cheapest path of a redistribution, for prices of its steps that the caller gives
+(`planner.pricing.redistribution_costs`). It and ``layouts`` import torch. The names exported here need no torch.
 """
 
 from cost_model.collectives.price import (

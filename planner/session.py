@@ -35,7 +35,6 @@ from planner.progress import TRACING, Progress
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
-from planner.run.mesh_space import meshes_of, modes_of
 from planner.run.model_analysis import ModelAnalysis
 from planner.run.pins import Pins
 from planner.run.run_planner import RunPlanner
@@ -43,6 +42,7 @@ from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
 from planner.search.branch_and_bound import SearchResult, SearchSpec
 from planner.search.infeasibility import infeasibility_report, least_memory_run
+from planner.search.mesh_space import meshes_of, modes_of
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
 from planner.search.pipeline.split_graph import obstacle

@@ -32,20 +32,22 @@ def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-def chunk_range(half: int, rows: int) -> range:
-    """Return the tokens of chunk ``half``, where chunks 2i and 2i + 1 have ``rows`` tokens together.
+def chunk_range(chunk: int, rows: int) -> range:
+    """Return the tokens of ``chunk``, where chunks 2i and 2i + 1 have ``rows`` tokens together.
 
     If ``rows`` is odd, chunk 2i has one token less than chunk 2i + 1.
     """
-    first = half // 2 * rows
+    first = chunk // 2 * rows
     middle = first + rows // 2
-    return range(middle, first + rows) if half % 2 else range(first, middle)
+    return range(middle, first + rows) if chunk % 2 else range(first, middle)
 
 
 def zigzag_indices(length: int, ranks: int) -> list[int]:
     """Return the index of the token at each position in zigzag order; ``length`` is a multiple of ``ranks``."""
     rows = length // ranks
-    return [token for rank in range(ranks) for half in zigzag_chunks(rank, ranks) for token in chunk_range(half, rows)]
+    return [
+        token for rank in range(ranks) for chunk in zigzag_chunks(rank, ranks) for token in chunk_range(chunk, rows)
+    ]
 
 
 def backward_head_parts(heads: int, kv_heads: int) -> list[tuple[range, range]]:

@@ -1,6 +1,5 @@
 """Planning on one mesh: lower bounds on a run, its integer program, its solution. Baselines and pins restrict it.
 
-the meshes of a cluster             mesh_space.meshes_of
 one run: stated, relaxed, solved    run_planner.RunPlanner
 its results                         run_results.SolvedRun, .RelaxedRun
 lower bounds before any program     mesh_bound, compute_bound, memory_bound

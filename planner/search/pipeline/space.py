@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.run.mesh_space import meshes_of, node_pairs
 from planner.run.run_planner import RunPlanner
+from planner.search.mesh_space import meshes_of, node_pairs
 from planner.search.pipeline.interleaving import interleaved
 from planner.search.pipeline.partition import balanced
 from planner.search.pipeline.single_device_time import SingleDeviceTime

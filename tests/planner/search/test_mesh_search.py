@@ -13,7 +13,7 @@ from planner.build import build_plan
 from planner.errors import InfeasibleError, MeshError
 from planner.graph.trace_module import divisor_chains, micro_batch_counts
 from planner.plan.sharding_plan import ShardingPlan
-from planner.run.mesh_space import meshes_of
+from planner.search.mesh_space import meshes_of
 from planner.session import MeshSpec, PlanningSession
 
 GAP = 1e-3

@@ -11,7 +11,7 @@ from support import families
 from planner.errors import InfeasibleError
 from planner.graph.trace_module import micro_batch_counts
 from planner.plan.sharding_plan import ShardingPlan
-from planner.run.mesh_space import meshes_of
+from planner.search.mesh_space import meshes_of
 from planner.session import PlanningSession
 
 BATCH = 8

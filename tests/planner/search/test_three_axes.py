@@ -18,9 +18,9 @@ from planner.formulation.decision import decision_from_assignment
 from planner.formulation.estimate import itemise
 from planner.ilp.problem import totals
 from planner.ilp.random_assignment import random_assignment
-from planner.run.mesh_space import meshes_of
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
+from planner.search.mesh_space import meshes_of
 from planner.search.pipeline.stage_planners import PipelineRun, StagePlanners
 from planner.search.pipeline.step_time import kinds_of
 from planner.session import PlanningSession
