@@ -41,6 +41,10 @@ SHORTER = 32
 """Tokens in place of README's 4,096, on a CPU."""
 
 
+trained: set[str] = set()
+"""Training commands that have run, on any page."""
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -79,16 +83,31 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return tmp_path
 
 
-def run_bash(text: str, groups: list[int], *, is_again: bool = False) -> str:
-    """Return what a block prints; commands of ours alone run in this process, which saves their imports."""
+def run_bash(text: str, groups: list[int]) -> str:
+    """Return what a block prints.
+
+    Lines of ours run in this process, which saves their imports. A training run leaves no file, and runs once.
+    """
     lines = text.replace("\\\n", " ").strip().splitlines()
-    if all(line.startswith("shardplan ") and not set("|&;<>$") & set(line.split("'")[0]) for line in lines):
-        printed = ""
-        for line in lines:
+    if not all(line.startswith(("shardplan ", "torchrun ")) and not is_for_a_shell(line) for line in lines):
+        return run_in_shell(text, groups)
+    printed = ""
+    for line in lines:
+        if line.startswith("shardplan "):
             answer = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
             assert answer.exit_code == 0, f"{line}\n{answer.output}"
             printed += answer.output
-        return printed
+        elif line not in trained:
+            printed += run_in_shell(line, groups)
+            trained.add(line)
+    return printed
+
+
+def is_for_a_shell(line: str) -> bool:
+    return bool(set("|&;<>$") & set(line.split("'")[0]))
+
+
+def run_in_shell(text: str, groups: list[int], *, is_again: bool = False) -> str:
     output = Path("output.txt")
     with output.open("w") as stream:
         process = subprocess.Popen(
@@ -97,13 +116,13 @@ def run_bash(text: str, groups: list[int], *, is_again: bool = False) -> str:
         groups.append(process.pid)
         code = process.wait(timeout=300)
     if code != 0 and ABORT_AT_EXIT in output.read_text() and not is_again:
-        return run_bash(text, groups, is_again=True)
+        return run_in_shell(text, groups, is_again=True)
     assert code == 0, f"{text}\n{output.read_text()}"
     return output.read_text()
 
 
 def given_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """Return the names that README's reader has: a model and its batches; its cluster is 32 fake processes."""
+    """Return the names that README's reader has: a model and a loader; its cluster is 32 fake processes."""
     import torch
     import transformers
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -114,7 +133,7 @@ def given_by_the_reader(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=32)
     tokens = torch.zeros(256, SHORTER, dtype=torch.long)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_json_file(ROOT / "examples/tiny_llama.json"))
-    return {"torch": torch, "model": model, "batches": [{"input_ids": tokens, "labels": tokens}]}
+    return {"torch": torch, "model": model, "loader": [[{"input_ids": tokens, "labels": tokens}]]}
 
 
 # As on a command line: what libraries warn of is printed.
