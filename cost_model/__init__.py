@@ -1,5 +1,11 @@
 """Costs of collectives, compute and memory on a cluster, in seconds and bytes. They depend on no model graph.
 
+configuration/  a step of given parallel degrees, as Megatron or torchtitan run it
+collectives/    collectives on groups of ranks
+kernels/        GEMMs, attention, memory-bound ops, the optimizer's step
+layouts/        layouts and meshes
+hardware/       devices, links, clusters, and measurements of them
+
 `cost_model.redistribute` finds the cheapest path of a redistribution, for prices of its steps that the caller gives
 (`planner.pricing.redistribution_costs`). It and ``layouts`` import torch. The names exported here need no torch.
 """

@@ -1,5 +1,10 @@
 """Runs a plan: turns a module into a DTensor module, and counts the collectives that the sharded module runs.
 
+calibrate/  measurements of a cluster
+runtime/    hooks, FSDP, checkpointing and gradient reduction while the module runs
+ops/        ops that DTensor cannot run as planned
+resolve/    the plan, resolved against the module before anything is changed
+
 The names below are imported on first use, because they need torch. `verify` is in `executor.verify`.
 """
 

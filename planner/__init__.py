@@ -1,5 +1,20 @@
 """The planner: it returns the fastest `ShardingPlan` for a model, a cluster and a job.
 
+writing/         a decision becomes a plan; a plan is priced again
+search/          meshes, micro-batches, checkpointing modes and pipelines: branch and bound
+run/             one mesh: its bounds, its integer program, its solution
+formulation/     prices become a problem; a solution becomes a decision, with its estimate
+pricing/         seconds and bytes of every choice
+liveness/        where memory can peak, and what is alive there
+profile/         FLOPs, bytes and saved tensors of every op
+strategies/      the layouts in which each op can run
+regions/         ops that choose their layouts together; blocks
+wire/            a traced graph as JSON
+graph/           a module is traced to a graph
+ilp/             the integer program and its solvers; knows no graph
+plan/            the plan, the job and the estimate as data
+model_rewrites/  modules that are replaced, for tracing and for running
+
 The names below are imported on first use, so that importing `planner.errors` or `planner.progress` imports no torch.
 """
 

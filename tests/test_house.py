@@ -64,6 +64,13 @@ def test_every_room_says_what_it_is_for_and_every_module_what_it_gives() -> None
     assert not silent
 
 
+@pytest.mark.parametrize("package", ["api", "cost_model", "executor", "planner"])
+def test_a_package_lists_its_rooms(package: str) -> None:
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    rooms = {folder.name for folder in (ROOT / package).iterdir() if (folder / "__init__.py").exists()}
+    assert set(re.findall(r"^(\w+)/", text, re.MULTILINE)) == rooms
+
+
 def signs(room: Path) -> Iterator[tuple[str, str]]:
     """Yield (module or file, name in it) of the table "what, where" in the docstring of ``room``."""
     for line in (ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8"))) or "").splitlines():

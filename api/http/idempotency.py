@@ -44,7 +44,8 @@ class IdempotencyKeys:
     def used(self, owner: str, key: str, digest: str) -> Iterator[UsedKey]:
         """Reserve a key while the block creates the request's job and sets its id in the `UsedKey` that is yielded.
 
-        The key is released if the block raises.
+        If the key was used before for the same request, the `UsedKey` has the id of that job. If the block raises, a
+        key that has no job yet is released.
 
         Args:
             owner: owner of the request.

@@ -74,7 +74,7 @@ class OpenedRequest:
         cluster: the request's cluster.
         spec: the request's job, with this cluster.
         example_inputs: arguments of one call with the global batch; None: made from the model's config.
-        tp_plan: the model's expert plan for "tensor-parallel"; None where it has none.
+        tp_plan: the model's Hugging Face `tp_plan`, for the planner "tensor-parallel"; None where it has none.
         progress: called with each event of planning.
         notes: for the user, on how the request was read.
     """

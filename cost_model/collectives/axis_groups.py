@@ -82,11 +82,11 @@ def axes_group(mesh: MeshSpec, axes: tuple[str, ...], cluster: ClusterSpec) -> A
 
 
 def card_rate_bytes_per_s(group: AxisGroup, cluster: ClusterSpec) -> float:
-    """Return the bytes per second at which a ring or tree of one group leaves (or enters) one node.
+    """Return the bytes per second that one group's ring or tree sends out of (or into) one node by its network cards.
 
-    The groups share the node's cards evenly. A rank uses one card, or its share of the cards if the node has more cards
-    than devices. At most RANKS_WITH_CARDS ranks use cards. On a rail-optimized fabric rings and trees stay on their
-    rail; otherwise they cross the over-subscribed switches.
+    The groups of the axis on a node share its cards evenly. A rank uses one card, or its share of the cards if the node
+    has more cards than devices. At most RANKS_WITH_CARDS ranks use cards. On a rail-optimized fabric rings and trees
+    stay on their rail; otherwise they cross the over-subscribed switches.
     """
     crossing = 1.0 if cluster.rail_optimized else cluster.oversubscription
     return _cards(group, cluster, RANKS_WITH_CARDS) * _card_bytes_per_s(cluster) / crossing

@@ -134,10 +134,10 @@ def _slowest_stage(
 
 
 def stage_layers(spec: TransformerSpec, parallel: ParallelSpec) -> float:
-    """Return the layers of the fullest pipeline rank.
+    """Return the number of layers of the fullest pipeline rank.
 
-    Where layers do not divide evenly, embedding and loss count as a layer each, as in Megatron's
-    ``account_for_embedding_in_pipeline_split`` and ``..loss..``.
+    If the layers do not divide evenly over all chunks, embedding and loss count as a layer each, as with Megatron's
+    ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split``.
     """
     chunks = parallel.pipeline * parallel.virtual_stages
     if parallel.pipeline == 1:

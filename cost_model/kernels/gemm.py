@@ -59,7 +59,9 @@ def gemm_time_s(
     aligned: bool = True,
     efficiency: GemmEfficiency | None = None,
 ) -> float:
-    """Return the seconds of ``batch`` GEMMs ``[m, k] @ [k, n]`` in one kernel of a full queue; 0.0 for an empty one.
+    """Return the seconds of ``batch`` GEMMs ``[m, k] @ [k, n]`` in one kernel; 0.0 if a size is 0.
+
+    The kernel is launched early enough that the device never waits for the host.
 
     Args:
         m, n, k, batch: the shape; exchanging m and n does not change the result.

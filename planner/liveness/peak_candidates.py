@@ -55,7 +55,7 @@ class PeakCandidate:
         return self.recomputing - 1 if self.mid_recompute and self.recomputing is not None else self.position
 
     def quantity(self, role: str) -> Quantity:
-        """Return the quantity of bytes of ``role`` that are alive at this candidate."""
+        """Return the `Quantity` (a key, not a number) that sums the live bytes of ``role`` at this candidate."""
         return live(self.key, role)
 
 

@@ -208,7 +208,10 @@ class ParameterPricer:
         return add_prices(possible) if len(possible) == len(prices) else None
 
     def gather(self, use: ParameterClassUse, stored: Layout, layout: Layout | None) -> Price | None:
-        """Return the price of redistributing each parameter from ``stored`` to ``layout``; None if there is no path."""
+        """Return the price of one use's redistributions from ``stored`` to ``layout``; None if there is no path.
+
+        They run in the forward and, if the copy is not kept, in the backward or recomputation; the copy's bytes count.
+        """
         assert layout is not None
         value, calls = use.value, use.count * self._run.passes
         forward = self._one_way(value, stored, layout, "forward", calls, FORWARD.blocking)

@@ -68,7 +68,7 @@ class MeshBound:
         return cutoff_s if relaxed is None else min(relaxed.bound_s, cutoff_s)
 
     def without_program(self) -> MeshBound:
-        """Return the bounds alone, small enough to send. `with_recompute` and `within_cap` need the program."""
+        """Return a copy without the program, to send to another process. `with_recompute` and `within_cap` fail on it."""
         return dataclasses.replace(self, _relaxer=None)
 
 

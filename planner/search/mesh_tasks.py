@@ -42,7 +42,9 @@ class BoundedMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundMesh:
-    """A task that bounds a mesh by relaxing its run in the fewest micro-batches, the first of ``counts``.
+    """A task that computes a lower bound on the step time of every plan on a mesh (`planner.run.mesh_bound`).
+
+    It solves the linear relaxation of the program with the fewest micro-batches (``counts[0]``), without checkpointing.
 
     Attributes:
         counts: numbers of micro-batches to choose from, ascending.

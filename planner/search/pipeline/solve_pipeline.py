@@ -46,8 +46,8 @@ class PipelineResult:
 
     Attributes:
         best: the fastest solution below the cutoff; None if there is none.
-        bound_s: lower bound in seconds on the step time with the boundary layouts that were solved, or whose solver
-            gave no answer; infinite if there were none.
+        bound_s: lower bound in seconds on the step time, over the layouts of the tensors that stages send. Layouts that
+            do not fit, or cannot be below the cutoff, are left out; infinite if all are.
         gave_up: whether a solver gave no answer.
     """
 
