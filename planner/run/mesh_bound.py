@@ -68,7 +68,7 @@ class MeshBound:
         return cutoff_s if relaxed is None else min(relaxed.bound_s, cutoff_s)
 
     def without_program(self) -> MeshBound:
-        """Return a copy without the program, to send to another process. `with_recompute` and `within_cap` fail on it."""
+        """Return a copy without the program, to send to a process; `with_recompute` and `within_cap` fail on it."""
         return dataclasses.replace(self, _relaxer=None)
 
 
