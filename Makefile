@@ -6,7 +6,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # A file's tests share what is made once for the file (a server, a plan), so they stay together.
-PYTEST := $(BIN)/pytest -n 2 --dist loadfile
+# One thread in each process: two workers and the processes that they start fill two cores; idle OpenMP threads spin.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 STAMP := .venv/.installed
 
 .PHONY: setup plan test test-slow lint format docs clean

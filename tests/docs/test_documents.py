@@ -98,9 +98,22 @@ def run_bash(text: str, groups: list[int]) -> str:
             assert answer.exit_code == 0, f"{line}\n{answer.output}"
             printed += answer.output
         elif line not in trained:
-            printed += run_in_shell(line, groups)
+            output = run_in_shell(line, groups)
+            check_training(output)
+            printed += output
             trained.add(line)
     return printed
+
+
+def check_training(output: str) -> None:
+    """Check the table of examples/train.py: it learns, with the losses and gradients of the unsharded model."""
+    rows = [line.split() for line in output.splitlines() if line.split() and line.split()[0].isdigit()]
+    assert len(rows) > 1
+    for _, sharded, unsharded, _, of_gradients in rows:
+        assert float(sharded) == pytest.approx(float(unsharded), abs=1e-5)
+        assert float(of_gradients) <= 1e-5
+    assert float(rows[-1][1]) < float(rows[0][1]), "it learns nothing"
+    assert "these are the unsharded run's numbers" in output
 
 
 def is_for_a_shell(line: str) -> bool:

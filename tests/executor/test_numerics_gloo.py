@@ -17,7 +17,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from executor.torch_internals import allows_implicit_replication
 
-STEPS = 3
+STEPS = 2
 
 CASES: dict[str, Callable[[], Case]] = {
     "data-parallel mlp": lambda: data_parallel("mlp"),

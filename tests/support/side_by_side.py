@@ -13,7 +13,7 @@ from executor.resolve.mesh import device_mesh_for
 from executor.shard import shard_module
 from planner.plan.sharding_plan import ShardingPlan
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)

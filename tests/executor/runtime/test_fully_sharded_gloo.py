@@ -36,7 +36,7 @@ from executor.shard import shard_module
 from executor.torch_internals import allows_implicit_replication
 from planner.plan.job import Job
 
-STEPS = 3
+STEPS = 2
 MLP = {"fc1": ("weight", "bias"), "fc2": ("weight",), "": ("head.weight",)}
 """One group has parameters of the root, and one a bias."""
 ALL_MLP = {"fc1": ("weight", "bias"), "fc2": ("weight", "bias"), "": ("head.weight", "head.bias")}
