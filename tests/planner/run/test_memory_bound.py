@@ -21,7 +21,7 @@ from planner.session import PlanningSession
         ("mlp", "adamw", "fp32", 0.87),
         ("gpt2", "sgd", "bf16", 0.68),
         ("llama", "adamw", "bf16", 0.79),
-        ("t5", "adamw", "fp32", 0.84),
+        pytest.param("t5", "adamw", "fp32", 0.84, marks=pytest.mark.slow),
         ("mixtral", "sgd", "bf16", 0.6),
     ],
 )

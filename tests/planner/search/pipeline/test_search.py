@@ -136,11 +136,10 @@ def test_the_search_does_not_begin_on_pairs_of_nodes() -> None:
     assert any(len(node.pipeline.mesh.shape) == 3 for node in others)
 
 
-@pytest.mark.parametrize(("cap", "counts", "modes"), [(10**12, [4], ["none"]), (1_300_000, [4], ["none", "full"])])
-def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(
-    cap: int, counts: list[int], modes: list[str]
-) -> None:
+@pytest.mark.parametrize("cap", [10**12, 1_300_000])
+def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(cap: int) -> None:
     """Though no bound of a stage in one chunk bounds them."""
+    counts, modes = [4], ["none", "full"]
     spec = spec_of(session_of("8x2xtoy", blocks=6, batch=8)._planner, counts, modes, cap)
     search = pipeline_search(spec)
     space, times = search.space, {}
