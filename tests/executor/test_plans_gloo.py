@@ -30,8 +30,8 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
             assert error.tied, planner
 
 
-SLOW = ("bert", "vit", "deepseek")
-"""Families whose numbers are checked in the slow suite alone; the fast one has BERT and ViT in ``test_fidelity``."""
+SLOW = ("bert", "t5", "vit", "deepseek")
+"""Families whose numbers are checked in the slow suite alone; the fast one has BERT, T5 and ViT in ``test_fidelity``."""
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def plans_of(family: str, planners: list[str], ac: str) -> dict[str, dict]:
 @pytest.mark.parametrize(
     ("family", "ac", "planners"),
     [
-        ("llama", "none", ["fully-sharded", "tensor-parallel", "random:0"]),
+        pytest.param("llama", "none", ["fully-sharded", "tensor-parallel", "random:0"], marks=pytest.mark.slow),
         ("llama", "selective", ["ilp", "random:1"]),
         ("mixtral", "full", ["ilp", "fully-sharded", "tensor-parallel", "random:0", "random:1"]),
         pytest.param("deepseek", "none", ["ilp", "random:0"], marks=pytest.mark.slow),

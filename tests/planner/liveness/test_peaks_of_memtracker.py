@@ -9,7 +9,7 @@ COMBINATIONS = [
     ("llama", "DP", "none", "fp32"),
     ("llama", "FSDP", "selective", "fp32"),
     ("llama", "NO-RESHARD", "none", "bf16"),
-    ("t5", "NO-RESHARD", "full", "fp32"),
+    pytest.param("t5", "NO-RESHARD", "full", "fp32", marks=pytest.mark.slow),
     ("llama", "DP", "full", "bf16"),
     ("opt", "TP", "selective", "fp32"),
     ("t5", "TP", "full", "fp32"),
@@ -22,7 +22,7 @@ IN_TWO = [
     ("llama", "DP", "none", "bf16", "fp32"),
     ("llama", "DP", "full", "bf16", "bf16"),
     ("llama", "DP", "full", "fp32", "bf16"),
-    ("llama", "TP", "full", "fp32", "bf16"),
+    pytest.param("llama", "TP", "full", "fp32", "bf16", marks=pytest.mark.slow),
 ]
 """Two micro-batches, whose gradients add up in the last dtype: of casts they end wider, and after all else; of what is
 computed in fp32 each does so when it has come."""

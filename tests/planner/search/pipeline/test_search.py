@@ -136,7 +136,7 @@ def test_the_search_does_not_begin_on_pairs_of_nodes() -> None:
     assert any(len(node.pipeline.mesh.shape) == 3 for node in others)
 
 
-@pytest.mark.parametrize("cap", [10**12, 1_300_000])
+@pytest.mark.parametrize("cap", [pytest.param(10**12, marks=pytest.mark.slow), 1_300_000])
 def test_the_search_finds_what_solving_every_pipeline_on_pairs_of_nodes_finds(cap: int) -> None:
     """Though no bound of a stage in one chunk bounds them."""
     counts, modes = [4], ["none", "full"]
