@@ -31,7 +31,7 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
 
 
 SLOW = ("bert", "t5", "vit", "deepseek")
-"""Families whose numbers are checked in the slow suite alone; the fast one has BERT, T5 and ViT in ``test_fidelity``."""
+"""Families whose numbers are checked in the slow suite alone; ``test_fidelity`` has them in the fast suite."""
 
 
 @pytest.mark.parametrize(
