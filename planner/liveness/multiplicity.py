@@ -14,9 +14,12 @@ from planner.liveness.peak_candidates import PeakCandidate
 from planner.plan.job import CheckpointingMode
 from planner.profile.op_profile import GraphProfile
 from planner.regions.blocks import Blocks
-from planner.regions.regions import Region, RegionGraph
+from planner.regions.regions import RegionGraph
 
-OutgoingLinks = Mapping[tuple[int, int], list[tuple[int, int, int]]]
+Link = tuple[int, int, int]
+"""Where a tensor goes that leaves a region: edge, region and entry there."""
+
+OutgoingLinks = Mapping[tuple[int, int], list[Link]]
 """(producer region, slot) -> its links: (edge, consumer region, entry slot of the consumer)."""
 
 
@@ -65,24 +68,7 @@ class _Alive:
         self.after_forward = 0
 
 
-def count_multiplicities(
-    regions: RegionGraph,
-    profile: GraphProfile,
-    blocks: Blocks,
-    modes: Mapping[str, CheckpointingMode],
-    leaving: OutgoingLinks,
-    timeline: Timeline,
-) -> dict[str, tuple[Multiplicity, ...]]:
-    """Return attribute of `Structure` -> multiplicities: of redistributions, saved tensors, copies and gradients."""
-    counter = _MultiplicityCounter(regions, profile, blocks, modes, leaving, timeline)
-    for (producer, slot), links in leaving.items():
-        counter.count_redistributions(links)
-        counter.count_shared_gradients(producer, slot, links)
-        counter.count_saved(producer, slot, links)
-    return counter.multiplicities()
-
-
-class _MultiplicityCounter:
+class MultiplicityCounter:
     """Counts redistributions and saves of the tensors that leave regions, by the set of edges that share one."""
 
     def __init__(
@@ -113,7 +99,12 @@ class _MultiplicityCounter:
         self._reallgathered: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
         self._gradients: dict[tuple[int, ...], Counter[Quantity]] = defaultdict(Counter)
 
-    def multiplicities(self) -> dict[str, tuple[Multiplicity, ...]]:
+    def count(self) -> dict[str, tuple[Multiplicity, ...]]:
+        """Return attribute of `Structure` -> multiplicities of redistributions, saved tensors, copies or gradients."""
+        for (producer, slot), links in self._leaving.items():
+            self._count_redistributions(links)
+            self._count_shared_gradients(producer, slot, links)
+            self._count_saved(producer, slot, links)
         return {
             "redistributions": tuple(Multiplicity(edges=edges, count=n) for edges, n in self._redistributions.items()),
             "recomputed_redistributions": tuple(
@@ -142,7 +133,7 @@ class _MultiplicityCounter:
             ),
         }
 
-    def count_redistributions(self, links: Sequence[tuple[int, int, int]]) -> None:
+    def _count_redistributions(self, links: Sequence[Link]) -> None:
         """Count one redistribution for all consumers together, and one for each checkpointed block that recomputes it.
 
         A checkpointed block shares no redistribution with other consumers, because it recomputes its own.
@@ -155,21 +146,21 @@ class _MultiplicityCounter:
             if block is not None:
                 self._recomputed[_subset(edges)] += 1
 
-    def count_shared_gradients(self, producer: int, slot: int, links: Sequence[tuple[int, int, int]]) -> None:
+    def _count_shared_gradients(self, producer: int, slot: int, links: Sequence[Link]) -> None:
         """Count the gradient of a tensor where it waits for redistribution in memory shared with other gradients."""
         region = self._regions.regions[producer]
         if region.slots[slot].origin != "op":
             return
-        alive = _passed_at(self._regions, self._profile, self._timeline, region, slot, links)
+        alive = self._shared_gradient_at(producer, slot, links)
         if alive:
             edges = _subset(edge for edge, _, _ in links)
             self._gradients[edges].update(candidate.quantity("transient") for candidate in alive)
 
-    def count_saved(self, producer: int, slot: int, links: Sequence[tuple[int, int, int]]) -> None:
+    def _count_saved(self, producer: int, slot: int, links: Sequence[Link]) -> None:
         """Count a tensor that leaves a region, and its redistributed copies, where they are saved for backward."""
         region = self._regions.regions[producer]
         home = self._recomputed_in.get(producer)
-        saved_here = _self_saved(self._regions, self._profile, region, slot)
+        saved_here = self._self_saved(producer, slot)
         owned = region.slots[slot].origin == "op" and (producer, slot) not in self._timeline.passed_through
         tensors: dict[tuple[str | None, bool], list[_Save]] = defaultdict(list)
         copies: dict[str | None, list[_Save]] = defaultdict(list)
@@ -188,7 +179,7 @@ class _MultiplicityCounter:
             if block is None:
                 self._reallgathered[edges].update(_while_read(saves, self._timeline.candidates))
 
-    def _saved_tensors(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
+    def _saved_tensors(self, link: Link, home: str | None, saved_here: bool) -> Iterator[_Save]:
         """Yield each save of the tensor itself that the consumer of ``link`` causes."""
         edge, consumer, position = link
         block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
@@ -204,15 +195,13 @@ class _MultiplicityCounter:
             else:
                 yield _Save(edge, since, block)
 
-    def _saved_copies(self, link: tuple[int, int, int], home: str | None, saved_here: bool) -> Iterator[_Save]:
+    def _saved_copies(self, link: Link, home: str | None, saved_here: bool) -> Iterator[_Save]:
         """Yield each save of a redistributed copy that the consumer of ``link`` causes."""
         edge, consumer, position = link
         block, since = self._recomputed_in.get(consumer), self._timeline.savers[consumer, position]
         inside = self._redistributed_in(consumer, position) is not None
         if inside:
-            outside = _saved_by_others(
-                self._regions, self._recomputed_in, self._leaving, self._timeline, consumer, position
-            )
+            outside = self._saved_by_others(consumer, position)
             if outside < NEVER:
                 yield _Save(edge, outside)
         if block is not None and block != home:
@@ -223,18 +212,66 @@ class _MultiplicityCounter:
         elif since < NEVER and not self._saved_further(link, saved_here):
             yield _Save(edge, since, block)
 
-    def _saved_further(self, link: tuple[int, int, int], saved_here: bool) -> list[tuple[int, int, int]]:
+    def _saved_further(self, link: Link, saved_here: bool) -> list[Link]:
         """Return the links to regions that save a tensor which the consumer of ``link`` passes on.
 
         There are none if the consumer saves the tensor itself, or if one of these regions is in another checkpointed
         block.
         """
         _, consumer, position = link
-        if saved_here or _self_saved(self._regions, self._profile, self._regions.regions[consumer], position):
+        if saved_here or self._self_saved(consumer, position):
             return []
-        further = list(_further(self._regions, self._profile, self._leaving, self._timeline, consumer, position))
+        further = list(self._further(consumer, position))
         block = self._recomputed_in.get(consumer)
         return further if all(self._recomputed_in.get(c) == block for _, c, _ in further) else []
+
+    def _self_saved(self, region: int, position: int) -> bool:
+        """Return whether an op of ``region`` saves the tensor of the slot ``position``."""
+        root = self._profile.root[self._regions.regions[region].slots[position].value.name]
+        return any(root in self._profile.ops[o.op.name].saved for o in self._regions.regions[region].ops)
+
+    def _passed_on(self, region: int, entry: int) -> Iterator[Link]:
+        """Yield the links of an entry that ``region`` passes on."""
+        for slot in range(len(self._regions.regions[region].slots)):
+            if self._timeline.passed_through.get((region, slot)) == entry:
+                yield from self._leaving.get((region, slot), ())
+
+    def _further(self, region: int, entry: int) -> Iterator[Link]:
+        """Yield the links to regions that save an entry which ``region`` passes on, directly or through others."""
+        for edge, consumer, position in self._passed_on(region, entry):
+            if self._self_saved(consumer, position):
+                yield edge, consumer, position
+            else:
+                yield from self._further(consumer, position)
+
+    def _saved_by_others(self, region: int, entry: int) -> int:
+        """Return the first position at which other blocks save an entry that ``region`` passes on; or `NEVER`."""
+        home, since = self._recomputed_in.get(region), NEVER
+        for _, consumer, position in self._passed_on(region, entry):
+            block = self._recomputed_in.get(consumer)
+            if block != home:
+                first_saver = (
+                    self._timeline.savers[consumer, position] if block is None else self._timeline.starts[block]
+                )
+                since = min(since, first_saver)
+        return since
+
+    def _shared_gradient_at(self, producer: int, slot: int, links: Sequence[Link]) -> list[PeakCandidate]:
+        """Return the candidates at which a tensor's gradient is alive in shared memory and is redistributed.
+
+        Autograd runs the backward in reverse order. If a reader's module redistributes the tensor at its input, the
+        gradient's redistribution follows the backward of all readers. If the producer's module redistributes it at its
+        output, the gradient's redistribution comes just before the producer's backward.
+        """
+        regions, timeline = self._regions, self._timeline
+        name = regions.regions[producer].slots[slot].value.name
+        candidates = [c for c in timeline.candidates if name in timeline.aliased_gradients[c.key]]
+        boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
+        if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
+            first = min(timeline.first_reads[consumer, position] for _, consumer, position in links)
+            return [candidate for candidate in candidates if candidate.position < first]
+        ops, root = regions.graph.ops, self._profile.root
+        return [c for c in candidates if c.position >= 0 and name in {root[o] for o in ops[c.position].outputs}]
 
     def _is_saved(self, consumer: int, position: int) -> bool:
         return self._timeline.savers[consumer, position] < NEVER
@@ -242,9 +279,12 @@ class _MultiplicityCounter:
     def _redistributed_in(self, consumer: int, position: int) -> str | None:
         """Return the checkpointed block inside which an entry of a region is redistributed; None: in no such block."""
         block = self._recomputed_in.get(consumer)
-        if block is None or not _hook_inside(self._regions, self._regions.regions[consumer], position, block):
+        if block is None:
             return None
-        return block
+        boundary = self._regions.regions[consumer].slots[position].boundary
+        assert boundary is not None
+        is_inside = self._regions.graph.calls[boundary.call].fqn.startswith(f"{block}.")  # not the block's own boundary
+        return block if is_inside else None
 
     def _add(self, alive: _Alive, saves: Sequence[_Save], block: str | None) -> None:
         """Count one saved tensor for all ``saves``, alive since the recomputation of ``block`` (None: the forward)."""
@@ -262,86 +302,3 @@ def _while_read(saves: Sequence[_Save], candidates: Sequence[PeakCandidate]) -> 
     """Return the quantities of the candidates from the backward of a tensor's last saver to that of its first saver."""
     first, last = min(save.since for save in saves), max(save.since for save in saves)
     return [candidate.quantity("transient") for candidate in candidates if first <= candidate.position <= last]
-
-
-def _self_saved(regions: RegionGraph, profile: GraphProfile, region: Region, position: int) -> bool:
-    """Return whether an op of ``region`` saves the tensor of the slot ``position``."""
-    value = region.slots[position].value
-    root = profile.root[value.name]
-    return any(root in profile.ops[region_op.op.name].saved for region_op in region.ops)
-
-
-def _further(
-    regions: RegionGraph,
-    profile: GraphProfile,
-    leaving: OutgoingLinks,
-    timeline: Timeline,
-    region_index: int,
-    entry: int,
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the links (edge, consumer, position) to regions that save an entry which ``region_index`` passes on."""
-    region = regions.regions[region_index]
-    for slot in range(len(region.slots)):
-        if timeline.passed_through.get((region_index, slot)) != entry:
-            continue
-        for edge, consumer, position in leaving.get((region_index, slot), ()):
-            if _self_saved(regions, profile, regions.regions[consumer], position):
-                yield edge, consumer, position
-            else:
-                yield from _further(regions, profile, leaving, timeline, consumer, position)
-
-
-def _saved_by_others(
-    regions: RegionGraph,
-    recomputed_in: Mapping[int, str],
-    leaving: OutgoingLinks,
-    timeline: Timeline,
-    region_index: int,
-    entry: int,
-) -> int:
-    """Return the first position at which other blocks save an entry that a checkpointed block passes on; or `NEVER`."""
-    home = recomputed_in.get(region_index)
-    since = NEVER
-    for slot in range(len(regions.regions[region_index].slots)):
-        if timeline.passed_through.get((region_index, slot)) != entry:
-            continue
-        for _, consumer, position in leaving.get((region_index, slot), ()):
-            block = recomputed_in.get(consumer)
-            if block != home:
-                first_saver = timeline.savers[consumer, position] if block is None else timeline.starts[block]
-                since = min(since, first_saver)
-    return since
-
-
-def _passed_at(
-    regions: RegionGraph,
-    profile: GraphProfile,
-    timeline: Timeline,
-    region: Region,
-    slot: int,
-    links: Sequence[tuple[int, int, int]],
-) -> list[PeakCandidate]:
-    """Return the candidates at which a tensor's gradient is alive in shared memory and is redistributed.
-
-    Autograd runs the backward in reverse order. If a reader's module redistributes the tensor at its input, the
-    gradient's redistribution follows the backward of all readers. If the producer's module redistributes it at its
-    output, the gradient's redistribution comes just before the producer's backward.
-    """
-    name = region.slots[slot].value.name
-    candidates = [candidate for candidate in timeline.candidates if name in timeline.aliased_gradients[candidate.key]]
-    boundaries = (regions.regions[consumer].slots[position].boundary for _, consumer, position in links)
-    if any(boundary is not None and boundary.direction == "input" for boundary in boundaries):
-        first = min(timeline.first_reads[consumer, position] for _, consumer, position in links)
-        return [candidate for candidate in candidates if candidate.position < first]
-    ops = regions.graph.ops
-    outputs = {
-        candidate.position: ops[candidate.position].outputs for candidate in candidates if candidate.position >= 0
-    }
-    return [m for m in candidates if name in {profile.root[output] for output in outputs.get(m.position, ())}]
-
-
-def _hook_inside(regions: RegionGraph, region: Region, position: int, block: str) -> bool:
-    """Return whether the boundary of an entry is inside ``block`` (and not the block's own boundary)."""
-    boundary = region.slots[position].boundary
-    assert boundary is not None
-    return regions.graph.calls[boundary.call].fqn.startswith(block + ".")

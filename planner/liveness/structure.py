@@ -12,7 +12,7 @@ from planner.graph.op_graph import Crossing
 from planner.ilp.quantities import NEVER_ALIVE
 from planner.liveness.backward_liveness import Timeline, build_timeline
 from planner.liveness.forward_liveness import forward_copies, forward_peak_candidates, forward_timeline
-from planner.liveness.multiplicity import Multiplicity, count_multiplicities
+from planner.liveness.multiplicity import Link, Multiplicity, MultiplicityCounter
 from planner.liveness.op_order import OpOrder
 from planner.liveness.parameter_classes import FsdpGroup, ParameterClass, find_fsdp_groups, parameter_classes
 from planner.liveness.peak_candidates import find_peak_candidates
@@ -100,7 +100,7 @@ def build_structure(
         modes: FQN of a checkpointed block -> its mode, the same for all blocks of one region class.
     """
     edge_index: dict[EdgeKey, int] = {}
-    leaving: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    leaving: dict[tuple[int, int], list[Link]] = defaultdict(list)
     for link in regions.links:
         key = EdgeKey(
             producer=regions.class_of[link.producer],
@@ -112,7 +112,7 @@ def build_structure(
         leaving[link.producer, link.producer_slot].append((edge, link.consumer, link.consumer_slot))
     op_order = OpOrder(regions, profile, blocks, modes)
     timeline = forward_timeline(op_order) if op_order.is_forward else build_timeline(op_order)
-    multiplicities = count_multiplicities(regions, profile, blocks, modes, leaving, timeline)
+    multiplicities = MultiplicityCounter(regions, profile, blocks, modes, leaving, timeline).count()
     if op_order.is_forward:
         multiplicities["saved_copies"] = forward_copies(op_order, timeline, leaving)
     parameters = parameter_classes(regions, timeline)
