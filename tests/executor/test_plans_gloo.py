@@ -31,7 +31,7 @@ def check_numerics(family: str, planners: list[str], ac: str = "none") -> None:
 
 
 SLOW = ("bert", "t5", "vit", "deepseek")
-"""Families whose numbers are checked in the slow suite alone; ``test_fidelity`` has them in the fast suite."""
+"""Families whose numbers are checked in the slow suite; the fast one has the collectives of all but DeepSeek."""
 
 
 @pytest.mark.parametrize(

@@ -190,13 +190,16 @@ def plans_of(family: str, planners: list[str], ac: str) -> dict[str, dict]:
     return {planner: plan.to_dict() for planner, plan in plans.items()}
 
 
+PLANNERS = ["ilp", "fully-sharded", "tensor-parallel", "random:0", "random:1"]
+
+
 @pytest.mark.parametrize(
     ("family", "ac", "planners"),
     [
-        pytest.param("llama", "none", ["fully-sharded", "tensor-parallel", "random:0"], marks=pytest.mark.slow),
+        pytest.param("llama", "none", PLANNERS, marks=pytest.mark.slow),
         ("llama", "selective", ["ilp", "random:1"]),
-        ("mixtral", "full", ["ilp", "fully-sharded", "tensor-parallel", "random:0", "random:1"]),
-        pytest.param("deepseek", "none", ["ilp", "random:0"], marks=pytest.mark.slow),
+        ("mixtral", "full", PLANNERS),
+        pytest.param("deepseek", "none", PLANNERS, marks=pytest.mark.slow),
     ],
 )
 def test_losses_and_gradients_equal_the_unsharded_models(family: str, ac: str, planners: list[str]) -> None:
