@@ -24,7 +24,6 @@ from planner.pricing.op_times import OpTimes
 from planner.pricing.redistribution_costs import RedistributionPricer
 from planner.pricing.run_spec import Run
 from planner.regions.block_grouping import Grouping
-from planner.regions.regions import Region
 from planner.run.baselines import Restriction
 from planner.run.memory_bound import least_alive_bytes, least_gradient_bytes, least_saved_bytes, least_state_bytes
 from planner.run.mesh_bound import MeshBound
@@ -297,11 +296,8 @@ class RunPlanner:
             return [
                 index
                 for index, strategy in enumerate(decision.strategies)
-                if not self._table.runs(self._base_region(formulation.structure, index), strategy, run.mesh.shape)
+                if not self._table.runs(formulation.structure.representative(index), strategy, run.mesh.shape)
             ]
-
-    def _base_region(self, structure: Structure, index: int) -> Region:
-        return self.model.base.regions[structure.representative(index).index]
 
     def random(self, run: Run, seed: int, restriction: Restriction | None = None) -> Candidate | None:
         """Return a random decision, whatever time and memory it takes; None if none was found."""
@@ -314,9 +310,8 @@ class RunPlanner:
         def allowed(node: int, choice: int) -> bool:
             if node >= len(formulation.strategies):
                 return True
-            return self._table.runs(
-                self._base_region(structure, node), formulation.strategies[node][choice], run.mesh.shape
-            )
+            strategy = formulation.strategies[node][choice]
+            return self._table.runs(structure.representative(node), strategy, run.mesh.shape)
 
         assignment = random_assignment(formulation.problem, seed, allowed)
         if assignment is None:

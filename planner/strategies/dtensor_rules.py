@@ -193,10 +193,15 @@ class DTensorRules:
 
     Args:
         outputs: cache of the ops' global outputs, which mesh shapes can share.
+        real_shapes: whether ops run at the shapes of their inputs. If not, small shapes stand for them. That is faster,
+            but a rank may then hold several rows where it really has one, which DTensor may treat differently.
     """
 
-    def __init__(self, mesh_shape: Sequence[int], outputs: GlobalOutputs | None = None) -> None:
+    def __init__(
+        self, mesh_shape: Sequence[int], outputs: GlobalOutputs | None = None, *, real_shapes: bool = False
+    ) -> None:
         check_torch_version()
+        self._real_shapes = real_shapes
         self.mesh_shape = tuple(mesh_shape)
         self._size = math.prod(mesh_shape)
         self._mesh = mesh_without_groups(mesh_shape)
@@ -210,7 +215,7 @@ class DTensorRules:
             inputs: the op's inputs, with global shapes.
             layouts: layout of each input; None for a plain tensor.
         """
-        inputs = with_small_shapes(op, inputs, self._size)
+        inputs = self._shaped(op, inputs)
         return self._run_once(op, inputs, layouts).layouts
 
     def backward(self, op: Op, inputs: Sequence[Value], layouts: Layouts, output_gradients: Layouts) -> Layouts | None:
@@ -219,7 +224,7 @@ class DTensorRules:
         Args:
             output_gradients: layout of the gradient of each output; None where none arrives.
         """
-        inputs = with_small_shapes(op, inputs, self._size)
+        inputs = self._shaped(op, inputs)
         op_run = self._run_once(op, inputs, layouts)
         if output_gradients not in op_run.backward:
             gradients = None
@@ -227,6 +232,9 @@ class DTensorRules:
                 gradients = _try(lambda: self._differentiate(op_run, inputs, output_gradients), self._outputs)
             op_run.backward[output_gradients] = gradients
         return op_run.backward[output_gradients]
+
+    def _shaped(self, op: Op, inputs: Sequence[Value]) -> Sequence[Value]:
+        return inputs if self._real_shapes else with_small_shapes(op, inputs, self._size)
 
     def _run_once(self, op: Op, inputs: Sequence[Value], layouts: Layouts) -> _OpRun:
         key = (op_signature(op, tuple(inputs)), layouts)

@@ -47,6 +47,7 @@ class StrategyTable:
 
     def __init__(self) -> None:
         self._rules: dict[tuple[int, ...], DTensorRules] = {}
+        self._exact_rules: dict[tuple[int, ...], DTensorRules] = {}
         self._outputs = GlobalOutputs()
         self._axis: dict[tuple[Hashable, int], tuple[AxisStrategy, ...]] = {}
         self._mesh: dict[Hashable, tuple[Strategy, ...]] = {}
@@ -56,6 +57,11 @@ class StrategyTable:
         if mesh_shape not in self._rules:
             self._rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs)
         return self._rules[mesh_shape]
+
+    def _exact_rules_on(self, mesh_shape: tuple[int, ...]) -> DTensorRules:
+        if mesh_shape not in self._exact_rules:
+            self._exact_rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs, real_shapes=True)
+        return self._exact_rules[mesh_shape]
 
     def axis_rules(self, axis_size: int) -> AxisRules:
         """Return the rules of single ops on one axis of ``axis_size`` ranks."""
@@ -121,8 +127,11 @@ class StrategyTable:
     # --- verification on the whole mesh --------------------------------------------------------------------------
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-        """Return whether DTensor, on the whole mesh, runs the region in the layouts of ``strategy``."""
-        shape = tuple(canonical_size(size) if size > 1 else 1 for size in mesh_shape)
+        """Return whether DTensor, on the whole mesh, runs the region in the layouts of ``strategy``.
+
+        It is asked at the region's real shapes on a mesh of the real sizes: smaller ones may behave differently.
+        """
+        shape = tuple(mesh_shape)
         key = ((region.signature, region.exits), shape, strategy)
         if key not in self._verified:
             with quiet_dtensor():
@@ -132,7 +141,7 @@ class StrategyTable:
     def _runs_forward_and_backward(self, region: Region, strategy: Strategy, shape: tuple[int, ...]) -> bool:
         if sum(size > 1 for size in shape) <= 1 or not region.ops:
             return True
-        rules = self._rules_on(shape)
+        rules = self._exact_rules_on(shape)
         forward: dict[int, Layout | None] = {
             i: strategy.forward[i] for i, slot in enumerate(region.slots) if slot.origin != "op"
         }
