@@ -2,4 +2,5 @@
 
 a layout; a mesh            layout.Layout, .MeshSpec
 a rank's part of a shape    layout.local_shape
+linear layers               linear.linear_layout, .linear_gradients
 """

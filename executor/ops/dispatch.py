@@ -19,6 +19,7 @@ from executor.ops.cat import concatenate
 from executor.ops.conv2d import conv2d
 from executor.ops.cross_entropy import cross_entropy
 from executor.ops.embedding import embedding
+from executor.ops.linear import linear
 from executor.ops.where import where
 from executor.redistribute import Redistributor
 
@@ -27,6 +28,7 @@ OwnOp = Callable[..., Any]
 
 _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
     F.embedding: embedding,
+    F.linear: linear,
     torch.conv2d: conv2d,
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
@@ -38,11 +40,11 @@ _OWN_OPS: dict[Callable[..., Any], OwnOp] = {
 class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
-    def __init__(self, redistributor: Redistributor, linear: OwnOp | None = None) -> None:
-        """Take the redistributor, and the op that runs linear layers; None: DTensor runs them."""
+    def __init__(self, redistributor: Redistributor, shared_input_linears: OwnOp | None = None) -> None:
+        """Take the redistributor, and the op that runs linear layers; None: each accumulates by itself."""
         super().__init__()
         self._redistributor = redistributor
-        self._own_ops = _OWN_OPS if linear is None else {**_OWN_OPS, F.linear: linear}
+        self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}
 
     def __torch_function__(
         self,

@@ -14,22 +14,27 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cost_model.layouts.layout import Layout
+from cost_model.layouts.linear import linear_gradients, linear_layout
+from executor.ops.linear import (
+    as_dtensor,
+    autocasts,
+    linear,
+    own_gradients,
+    placements_of,
+    run_linear,
+)
 from executor.redistribute import Redistributor
 from executor.torch_internals import current_backward_pass, local_of, run_function
-
-R, P = Replicate(), Partial()
-
-_Layouts = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 class SharedInputLinears:
@@ -43,16 +48,14 @@ class SharedInputLinears:
     ) -> Any:
         """Return ``input @ weight.T + bias``, or NotImplemented for DTensor to run the layer.
 
-        The result is NotImplemented if an argument is a plain tensor, if ``input`` needs no gradient or is a leaf (the
-        node would keep a leaf alive), and under autocast, whose casts differ from layer to layer.
+        The result is NotImplemented if an argument is a plain tensor, and under autocast, whose casts differ from layer
+        to layer. Nothing accumulates if ``input`` needs no gradient or is a leaf (the node would keep a leaf alive).
         """
         tensors = (input, weight) if bias is None else (input, weight, bias)
-        accumulates = torch.is_grad_enabled() and input.requires_grad and not input.is_leaf
-        if not accumulates or not all(isinstance(tensor, DTensor) for tensor in tensors):
+        if not all(isinstance(tensor, DTensor) for tensor in tensors) or autocasts(input):
             return NotImplemented
-        kind = input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return NotImplemented
+        if not torch.is_grad_enabled() or not input.requires_grad or input.is_leaf:
+            return linear(redistributor, input, weight, bias)
         shared = self._inputs.get(input)
         if shared is None or not shared.is_current(input):
             shared = self._inputs[input] = _SharedInput.from_tensor(input, redistributor)
@@ -64,20 +67,31 @@ class _InputGradient:
 
     def __init__(self, redistributor: Redistributor) -> None:
         self.redistributor = redistributor
-        self._by_pass: dict[int, dict[_Layouts, DTensor]] = defaultdict(dict)
+        self._by_pass: dict[int, dict[Layout, DTensor]] = defaultdict(dict)
 
-    def add(self, gradient: DTensor, weight: DTensor) -> None:
-        """Add ``gradient`` [rows, outputs] times ``weight`` [outputs, width]."""
+    def add(self, gradient: DTensor, weight: DTensor, shape: Sequence[int], layout: Layout | None) -> None:
+        """Add ``gradient`` [..., outputs] times ``weight`` [outputs, width].
+
+        Args:
+            gradient: gradient of a layer's output.
+            weight: weight of the layer.
+            shape: shape of the tensor.
+            layout: layout of the product, if each rank computes its part from its own shards; None: DTensor runs it.
+        """
         # One sum for each pass: the sum of an interrupted pass must not reach another pass.
         sums = self._by_pass[current_backward_pass()]
-        layouts = tuple(gradient.placements), tuple(weight.placements)
-        accumulated = sums.get(layouts)
-        if accumulated is None:
-            sums[layouts] = cast(DTensor, gradient @ weight)
-        elif tuple(accumulated.placements) == _gemm_layout(*layouts):
-            local_of(accumulated).addmm_(local_of(gradient), local_of(weight))
+        if layout is None:
+            product = cast(DTensor, (gradient.reshape(-1, gradient.shape[-1]) @ weight).reshape(shape))
+            accumulated = sums.get(placements_of(product))
+            sums[placements_of(product)] = product if accumulated is None else cast(DTensor, accumulated + product)
+            return
+        rows = local_of(gradient).reshape(-1, local_of(gradient).shape[-1])
+        if layout in sums:
+            total = local_of(sums[layout])
+            total.view(-1, total.shape[-1]).addmm_(rows, local_of(weight))
         else:
-            sums[layouts] = cast(DTensor, accumulated + gradient @ weight)
+            local = (rows @ local_of(weight)).view(*local_of(gradient).shape[:-1], -1)
+            sums[layout] = as_dtensor(self.redistributor, local, layout, shape)
 
     def take(self) -> torch.Tensor | None:
         """Return and forget the gradient that this backward pass has accumulated; None if it has run no layer."""
@@ -115,34 +129,19 @@ def _version(x: torch.Tensor) -> tuple[int, int]:
     return x._version, local_of(cast(DTensor, x))._version
 
 
-def _gemm_layout(left: tuple[Placement, ...], right: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
-    """Return the layout of a matrix product that each rank computes by one local GEMM; None if that is not possible."""
-    placements = [_gemm_placement(a, b) for a, b in zip(left, right, strict=True)]
-    return None if None in placements else tuple(place for place in placements if place is not None)
-
-
-def _gemm_placement(left: Placement, right: Placement) -> Placement | None:
-    if right == R and (left in (R, P) or left.is_shard(0)):
-        return left
-    if left == R and (right == P or right.is_shard(1)):
-        return right
-    return P if left == Shard(1) and right == Shard(0) else None
-
-
 class _ReadInput(torch.autograd.Function):
     """The identity; its backward returns the accumulated gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, total: _InputGradient) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.total, ctx.shape = total, x.shape
+        ctx.total = total
         return x.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         assert gradient is None, "_Linear returns no gradient for its input"
-        total = ctx.total.take()
-        return None if total is None else total.reshape(ctx.shape), None
+        return ctx.total.take(), None
 
 
 class _Linear(torch.autograd.Function):
@@ -152,8 +151,11 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, total: _InputGradient) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.total = total
-        return F.linear(x, weight, bias)
+        ctx.total, ctx.shape, ctx.x_layout = total, tuple(x.shape), placements_of(x)
+        bias_layout = None if bias is None else placements_of(bias)
+        layout = linear_layout(ctx.x_layout, placements_of(weight), bias_layout, last_dim=x.dim() - 1)
+        ctx.is_covered = layout is not None
+        return F.linear(x, weight, bias) if layout is None else run_linear(total.redistributor, x, weight, bias, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -166,8 +168,13 @@ class _Linear(torch.autograd.Function):
             )
         x, weight = ctx.saved_tensors
         grad_out = ctx.total.redistributor.as_dtensor(gradient)
-        rows = grad_out.reshape(-1, grad_out.shape[-1])
-        ctx.total.add(rows, weight)
-        grad_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        layouts = None
+        if ctx.is_covered:
+            grad_layout, weight_layout = placements_of(grad_out), placements_of(weight)
+            layouts = linear_gradients(grad_layout, ctx.x_layout, weight_layout, last_dim=len(ctx.shape) - 1)
+        ctx.total.add(grad_out, weight, ctx.shape, None if layouts is None else layouts.input)
+        needs_bias = ctx.needs_input_grad[2]
+        grad_weight, grad_bias = own_gradients(
+            ctx.total.redistributor, grad_out, x, weight.shape, layouts, bias=needs_bias
+        )
         return None, grad_weight, grad_bias, None

@@ -14,9 +14,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides
+from cost_model.layouts.linear import linear_gradients, linear_layout
+from planner.graph.op_graph import Op, Value
 from planner.regions.regions import Region, find_op_inputs
 from planner.strategies.axis_strategies import AxisRules, AxisStrategy, batch_only_strategies, find_axis_strategies
-from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, quiet_dtensor
+from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, Layouts, quiet_dtensor
 from planner.strategies.own_rules import axis_rules_combine, own_rules
 
 R = Replicate()
@@ -40,6 +42,10 @@ class Strategy:
 def canonical_size(size: int) -> int:
     """Return the size to ask DTensor about: its rules depend on divisibility only, so 2 stands for 4, 8, ..."""
     return 2 if size & (size - 1) == 0 else size
+
+
+LINEAR = "aten.linear.default"
+"""Name of the op of linear layers."""
 
 
 class StrategyTable:
@@ -150,7 +156,10 @@ class StrategyTable:
             if own_rules(region_op.op, inputs) is not None:
                 outputs: tuple[Layout | None, ...] | None = tuple(strategy.forward[i] for i in region_op.outputs)
             else:
-                outputs = rules.forward(region_op.op, inputs, tuple(forward[i] for i in region_op.inputs))
+                layouts = tuple(forward[i] for i in region_op.inputs)
+                outputs = _linear_forward(region_op.op, inputs, layouts)
+                if outputs is None:
+                    outputs = rules.forward(region_op.op, inputs, layouts)
             if outputs is None:
                 return False
             forward.update(zip(region_op.outputs, outputs, strict=True))
@@ -173,7 +182,9 @@ class StrategyTable:
                 )
             else:
                 layouts = tuple(forward[i] for i in region_op.inputs)
-                input_gradients = rules.backward(region_op.op, inputs, layouts, arriving)
+                input_gradients = _linear_backward(region_op.op, inputs, layouts, arriving)
+                if input_gradients is None:
+                    input_gradients = rules.backward(region_op.op, inputs, layouts, arriving)
             if input_gradients is None:
                 return False
             for position, layout in zip(region_op.inputs, input_gradients, strict=True):
@@ -185,6 +196,25 @@ class StrategyTable:
             if slot.origin in ("entry", "parameter") and slot.value.requires_grad
         ]
         return all(gradient.get(i) == strategy.gradient[i] for i in boundary)
+
+
+def _linear_forward(op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
+    """Return the output's layout of a linear layer that the executor runs itself; None for any other op."""
+    if op.target_name != LINEAR or None in layouts:
+        return None
+    output = linear_layout(*(layout for layout in layouts if layout is not None), last_dim=len(inputs[0].shape) - 1)
+    return None if output is None else (output,)
+
+
+def _linear_backward(op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts) -> Layouts | None:
+    """Return the layouts of the inputs' gradients, as `_linear_forward`; None if DTensor runs the backward."""
+    x, weight, gradient = layouts[0], layouts[1] if len(layouts) > 1 else None, gradients[0]
+    if _linear_forward(op, inputs, layouts) is None or x is None or weight is None or gradient is None:
+        return None
+    by_input = linear_gradients(gradient, x, weight, last_dim=len(inputs[0].shape) - 1)
+    if by_input is None:
+        return None
+    return tuple(layout if value.requires_grad else None for layout, value in zip(by_input, inputs, strict=False))
 
 
 def _layout(placements: Sequence[Placement | None]) -> Layout | None:

@@ -278,16 +278,19 @@ def test_plain_gradients_and_keyword_arguments_are_accepted(layers: Layers) -> N
     assert layers.x.grad is not None
 
 
-def test_dtensor_runs_all_other_layers(layers: Layers) -> None:
-    def is_not_covered(x: torch.Tensor) -> bool:
-        return layers.linears(layers.redistributor, x, layers.weights[0]) is NotImplemented
+def test_gradients_accumulate_only_where_they_can(layers: Layers) -> None:
+    def accumulates(x: torch.Tensor) -> bool:
+        layers.linears(layers.redistributor, x, layers.weights[0])
+        return x in layers.linears._inputs
 
-    assert is_not_covered(layers.x)  # a leaf
-    assert is_not_covered(layers.x.detach())
+    assert not accumulates(layers.x)  # a leaf
+    assert not accumulates(layers.x.detach())
     read = layers.x * 1.0
-    assert is_not_covered(read.to_local())
     with torch.no_grad():
-        assert is_not_covered(read)
+        assert not accumulates(read)
+    plain = layers.linears(layers.redistributor, read.to_local(), layers.weights[0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert is_not_covered(read)
-    assert not is_not_covered(read)
+        cast = layers.linears(layers.redistributor, read, layers.weights[0])
+    assert plain is NotImplemented
+    assert cast is NotImplemented
+    assert accumulates(read)

@@ -1,0 +1,126 @@
+"""Linear layers in the layouts in which each rank needs only its own shards, forward and backward.
+
+DTensor flattens [batch, seq, hidden] to two dims. If batch and sequence are both sharded, the flat dim is sharded in
+strides. DTensor then refuses shards of length 1, and on meshes of three axes it spends minutes on the cheapest way to
+redistribute such tensors. Here the local tensors are flattened instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from cost_model.layouts.layout import Layout
+from cost_model.layouts.linear import LinearGradients, linear_gradients, linear_layout
+from executor.redistribute import Redistributor, contiguous_stride
+from executor.torch_internals import local_of, make_dtensor, run_function
+
+
+def linear(
+    redistributor: Redistributor, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Any:
+    """Return ``input`` [..., in] times ``weight`` [out, in] plus ``bias`` [out], as [..., out].
+
+    It is NotImplemented, so that DTensor runs the layer, if an argument is a plain tensor, under autocast, and in
+    layouts that `linear_layout` does not cover.
+    """
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    if not all(isinstance(tensor, DTensor) for tensor in tensors) or autocasts(input):
+        return NotImplemented
+    layout = linear_layout(*map(placements_of, tensors), last_dim=input.dim() - 1)
+    return NotImplemented if layout is None else run_function(_Linear, input, weight, bias, redistributor, layout)
+
+
+def autocasts(tensor: torch.Tensor) -> bool:
+    """Return whether autocast is on for the device type of ``tensor``."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def placements_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of a DTensor."""
+    return tuple(cast(DTensor, tensor).placements)
+
+
+def run_linear(
+    redistributor: Redistributor, x: DTensor, weight: DTensor, bias: DTensor | None, layout: Layout
+) -> DTensor:
+    """Return the output of a covered layer, in ``layout``."""
+    # Where the output is partial, one rank alone adds the bias.
+    adds_bias = all(not place.is_partial() or redistributor.coordinate(axis) == 0 for axis, place in enumerate(layout))
+    local_bias = None if bias is None or not adds_bias else local_of(bias)
+    result = F.linear(local_of(x), local_of(weight), local_bias)
+    return as_dtensor(redistributor, result, layout, (*x.shape[:-1], weight.shape[0]))
+
+
+def own_gradients(
+    redistributor: Redistributor,
+    gradient: DTensor,
+    x: DTensor | None,
+    shape: Sequence[int],
+    layouts: LinearGradients | None,
+    *,
+    bias: bool,
+) -> tuple[DTensor | None, DTensor | None]:
+    """Return the gradients of the weight, of ``shape`` (None without ``x``), and of the bias (None without ``bias``).
+
+    ``layouts`` are those of the gradients of a covered layer; None: DTensor computes them.
+    """
+    rows: torch.Tensor
+    if layouts is None:
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        grad_weight = None if x is None else rows.t() @ x.reshape(-1, x.shape[-1])
+        return cast(DTensor | None, grad_weight), cast(DTensor, rows.sum(0)) if bias else None
+    rows = local_of(gradient).reshape(-1, local_of(gradient).shape[-1])
+    own_weight = own_bias = None
+    if x is not None:
+        local = rows.t() @ local_of(x).reshape(-1, local_of(x).shape[-1])
+        own_weight = as_dtensor(redistributor, local, layouts.weight, shape)
+    if bias:
+        own_bias = as_dtensor(redistributor, rows.sum(0), layouts.bias, shape[:1])
+    return own_weight, own_bias
+
+
+def as_dtensor(redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+    """Return the contiguous DTensor of global ``shape`` whose local tensor is ``local``."""
+    return make_dtensor(local, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
+
+
+class _Linear(torch.autograd.Function):
+    """A covered linear layer. DTensor runs the backward if the gradient arrives in a layout that is not covered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: DTensor, weight: DTensor, bias: DTensor | None, redistributor: Redistributor, layout: Layout
+    ) -> DTensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.redistributor, ctx.x_layout, ctx.shape = redistributor, placements_of(x), tuple(x.shape)
+        ctx.weight_layout, ctx.weight_shape = placements_of(weight), tuple(weight.shape)
+        return run_linear(redistributor, x, weight, bias, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        redistributor: Redistributor = ctx.redistributor
+        x, weight = ctx.saved_tensors
+        grad_out = redistributor.as_dtensor(gradient)
+        layouts = None
+        if not torch.is_grad_enabled():
+            last_dim = len(ctx.shape) - 1
+            layouts = linear_gradients(placements_of(grad_out), ctx.x_layout, ctx.weight_layout, last_dim=last_dim)
+        grad_x: torch.Tensor | None = None
+        if weight is not None and layouts is None:
+            grad_x = (grad_out.reshape(-1, grad_out.shape[-1]) @ weight).reshape(ctx.shape)
+        elif weight is not None and layouts is not None:
+            local = local_of(grad_out)
+            rows = local.reshape(-1, local.shape[-1]) @ local_of(weight)
+            grad_x = as_dtensor(redistributor, rows.view(*local.shape[:-1], -1), layouts.input, ctx.shape)
+        needs_bias = ctx.needs_input_grad[2]
+        grad_weight, grad_bias = own_gradients(redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias)
+        return grad_x, grad_weight, grad_bias, None, None
