@@ -71,14 +71,14 @@ def test_plans_on_three_axes_run_as_planned(planner: str) -> None:
     assert report.equal, report.differences
 
 
-@pytest.mark.parametrize("planner", ["ilp", "random:0", "random:1"])
+@pytest.mark.parametrize("planner", ["ilp", "random:0"])
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_plans_with_one_sample_on_a_rank_run_as_planned(family: str, planner: str) -> None:
     """DTensor treats a shard of length 1 differently: what it does with several samples on a rank proves nothing."""
     module, inputs = make(family, 2)
     job = {"dtype": "fp32", "micro_batches": 1, "ac": "none"}
-    session = PlanningSession(module, cluster="1x4xtoy", example_inputs=inputs, **job)
-    check(family, session.plan(planner=planner, mesh="dp=2,tp=2"), 2)
+    session = PlanningSession(module, cluster="1x8xtoy", example_inputs=inputs, **job)
+    check(family, session.plan(planner=planner, mesh="dp=2,tp=4"), 2)
 
 
 WAITING = {"nodes": 1, "devices_per_node": 4, "device": {"name": "toy", "overlaps": False}}
