@@ -1,7 +1,8 @@
 """Dispatch of calls on DTensors to the executor's own ops: embedding, attention and others.
 
-A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` covers runs on
-local tensors with explicit layouts, forward and backward. DTensor runs all other calls.
+A ``TorchFunctionMode`` gets the calls before DTensor does. A call that ``planner.strategies.own_rules`` or
+``cost_model.layouts.linear`` covers runs on local tensors with explicit layouts, forward and backward. DTensor runs all
+other calls.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ class OwnOps(TorchFunctionMode):
     """A mode in which the executor's own ops run the calls that have a DTensor among their arguments."""
 
     def __init__(self, redistributor: Redistributor, shared_input_linears: OwnOp | None = None) -> None:
-        """Take the redistributor, and the op that runs linear layers; None: each accumulates by itself."""
+        """Take what the ops need.
+
+        Args:
+            redistributor: redistributes on the mesh of the model.
+            shared_input_linears: runs linear layers, and accumulates the gradient of an input that several of them
+                read; None: autograd adds the gradients of the layers.
+        """
         super().__init__()
         self._redistributor = redistributor
         self._own_ops = _OWN_OPS if shared_input_linears is None else {**_OWN_OPS, F.linear: shared_input_linears}

@@ -54,21 +54,27 @@ def run_linear(
     adds_bias = all(not place.is_partial() or redistributor.coordinate(axis) == 0 for axis, place in enumerate(layout))
     local_bias = None if bias is None or not adds_bias else local_of(bias)
     result = F.linear(local_of(x), local_of(weight), local_bias)
-    return as_dtensor(redistributor, result, layout, (*x.shape[:-1], weight.shape[0]))
+    return contiguous_dtensor(redistributor, result, layout, (*x.shape[:-1], weight.shape[0]))
 
 
-def own_gradients(
+def weight_gradients(
     redistributor: Redistributor,
     gradient: DTensor,
     x: DTensor | None,
-    shape: Sequence[int],
+    weight_shape: Sequence[int],
     layouts: LinearGradients | None,
     *,
     bias: bool,
 ) -> tuple[DTensor | None, DTensor | None]:
-    """Return the gradients of the weight, of ``shape`` (None without ``x``), and of the bias (None without ``bias``).
+    """Return the gradients of a layer's weight and bias.
 
-    ``layouts`` are those of the gradients of a covered layer; None: DTensor computes them.
+    Args:
+        redistributor: has the device mesh.
+        gradient: gradient of the output [..., out].
+        x: the input [..., in]; None: the weight needs no gradient.
+        weight_shape: global shape of the weight, (out, in).
+        layouts: layouts of the gradients, if each rank computes its part from its own shards; None: DTensor runs it.
+        bias: whether the bias needs a gradient.
     """
     rows: torch.Tensor
     if layouts is None:
@@ -79,13 +85,15 @@ def own_gradients(
     own_weight = own_bias = None
     if x is not None:
         local = rows.t() @ local_of(x).reshape(-1, local_of(x).shape[-1])
-        own_weight = as_dtensor(redistributor, local, layouts.weight, shape)
+        own_weight = contiguous_dtensor(redistributor, local, layouts.weight, weight_shape)
     if bias:
-        own_bias = as_dtensor(redistributor, rows.sum(0), layouts.bias, shape[:1])
+        own_bias = contiguous_dtensor(redistributor, rows.sum(0), layouts.bias, weight_shape[:1])
     return own_weight, own_bias
 
 
-def as_dtensor(redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+def contiguous_dtensor(
+    redistributor: Redistributor, local: torch.Tensor, layout: Layout, shape: Sequence[int]
+) -> DTensor:
     """Return the contiguous DTensor of global ``shape`` whose local tensor is ``local``."""
     return make_dtensor(local, redistributor.device_mesh, layout, shape, contiguous_stride(shape))
 
@@ -120,7 +128,10 @@ class _Linear(torch.autograd.Function):
         elif weight is not None and layouts is not None:
             local = local_of(grad_out)
             rows = local.reshape(-1, local.shape[-1]) @ local_of(weight)
-            grad_x = as_dtensor(redistributor, rows.view(*local.shape[:-1], -1), layouts.input, ctx.shape)
+            local_x = rows.view(*local.shape[:-1], rows.shape[-1])
+            grad_x = contiguous_dtensor(redistributor, local_x, layouts.input, ctx.shape)
         needs_bias = ctx.needs_input_grad[2]
-        grad_weight, grad_bias = own_gradients(redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias)
+        grad_weight, grad_bias = weight_gradients(
+            redistributor, grad_out, x, ctx.weight_shape, layouts, bias=needs_bias
+        )
         return grad_x, grad_weight, grad_bias, None, None

@@ -26,12 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cost_model.layouts.layout import Layout
 from cost_model.layouts.linear import linear_gradients, linear_layout
 from executor.ops.linear import (
-    as_dtensor,
     autocasts,
+    contiguous_dtensor,
     linear,
-    own_gradients,
     placements_of,
     run_linear,
+    weight_gradients,
 )
 from executor.redistribute import Redistributor
 from executor.torch_internals import current_backward_pass, local_of, run_function
@@ -63,7 +63,7 @@ class SharedInputLinears:
 
 
 class _InputGradient:
-    """The gradient of one tensor [rows, width], accumulated over the GEMMs of a backward pass."""
+    """The gradient of one tensor [..., width], accumulated over the GEMMs of a backward pass."""
 
     def __init__(self, redistributor: Redistributor) -> None:
         self.redistributor = redistributor
@@ -90,8 +90,9 @@ class _InputGradient:
             total = local_of(sums[layout])
             total.view(-1, total.shape[-1]).addmm_(rows, local_of(weight))
         else:
-            local = (rows @ local_of(weight)).view(*local_of(gradient).shape[:-1], -1)
-            sums[layout] = as_dtensor(self.redistributor, local, layout, shape)
+            product_rows = rows @ local_of(weight)
+            local = product_rows.view(*local_of(gradient).shape[:-1], product_rows.shape[-1])
+            sums[layout] = contiguous_dtensor(self.redistributor, local, layout, shape)
 
     def take(self) -> torch.Tensor | None:
         """Return and forget the gradient that this backward pass has accumulated; None if it has run no layer."""
@@ -174,7 +175,7 @@ class _Linear(torch.autograd.Function):
             layouts = linear_gradients(grad_layout, ctx.x_layout, weight_layout, last_dim=len(ctx.shape) - 1)
         ctx.total.add(grad_out, weight, ctx.shape, None if layouts is None else layouts.input)
         needs_bias = ctx.needs_input_grad[2]
-        grad_weight, grad_bias = own_gradients(
+        grad_weight, grad_bias = weight_gradients(
             ctx.total.redistributor, grad_out, x, weight.shape, layouts, bias=needs_bias
         )
         return None, grad_weight, grad_bias, None

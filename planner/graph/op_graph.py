@@ -15,6 +15,9 @@ ValueKind = Literal["input", "parameter", "plain", "activation"]
 """An ``activation`` is computed from inputs or parameters. A ``plain`` value depends on neither (masks, positions,
 buffers): it stays unsharded, except as a module input of an op that reads only plain values and parameters."""
 
+LINEAR = "aten.linear.default"
+"""`Op.target_name` of linear layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from planner.graph.op_graph import OpGraph, later_uses
+from planner.graph.op_graph import LINEAR, OpGraph, later_uses
 from planner.regions.regions import block_of
-
-_LINEAR = "aten.linear.default"
 
 
 class GradientSums(NamedTuple):
@@ -53,7 +51,7 @@ def _accumulating_linears(graph: OpGraph) -> tuple[dict[str, bool], frozenset[st
         for name in op.inputs:
             uses[name] += any(graph.values[output].requires_grad for output in op.outputs)
         value = graph.values[op.inputs[0]] if op.inputs else None
-        if op.target_name == _LINEAR and value is not None and value.requires_grad and value.kind != "input":
+        if op.target_name == LINEAR and value is not None and value.requires_grad and value.kind != "input":
             readers[block_of(graph.calls[op.call].fqn), value.name].append(op.name)
     accumulating = {name: uses[value] == len(ops) for (_, value), ops in readers.items() for name in ops[:-1]}
     return accumulating, frozenset(name for ops in readers.values() for name in ops[1:])

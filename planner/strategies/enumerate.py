@@ -14,11 +14,10 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from cost_model.layouts.layout import Layout, divides
-from cost_model.layouts.linear import linear_gradients, linear_layout
-from planner.graph.op_graph import Op, Value
 from planner.regions.regions import Region, find_op_inputs
 from planner.strategies.axis_strategies import AxisRules, AxisStrategy, batch_only_strategies, find_axis_strategies
-from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, Layouts, quiet_dtensor
+from planner.strategies.dtensor_rules import DTensorRules, GlobalOutputs, quiet_dtensor
+from planner.strategies.local_linear import local_linear_gradients, local_linear_outputs
 from planner.strategies.own_rules import axis_rules_combine, own_rules
 
 R = Replicate()
@@ -44,30 +43,21 @@ def canonical_size(size: int) -> int:
     return 2 if size & (size - 1) == 0 else size
 
 
-LINEAR = "aten.linear.default"
-"""Name of the op of linear layers."""
-
-
 class StrategyTable:
     """The strategies of regions, enumerated once for each signature of a region."""
 
     def __init__(self) -> None:
-        self._rules: dict[tuple[int, ...], DTensorRules] = {}
-        self._exact_rules: dict[tuple[int, ...], DTensorRules] = {}
+        self._rules: dict[tuple[tuple[int, ...], bool], DTensorRules] = {}
         self._outputs = GlobalOutputs()
         self._axis: dict[tuple[Hashable, int], tuple[AxisStrategy, ...]] = {}
         self._mesh: dict[Hashable, tuple[Strategy, ...]] = {}
         self._verified: dict[tuple[Hashable, tuple[int, ...], Strategy], bool] = {}
 
-    def _rules_on(self, mesh_shape: tuple[int, ...]) -> DTensorRules:
-        if mesh_shape not in self._rules:
-            self._rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs)
-        return self._rules[mesh_shape]
-
-    def _exact_rules_on(self, mesh_shape: tuple[int, ...]) -> DTensorRules:
-        if mesh_shape not in self._exact_rules:
-            self._exact_rules[mesh_shape] = DTensorRules(mesh_shape, self._outputs, real_shapes=True)
-        return self._exact_rules[mesh_shape]
+    def _rules_on(self, mesh_shape: tuple[int, ...], *, real_shapes: bool = False) -> DTensorRules:
+        key = mesh_shape, real_shapes
+        if key not in self._rules:
+            self._rules[key] = DTensorRules(mesh_shape, self._outputs, real_shapes=real_shapes)
+        return self._rules[key]
 
     def axis_rules(self, axis_size: int) -> AxisRules:
         """Return the rules of single ops on one axis of ``axis_size`` ranks."""
@@ -133,9 +123,9 @@ class StrategyTable:
     # --- verification on the whole mesh --------------------------------------------------------------------------
 
     def runs(self, region: Region, strategy: Strategy, mesh_shape: Sequence[int]) -> bool:
-        """Return whether DTensor, on the whole mesh, runs the region in the layouts of ``strategy``.
+        """Return whether the executor and DTensor, on the whole mesh, run the region in the layouts of ``strategy``.
 
-        It is asked at the region's real shapes on a mesh of the real sizes: smaller ones may behave differently.
+        DTensor is asked at the region's real shapes and on a mesh of the real sizes: smaller ones may differ.
         """
         shape = tuple(mesh_shape)
         key = ((region.signature, region.exits), shape, strategy)
@@ -147,7 +137,7 @@ class StrategyTable:
     def _runs_forward_and_backward(self, region: Region, strategy: Strategy, shape: tuple[int, ...]) -> bool:
         if sum(size > 1 for size in shape) <= 1 or not region.ops:
             return True
-        rules = self._exact_rules_on(shape)
+        rules = self._rules_on(shape, real_shapes=True)
         forward: dict[int, Layout | None] = {
             i: strategy.forward[i] for i, slot in enumerate(region.slots) if slot.origin != "op"
         }
@@ -157,7 +147,7 @@ class StrategyTable:
                 outputs: tuple[Layout | None, ...] | None = tuple(strategy.forward[i] for i in region_op.outputs)
             else:
                 layouts = tuple(forward[i] for i in region_op.inputs)
-                outputs = _linear_forward(region_op.op, inputs, layouts)
+                outputs = local_linear_outputs(region_op.op, inputs, layouts)
                 if outputs is None:
                     outputs = rules.forward(region_op.op, inputs, layouts)
             if outputs is None:
@@ -182,7 +172,7 @@ class StrategyTable:
                 )
             else:
                 layouts = tuple(forward[i] for i in region_op.inputs)
-                input_gradients = _linear_backward(region_op.op, inputs, layouts, arriving)
+                input_gradients = local_linear_gradients(region_op.op, inputs, layouts, arriving)
                 if input_gradients is None:
                     input_gradients = rules.backward(region_op.op, inputs, layouts, arriving)
             if input_gradients is None:
@@ -196,25 +186,6 @@ class StrategyTable:
             if slot.origin in ("entry", "parameter") and slot.value.requires_grad
         ]
         return all(gradient.get(i) == strategy.gradient[i] for i in boundary)
-
-
-def _linear_forward(op: Op, inputs: Sequence[Value], layouts: Layouts) -> Layouts | None:
-    """Return the output's layout of a linear layer that the executor runs itself; None for any other op."""
-    if op.target_name != LINEAR or None in layouts:
-        return None
-    output = linear_layout(*(layout for layout in layouts if layout is not None), last_dim=len(inputs[0].shape) - 1)
-    return None if output is None else (output,)
-
-
-def _linear_backward(op: Op, inputs: Sequence[Value], layouts: Layouts, gradients: Layouts) -> Layouts | None:
-    """Return the layouts of the inputs' gradients, as `_linear_forward`; None if DTensor runs the backward."""
-    x, weight, gradient = layouts[0], layouts[1] if len(layouts) > 1 else None, gradients[0]
-    if _linear_forward(op, inputs, layouts) is None or x is None or weight is None or gradient is None:
-        return None
-    by_input = linear_gradients(gradient, x, weight, last_dim=len(inputs[0].shape) - 1)
-    if by_input is None:
-        return None
-    return tuple(layout if value.requires_grad else None for layout, value in zip(by_input, inputs, strict=False))
 
 
 def _layout(placements: Sequence[Placement | None]) -> Layout | None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from cost_model.layouts.layout import format_layout
 from cost_model.layouts.linear import linear_gradients, linear_layout
-from executor.ops import linear as linear_module
 from executor.ops.linear import linear
+from executor.ops.shared_input_linears import SharedInputLinears
 from executor.redistribute import Redistributor
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -94,4 +94,19 @@ def test_other_layouts_are_left_to_dtensor(x: tuple, weight: tuple, bias: tuple 
 def test_a_partial_gradient_stays_partial_where_nothing_is_sharded() -> None:
     assert linear_gradients((P,), (R,), (R,), last_dim=2) == ((P,), (P,), (P,))
     assert linear_gradients((P,), (R,), (S0,), last_dim=2) is None
-    assert not linear_module.autocasts(torch.zeros(1))
+
+
+def check_no_rows(rank: int) -> list[tuple[int, ...]]:
+    mesh = init_device_mesh("cpu", MESH.shape, mesh_dim_names=MESH.names)
+    redistributor = Redistributor.from_plan(mesh, ShardingPlan(mesh=MESH))
+    x = leaf(distribute_tensor(torch.zeros(0, 8), mesh, (R, R)))
+    weight = leaf(distribute_tensor(torch.zeros(12, 8), mesh, (R, S0)))
+    for layer in (linear, SharedInputLinears()):
+        layer(redistributor, x * 1.0, weight).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [tuple(x.grad.shape), tuple(weight.grad.shape)]
+
+
+def test_an_expert_without_tokens_has_gradients_of_its_shapes() -> None:
+    assert run_on_gloo(check_no_rows, 4) == [[(0, 8), (12, 8)]] * 4
