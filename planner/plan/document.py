@@ -12,7 +12,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from cost_model.layouts.layout import Layout, format_layout, parse_layout
 from planner.errors import JobError, PlanFormatError
-from planner.plan.estimate import Estimate, Pipeline, SolverReport
+from planner.plan.estimate import BaselinePrice, Estimate, Pipeline, SolverReport, Verification
 from planner.plan.former_names import with_current_names
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.ports import Port, PortSpec
@@ -119,6 +119,10 @@ class PlanDocument(_Document):
     """The pipeline stages that the model is cut into, along the mesh's outermost axis; null: no pipeline."""
     estimate: Estimate | None = None
     solver: SolverReport | None = None
+    baselines: list[BaselinePrice] = []
+    """Prices of the plans that people write by hand, for the same job."""
+    verification: Verification | None = None
+    """Result of running the plan on fake processes; null: it was not written by the planner."""
     job: Job = Job()
     cluster: dict[str, Any] = {}
     """ClusterSpec.to_dict()."""

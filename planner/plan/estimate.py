@@ -1,4 +1,4 @@
-"""The estimate of a plan (seconds, bytes and collectives of a step), its pipeline, and the report of the solver."""
+"""The estimate of a plan (seconds, bytes and collectives of a step), its pipeline, the solver's report, baselines."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ class Estimate:
         communication_s: seconds of all collectives, overlapped or exposed.
         exposed_communication_s: seconds of the step beyond compute and optimizer: communication that does not overlap,
             and the slowdown of kernels by communication that does.
+        model_flops: FLOPs of the model in a step of the whole cluster, without recomputation, for the MFU; None: not
+            counted.
+        host_s: seconds in which one process dispatches all ops of a step, a lower bound on the step time of a run
+            without CUDA graphs; None: not counted.
         peak_memory_bytes: peak of live bytes on a device.
         memory: role -> bytes at the peak (parameters, gradients, optimizer_state, activations, ...).
         collectives: every collective of a step.
@@ -66,6 +70,8 @@ class Estimate:
     compute_s: float = 0.0
     communication_s: float = 0.0
     exposed_communication_s: float = 0.0
+    model_flops: float | None = None
+    host_s: float | None = None
     peak_memory_bytes: int
     memory: Mapping[str, int] = field(default_factory=dict)
     collectives: tuple[CollectiveEstimate, ...] = ()
@@ -131,6 +137,11 @@ class MeshReport:
     step_time_s: float | None = None
 
 
+Perturbation = Literal["slow-communication", "exposed-communication", "slow-kernels"]
+"""An assumption that a plan is priced under, in place of the cost model's own: communication 1.3 times as slow, a fifth
+of what overlaps exposed, or kernels 10 % slower."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolverReport:
     """The result of the search: objective, lower bound and gap of the plan, and the outcome of each mesh.
@@ -144,6 +155,10 @@ class SolverReport:
         gap: (objective - bound) / objective; None: no bound was proven.
         time_s: seconds of solving the plan's integer programs.
         meshes: outcome of each mesh that was searched; empty where there was only one mesh.
+        fastest_s: seconds of a step under the fastest plan that was found; None: it is this plan.
+        fastest_mesh: mesh of the fastest plan, as text; None: it is this plan.
+        loses_under: the assumption under which the fastest plan is slower than this one ("slow-communication",
+            "exposed-communication", "slow-kernels"); None: this plan was chosen because it is simpler, or the fastest.
     """
 
     name: str
@@ -153,3 +168,47 @@ class SolverReport:
     gap: float | None = None
     time_s: float = 0.0
     meshes: tuple[MeshReport, ...] = ()
+    fastest_s: float | None = None
+    fastest_mesh: str | None = None
+    loses_under: Perturbation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselinePrice:
+    """The price of a plan that people write by hand, at its best number of micro-batches and checkpointing.
+
+    Attributes:
+        name: "ddp", "fsdp", "hsdp" or "fsdp-tp".
+        mesh: its mesh as text, such as "dp=2,fsdp=8".
+        step_time_s: seconds of a step; None: no such plan fits the memory.
+        peak_memory_bytes: peak of live bytes on a device; where no plan fits, of the one with the least. None: the
+            model has no such plan on this cluster.
+        micro_batches: micro-batches per step; None where there is no such plan.
+        ac: checkpointing mode; None where there is no such plan.
+    """
+
+    name: str
+    mesh: str
+    step_time_s: float | None = None
+    peak_memory_bytes: int | None = None
+    micro_batches: int | None = None
+    ac: str | None = None
+
+
+VerificationOutcome = Literal["as-planned", "forward-as-planned", "not-run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """The result of running a plan on fake processes before it was given (`planner.verification`).
+
+    Attributes:
+        outcome: "as-planned": the collectives of a step that ran are those of the plan. "forward-as-planned": those of
+            the forward are; the model gives no loss, so that its backward could not run. "not-run": it was not run.
+        kinds: kinds of collectives (by phase, axis and size) that ran as planned.
+        reason: why the plan was not run, or only its forward; None where the whole step ran.
+    """
+
+    outcome: VerificationOutcome
+    kinds: int = 0
+    reason: str | None = None

@@ -71,7 +71,8 @@ class Job:
             None: the kernel that torch chooses.
         dropout: always "as-configured": dropout follows the model's config.
         mip_gap: relative gap at which the solver may stop.
-        memory_bytes: cap on the peak per device; None: the memory of the device.
+        memory_bytes: cap on the peak per device; None: the memory of the device, less the headroom.
+        headroom: fraction of the device's memory that is left free where ``memory_bytes`` is None.
         micro_batches: micro-batches per step; None: the search chooses.
         ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
             list. None: the search chooses.
@@ -102,6 +103,7 @@ class Job:
     dropout: Literal["as-configured"] = "as-configured"
     mip_gap: float = 1e-3
     memory_bytes: int | None = None
+    headroom: float = 0.0
     micro_batches: int | None = None
     ac: str | None = None
     pins: tuple[str, ...] = ()

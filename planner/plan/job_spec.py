@@ -107,6 +107,15 @@ class JobSpec:
         ),
     )
 
+    headroom: float = field(
+        default=0.08,
+        metadata=_about(
+            "Fraction of the device's memory that stays free where no --memory-gb is given.",
+            heading=JOB,
+            limits={"ge": 0, "le": 0.9, "allow_inf_nan": False},
+        ),
+    )
+
     phase: JobPhase = field(
         default="training",
         metadata=_about(
@@ -177,6 +186,14 @@ class JobSpec:
         default=True,
         metadata=_about(
             "Only plans that shard_module can run; --no-executable-only searches pipelines as well.", heading=SEARCH
+        ),
+    )
+    tolerance: float = field(
+        default=0.02,
+        metadata=_about(
+            "Relative step time that a simpler plan may cost more than the fastest; 0: the fastest plan.",
+            heading=SEARCH,
+            limits={"ge": 0, "le": 1, "allow_inf_nan": False},
         ),
     )
     time_limit_s: float | None = field(
@@ -263,6 +280,7 @@ class JobOptions(TypedDict, total=False):
     seq: int | None
     mesh: str | MeshSpec | None
     memory_gb: float | None
+    headroom: float
     phase: JobPhase
     micro_batches: int | None
     ac: str | None
@@ -274,6 +292,7 @@ class JobOptions(TypedDict, total=False):
     data_axes: Sequence[str]
     axes: int
     executable_only: bool
+    tolerance: float
     time_limit_s: float | None
     jobs: int
     fused_ops: bool

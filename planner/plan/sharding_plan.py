@@ -16,12 +16,14 @@ from planner.plan import file as plan_file
 from planner.plan.checks import check_layout, check_names, check_ports, check_zigzag_order, wrong_type
 from planner.plan.document import FORMAT_VERSION
 from planner.plan.estimate import (
+    BaselinePrice,
     CollectiveEstimate,
     Estimate,
     Phase,
     Pipeline,
     PipelineStage,
     SolverReport,
+    Verification,
 )
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.job_spec import JobPhase
@@ -30,6 +32,7 @@ from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
+    "BaselinePrice",
     "FORMAT_VERSION",
     "CheckpointingMode",
     "CollectiveEstimate",
@@ -45,6 +48,7 @@ __all__ = [
     "PortSpec",
     "ShardingPlan",
     "SolverReport",
+    "Verification",
 ]
 
 
@@ -110,6 +114,8 @@ class ShardingPlan:
             the other axes. None: there is no pipeline.
         estimate: seconds and bytes of a step; None: the plan was not priced.
         solver: objective, lower bound and gap of the plan; None: the planner did not write the plan.
+        baselines: prices of the plans that people write by hand, for the same job; empty where none was priced.
+        verification: the result of running the plan on fake processes; None: the planner did not write the plan.
         job: the job that the estimate is for.
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
@@ -134,6 +140,8 @@ class ShardingPlan:
     pipeline: Pipeline | None = None
     estimate: Estimate | None = None
     solver: SolverReport | None = None
+    baselines: tuple[BaselinePrice, ...] = ()
+    verification: Verification | None = None
     job: Job = field(default_factory=Job)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +166,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "notes"):
+        for name in (*_LISTS, "notes", "baselines"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -269,6 +277,8 @@ class ShardingPlan:
             "pipeline": None if self.pipeline is None else _pipeline_values(self.pipeline),
             "estimate": None if self.estimate is None else _json_values(self.estimate),
             "solver": None if self.solver is None else _json_values(self.solver),
+            "baselines": [_json_values(price) for price in self.baselines],
+            "verification": None if self.verification is None else _json_values(self.verification),
             "job": _json_values(self.job),
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
