@@ -46,7 +46,10 @@ def axes_by_group(device_mesh: DeviceMesh) -> dict[str, str]:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """A dispatch mode that counts the collectives inside its ``with`` block in ``counts``."""
+    """A dispatch mode that counts the collectives inside its ``with`` block in ``counts``.
+
+    ``last_op`` is the op that was dispatched last, with its positional arguments; None before the first.
+    """
 
     def __init__(self, axes: Mapping[str, str], phase: Callable[[], Phase]) -> None:
         """Start with no collectives.
@@ -57,6 +60,7 @@ class CollectiveCounter(TorchDispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counts = Counter()
+        self.last_op: tuple[Any, tuple[Any, ...]] | None = None
         self._axes = axes
         self._phase = phase
 
@@ -67,6 +71,7 @@ class CollectiveCounter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.last_op = (func, args)
         if any(issubclass(kind, DTensor) for kind in types):
             # DTensor dispatches again with local tensors, and only those calls are collectives.
             return NotImplemented

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from executor.call_trace import CallTrace
 from executor.collective_counter import CollectiveCounter, CollectiveKey, Counts, axes_by_group
 from executor.redistribute import conjugate
 from executor.resolve.batch import local_batch
@@ -98,15 +99,24 @@ def verify(
 
     Raises:
         PlanError: the plan has no estimate, does not fit the module, has a pipeline, or assumes async tensor
-            parallelism.
+            parallelism. `RunError`: the step fails.
     """
     plan.check_runs()
+    return compare(expected_collectives(plan), observed_collectives(module, plan, example_inputs, micro_batches))
+
+
+def expected_collectives(plan: ShardingPlan) -> Counts:
+    """Return the collectives of one step in the plan's estimate.
+
+    Raises:
+        PlanError: the plan has no estimate.
+    """
     if plan.estimate is None:
         raise PlanError("The plan has no estimate to verify.", what_to_do="Price it first: shardplan estimate.")
     expected: Counts = Counter()
     for item in plan.estimate.collectives:
         expected[CollectiveKey(phase=item.phase, kind=item.kind, axis=item.axis, bytes=item.bytes)] += item.count
-    return compare(expected, observed_collectives(module, plan, example_inputs, micro_batches))
+    return expected
 
 
 def compare(expected: Counts, observed: Counts) -> VerifyReport:
@@ -126,22 +136,37 @@ def _sorted_counts(counts: Counts) -> tuple[CollectiveCount, ...]:
 
 
 def observed_collectives(
-    module: nn.Module, plan: ShardingPlan, example_inputs: Any, micro_batches: int | None = None
+    module: nn.Module,
+    plan: ShardingPlan,
+    example_inputs: Any,
+    micro_batches: int | None = None,
+    *,
+    with_backward: bool = True,
 ) -> Counts:
-    """Return the collectives that rank 0 of a fake process group runs in one step; arguments as for ``verify``."""
+    """Return the collectives that rank 0 of a fake process group runs in one step.
+
+    Args:
+        module: as for ``verify``.
+        plan: as for ``verify``.
+        example_inputs: as for ``verify``.
+        micro_batches: as for ``verify``.
+        with_backward: whether a training step runs its backward; False runs the forward alone.
+
+    Raises:
+        RunError: the step fails; the message names the module, the op and its shapes.
+    """
     in_step = plan.micro_batches if micro_batches is None else micro_batches
     run = min(in_step, _MAX_MICRO_BATCHES)
-    phases = PhaseTracker()
     with ExitStack() as stack:
-        stack.enter_context(_process_group(plan.mesh.size))
+        stack.enter_context(fake_processes(plan.mesh.size))
         device_mesh = device_mesh_for(plan, device_type="cpu")
         stack.enter_context(unpacked_sequences())
-        shortened = dataclasses.replace(plan, micro_batches=run)
-        model = shard_on_meta(_meta_copy(module, plan.job.phase), device_mesh, shortened, phases)
+        step = _Step(device_mesh, plan, with_backward=with_backward)
+        model = step.sharded(module, dataclasses.replace(plan, micro_batches=run))
         batch = local_batch(_meta_inputs(example_inputs), device_mesh, plan)
         if plan.job.phase == "decode":
-            batch = _decoding_batch(model, batch, plan.job.seq or 0)
-        passes = [_run_micro_batch(model, batch, plan, device_mesh, phases) for _ in range(run)]
+            batch = step.decoding_batch(model, batch)
+        passes = [step.run_micro_batch(model, batch) for _ in range(run)]
     total: Counts = Counter()
     for index, counts in enumerate(passes):
         # The second pass stands for all later ones, except in phases that run once a step.
@@ -151,19 +176,44 @@ def observed_collectives(
     return total
 
 
-def _run_micro_batch(
-    model: nn.Module, batch: Any, plan: ShardingPlan, device_mesh: DeviceMesh, phases: PhaseTracker
-) -> Counts:
-    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    counter = CollectiveCounter(axes_by_group(device_mesh), lambda: phases.phase)
-    with counter:
-        if plan.job.training:
-            loss = _loss(model(*args, **kwargs))
-            loss.backward(_ones_like(loss))
-        else:
-            with torch.no_grad():
-                model(*args, **kwargs)
-    return counter.counts
+class _Step:
+    """Runs one step of a plan on meta tensors, and counts its collectives."""
+
+    def __init__(self, device_mesh: DeviceMesh, plan: ShardingPlan, *, with_backward: bool) -> None:
+        self._device_mesh, self._plan, self._with_backward = device_mesh, plan, with_backward
+        self._phases = PhaseTracker()
+        self._counter = self._new_counter()
+        self._trace = CallTrace(lambda: self._counter.last_op)
+
+    def _new_counter(self) -> CollectiveCounter:
+        return CollectiveCounter(axes_by_group(self._device_mesh), lambda: self._phases.phase)
+
+    def sharded(self, module: nn.Module, plan: ShardingPlan) -> nn.Module:
+        """Return a copy of ``module`` on meta, sharded as ``plan`` says."""
+        with self._trace.reported("sharding the module"):
+            model = shard_on_meta(_meta_copy(module, plan.job.phase), self._device_mesh, plan, self._phases)
+            self._trace.attach(model)
+        return model
+
+    def decoding_batch(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the arguments of a decoding step, from those of one token."""
+        self._counter = self._new_counter()
+        with self._trace.reported("filling the cache"), self._counter:
+            return _decoding_batch(model, batch, self._plan.job.seq or 0)
+
+    def run_micro_batch(self, model: nn.Module, batch: Any) -> Counts:
+        """Return the collectives of one micro-batch."""
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+        training = self._plan.job.training and self._with_backward
+        self._counter = self._new_counter()
+        with self._counter:
+            with self._trace.reported("the forward"), torch.set_grad_enabled(self._plan.job.training):
+                output = model(*args, **kwargs)
+            if training:
+                with self._trace.reported("the backward"):
+                    loss = _loss(output)
+                    loss.backward(_ones_like(loss))
+        return self._counter.counts
 
 
 def _decoding_batch(model: nn.Module, batch: Any, tokens: int) -> dict[str, Any]:
@@ -202,7 +252,7 @@ def _loss(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _process_group(size: int) -> Iterator[None]:
+def fake_processes(size: int) -> Iterator[None]:
     """Return a context with a fake process group of ``size`` ranks: the current group, or a new one if there is none.
 
     Raises:

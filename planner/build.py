@@ -1,9 +1,10 @@
-"""`build_plan`: the plan of one model, in one call."""
+"""`build_plan`: the plan of one model in one call; `verified_plan`: a session's fastest plan that runs as planned."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, Unpack
 
@@ -11,14 +12,20 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
+from planner.errors import PlanError, RunError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
 from planner.plan.job_spec import JobOptions, spec_fields, spec_of
 from planner.plan.sharding_plan import ShardingPlan
-from planner.progress import Progress
-from planner.run import baselines
+from planner.progress import RUNNING_ON_FAKE_PROCESSES, Progress
+from planner.run import baselines, gc_pause
+from planner.search.worker_context import RunKey
 from planner.session import PlanningSession
+from planner.verification.verify_plan import verification_of
+
+_MOST_FAILURES = 3
+"""Plans that are tried, at most, until one runs as planned."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,7 +71,7 @@ def build_plan(
 
     Raises:
         PlannerError: the request cannot be planned. `InfeasibleError`: no plan fits the memory. `SolverError`: the time
-            limit came before any plan was found.
+            limit came before any plan was found. `RunError`: no plan was found that runs as planned.
     """
     spec = spec_of(options)
     baselines.parse_planner(spec.planner)
@@ -80,4 +87,65 @@ def build_plan(
         tp_plan=tp_plan,
         progress=progress,
     )
-    return session.plan(planner=spec.planner, mesh=mesh)
+    return verified_plan(session, planner=spec.planner, mesh=mesh)
+
+
+def verified_plan(
+    session: PlanningSession,
+    *,
+    planner: str = "ilp",
+    mesh: str | MeshSpec | None = None,
+    memory_bytes: int | None = None,
+) -> ShardingPlan:
+    """Return the fastest plan that a planner allows and that runs as planned, with its verification.
+
+    A plan that does not run as planned is left out, with all plans on its mesh in its number of micro-batches and
+    checkpointing mode.
+
+    Args:
+        session: the model, the cluster and the job.
+        planner: as for `PlanningSession.plan`.
+        mesh: as for `PlanningSession.plan`.
+        memory_bytes: as for `PlanningSession.plan`.
+
+    Raises:
+        PlannerError: as `PlanningSession.plan`. `RunError`: no plan was found that runs as planned.
+    """
+    plan: ShardingPlan | None = session.plan(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+    failures: dict[RunKey, PlanError] = {}
+    while plan is not None:
+        try:
+            return _with_verification(session, plan)
+        except PlanError as error:
+            failures[str(plan.mesh.spec), plan.micro_batches, str(plan.job.ac)] = error
+        if len(failures) == _MOST_FAILURES:
+            break
+        plan = session.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes, excluded=frozenset(failures))
+    raise _no_plan_runs(failures)
+
+
+def _with_verification(session: PlanningSession, plan: ShardingPlan) -> ShardingPlan:
+    """Return ``plan`` with its verification, and the seconds that it took.
+
+    Raises:
+        PlanError: the plan does not run as planned.
+    """
+    if session.progress is not None:
+        session.progress(RUNNING_ON_FAKE_PROCESSES)
+    start = time.perf_counter()
+    with gc_pause.paused():
+        verification = verification_of(session.module, plan, session.inputs)
+    timings = {**plan.timings, "verify_s": time.perf_counter() - start}
+    return dataclasses.replace(plan, verification=verification, timings=timings)
+
+
+def _no_plan_runs(failures: Mapping[RunKey, PlanError]) -> RunError:
+    (mesh, micro_batches, ac), first = next(iter(failures.items()))
+    tried = "the only plan does" if len(failures) == 1 else f"{len(failures)} plans were tried, and none does"
+    return RunError(
+        f"no plan was found that runs as planned: {tried}. On mesh {mesh}, {micro_batches} micro-batches, "
+        f"checkpointing {ac}: {first.detail}",
+        what_to_do="Give another mesh, batch or number of micro-batches, and please report this.",
+        module=first.module if isinstance(first, RunError) else None,
+        op=first.op if isinstance(first, RunError) else None,
+    )

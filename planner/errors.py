@@ -12,6 +12,7 @@ PlannerError                    exit code 2, HTTP 422
 │   ├── PlanMismatchError       a plan for another model, mesh or torch (stale fingerprint)
 │   ├── PlanTypeError           a value of a wrong type (also a TypeError, as in torch)
 │   ├── PlanLayoutError         a layout that the mesh or the tensor's shape does not allow (also a ValueError)
+│   ├── RunError                exit code 4: a step of the plan that fails when it is run, or runs other collectives
 │   └── PlanKeyError            an invalid key
 │       ├── EmptyPathError      a Sharder for the root module (also a KeyError, as in torch)
 │       ├── UnmatchedKeyError   a key that matches nothing in the module (also an AttributeError, as in torch)
@@ -198,6 +199,23 @@ class KeyConflictError(PlanKeyError, RuntimeError):
     def __init__(self, detail: str, *, field: str, key: str, other: str, what_to_do: str = "") -> None:
         super().__init__(detail, field=field, key=key, what_to_do=what_to_do)
         self.other = other
+
+
+class RunError(PlanError):
+    """A step of a plan that fails when it is run, or that does not run the collectives of the plan.
+
+    Attributes:
+        module: FQN of the module whose call failed; None where it is not known.
+        op: op and argument shapes that failed, as text; None where they are not known.
+    """
+
+    exit_code = 4
+    title = "The plan does not run"
+
+    def __init__(self, detail: str, *, what_to_do: str = "", module: str | None = None, op: str | None = None) -> None:
+        super().__init__(detail, what_to_do=what_to_do)
+        self.module = module
+        self.op = op
 
 
 class UnsupportedTorchError(PlannerError):

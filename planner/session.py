@@ -48,7 +48,7 @@ from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_
 from planner.search.pipeline.split_graph import obstacle
 from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
 from planner.search.task_pool import Pool, checked_jobs, start_workers
-from planner.search.worker_context import SearchConstraints, WorkerContext
+from planner.search.worker_context import RunKey, SearchConstraints, WorkerContext
 from planner.writing.notes import notes_on
 from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
@@ -63,6 +63,9 @@ class PlanningSession:
         spec: the job as the user states it.
         job: the job as plans record it.
         cluster: the devices and links that plans are for.
+        module: the module; None: the session got its traced graph alone.
+        inputs: arguments of one call with the global batch; empty without a module.
+        progress: called with each event; None: events are dropped.
     """
 
     def __init__(
@@ -92,10 +95,11 @@ class PlanningSession:
         if spec is not None and options:
             raise TypeError(f"spec and {', '.join(options)} are given: give either spec or the fields of a spec.")
         self.spec = spec = spec_of(options) if spec is None else spec
+        self.module = None if isinstance(model, TracedModule) else model
         start_workers(checked_jobs(spec.jobs))
-        self._progress = progress
+        self.progress = progress
         self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
-        inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
+        self.inputs = inputs = resolve_inputs(model, example_inputs, batch=spec.batch, seq=spec.seq, phase=spec.phase)
         self._batch = spec.batch or (model.samples if isinstance(model, TracedModule) else batch_size_of(inputs))
         flash = self.cluster.device.flash_attention
         self.job = job_of(spec, batch=self._batch, flash_attention=flash)
@@ -148,11 +152,22 @@ class PlanningSession:
         return plan
 
     def plan_if_any(
-        self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
+        self,
+        *,
+        planner: str = "ilp",
+        mesh: str | MeshSpec | None = None,
+        memory_bytes: int | None = None,
+        excluded: frozenset[RunKey] = frozenset(),
     ) -> ShardingPlan | None:
         """Return the result of `plan`, or None where no plan fits.
 
         The infeasibility report, which takes time, is not computed.
+
+        Args:
+            planner: as for `plan`.
+            mesh: as for `plan`.
+            memory_bytes: as for `plan`.
+            excluded: runs that are left out: (mesh as text, number of micro-batches, checkpointing mode).
         """
         name, seed = baselines.parse_planner(planner)
         with gc_pause.paused():
@@ -163,7 +178,7 @@ class PlanningSession:
                 candidate, report = self._random(meshes[-1], seed), SolverReport(name=planner, status="given")
             else:
                 restrict = self._restrict(name, self._pins(meshes))
-                constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict)
+                constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict, excluded=excluded)
                 whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
                 if pipelined is not None and pipelined.plan is not None:
                     return self._pipeline_plan(pipelined.plan, memory_bytes, solver_report(whole, pipelined, planner))
@@ -257,7 +272,7 @@ class PlanningSession:
             constraints=constraints,
             pool=self._pool if name == "ilp" else self._pool.in_this_process(),
             deadline=None if self.spec.time_limit_s is None else time.perf_counter() + self.spec.time_limit_s,
-            progress=self._progress,
+            progress=self.progress,
         )
         heterogeneous = self.spec.heterogeneous_blocks and name == "ilp"
         if stages is not None:

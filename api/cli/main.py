@@ -1,6 +1,7 @@
 """The commands of ``shardplan``. A command imports torch and the planner only when it runs, so ``--help`` is fast.
 
-Exit codes: 0 done; 1 verify found a difference, or shardplan failed; 2 bad input; 3 no plan fits.
+Exit codes: 0 done; 1 verify found a difference, or shardplan failed; 2 bad input; 3 no plan fits; 4 the plan does not
+run.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ def estimate_command(
 
 @app.command("verify")
 def verify_command(model: Model, plan: PlanFile, as_json: Json = False) -> None:
-    """Run PLAN for MODEL on fake processes and compare its collectives: exit code 1 where they differ."""
+    """Run PLAN for MODEL on fake processes and compare its collectives with the plan's.
+
+    Exit code 1: they differ. Exit code 4: the plan does not run.
+    """
     with reported(as_json):
         from api.requests.model_registry import load_for_plan
         from planner.plan.sharding_plan import ShardingPlan

@@ -15,7 +15,7 @@ from planner.graph.example_inputs import GivenInputs
 from planner.plan.former_names import with_current_names
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
-from planner.progress import ASKING_SERVER, TRACING, Progress, ProgressEvent, event_from_dict
+from planner.progress import ASKING_SERVER, RUNNING_ON_FAKE_PROCESSES, TRACING, Progress, ProgressEvent, event_from_dict
 
 __all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
 
@@ -82,6 +82,7 @@ class RemoteShardingPlanner(ShardingPlanner):
             ModelError: the module cannot be traced, or its graph cannot be sent; the message says why.
             InfeasibleError: no plan fits.
             RemotePlanningError: the server gave no plan for another reason; the message says which.
+            RunError: the server's plan does not run as planned here.
         """
         model = self._model if self._model is not None else {"graph": self._graph(module)}
         with Connection(
@@ -97,7 +98,19 @@ class RemoteShardingPlanner(ShardingPlanner):
             job = self._until_ended(server, job)
         if job["status"] != "succeeded":
             raise error_from_problem(job["error"] or {"title": f"The job was {job['status']}."}, job["id"])
-        return ShardingPlan.from_dict(job["plan"])
+        plan = ShardingPlan.from_dict(job["plan"])
+        # The server had the graph alone; of a preset it has the module, and has verified the plan.
+        return plan if self._model is not None else self._verified(module, plan)
+
+    def _verified(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        """Return ``plan`` with the result of running it here, on fake processes."""
+        from planner.graph.trace_module import resolve_inputs
+        from planner.verification.verify_plan import verification_of
+
+        self._report(RUNNING_ON_FAKE_PROCESSES)
+        job = plan.job
+        inputs = resolve_inputs(module, self._example_inputs, batch=job.batch, seq=job.seq, phase=job.phase)
+        return dataclasses.replace(plan, verification=verification_of(module, plan, inputs))
 
     def _graph(self, module: nn.Module) -> dict[str, str]:
         from planner.graph.trace_module import trace_module

@@ -20,7 +20,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def exit_code_of(error: Exception) -> int:
-    """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 1 a bug of shardplan."""
+    """Return the exit code of the command line for ``error``: 2 bad input, 3 infeasible, 4 does not run, 1 a bug."""
     if isinstance(error, PlannerError):
         return error.exit_code
     return 2 if isinstance(error, UserError) else 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MOST_DEVICES = 2**17
 """The most devices of a client's cluster: more than any cluster has. Meshes are tried for each divisor."""
 
-_PACKAGES = ("api", "cost_model", "planner")
+_PACKAGES = ("api", "cost_model", "executor", "planner")
 _DEPENDENCIES = ("torch", "transformers", "pulp", "highspy", "networkx", "numpy")
 
 
@@ -58,11 +58,12 @@ def plan_request(
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
     """
     from api.requests.model_registry import quiet_libraries
+    from planner.build import verified_plan
 
     context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
         session = context.session(time_limit_s=time_limit_s, jobs=jobs)
-        return context.noted(session.plan(planner=context.spec.planner, mesh=context.spec.mesh))
+        return context.noted(verified_plan(session, planner=context.spec.planner, mesh=context.spec.mesh))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +149,13 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
     """Run ``plan`` on fake processes; return the comparison of the collectives that ran with the plan's estimate.
 
     Raises:
-        PlanError: the plan is for another model, mesh or batch, or has no estimate.
+        PlanError: the plan is for another model, mesh or batch, or has no estimate. `RunError`: it does not run.
     """
     from api.requests.model_registry import quiet_libraries
     from executor.verify import verify
-    from planner.graph.example_inputs import batch_size_of, inputs_from_config, meta_inputs, with_batch
+    from planner.graph.example_inputs import inputs_from_config, meta_inputs
     from planner.plan.fingerprint import model_fingerprint
+    from planner.verification.verify_plan import micro_batch_arguments
 
     # The executor checks this too, but only after the plan's keys, which match nothing in another model.
     actual = model_fingerprint(source.module)
@@ -166,10 +168,8 @@ def verification(source: ModelSource, plan: ShardingPlan) -> VerifyReport:
         inputs = inputs_from_config(source.module, batch=plan.job.batch, seq=plan.job.seq, phase=plan.job.phase)
     else:
         inputs = meta_inputs(source.example_inputs)
-    batch = batch_size_of(inputs)
-    inputs = with_batch(inputs, batch, batch // plan.micro_batches)
     with quiet_libraries():
-        return verify(source.module, plan, example_inputs=inputs.args or dict(inputs.kwargs))
+        return verify(source.module, plan, example_inputs=micro_batch_arguments(plan, inputs))
 
 
 def explanation(model: str, file: Path, parameter: str, progress: Progress) -> Explanation:

@@ -11,7 +11,7 @@ import copy
 import logging
 import operator
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,31 +62,56 @@ def module_names(module: nn.Module) -> dict[nn.Module, str]:
     return {submodule: name for name, submodule in module.named_modules()}
 
 
-def to_meta(module: nn.Module, dtype: torch.dtype | None, *, trained: bool = True) -> nn.Module:
+def to_meta(
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    *,
+    trained: bool = True,
+    only: Mapping[nn.Module, Collection[str]] | None = None,
+    copies: Mapping[int, Any] | None = None,
+) -> nn.Module:
     """Return a copy of ``module`` on the meta device, in which tied parameters stay tied.
 
     Args:
         module: any module.
         dtype: dtype of the copy's floating-point parameters; None keeps the dtypes of ``module``.
         trained: False returns a copy in evaluation mode, whose parameters need no gradients.
+        only: submodule -> names of its children that are copied, for submodules whose other children are left out. It
+            has the default ``copy.deepcopy`` (`has_default_deepcopy`). None: all children are copied.
+        copies: ``id`` of an object that modules refer to -> the object that takes its place in the copy.
     """
-    memo: dict[int, Any] = {}
+    only = only or {}
+    memo: dict[int, Any] = dict(copies or {})
     for parameter in module.parameters():
         new_dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         data = torch.empty_like(parameter, device="meta", dtype=new_dtype)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=trained and parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    submodules = [submodule for submodule in module.modules() if _has_default_deepcopy(type(submodule))]
+    submodules = [item for item in _copied_modules(module, only, set()) if has_default_deepcopy(type(item))]
     for submodule in submodules:
         memo[id(submodule)] = object.__new__(type(submodule))
     for submodule in submodules:
-        vars(memo[id(submodule)]).update({name: _deepcopy(value, memo) for name, value in vars(submodule).items()})
+        values = dict(vars(submodule))
+        if submodule in only:
+            values["_modules"] = {name: values["_modules"][name] for name in only[submodule]}
+        vars(memo[id(submodule)]).update({name: _deepcopy(value, memo) for name, value in values.items()})
     copied: nn.Module = copy.deepcopy(module, memo)
     return copied if trained else copied.eval()
 
 
-def _has_default_deepcopy(kind: type[nn.Module]) -> bool:
+def _copied_modules(
+    module: nn.Module, only: Mapping[nn.Module, Collection[str]], seen: set[nn.Module]
+) -> Iterator[nn.Module]:
+    """Yield ``module`` and its submodules, each once, without those that ``only`` leaves out (see `to_meta`)."""
+    seen.add(module)
+    yield module
+    for name, child in module.named_children():
+        if child not in seen and name in only.get(module, (name,)):
+            yield from _copied_modules(child, only, seen)
+
+
+def has_default_deepcopy(kind: type[nn.Module]) -> bool:
     """Return whether ``copy.deepcopy`` of a module of this class copies its ``__dict__`` and nothing else."""
     methods = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
     return all(getattr(kind, method, None) is getattr(nn.Module, method, None) for method in methods)

@@ -197,7 +197,7 @@ class ShardingPlan:
                 check_ports(name, key, spec)
         if self.zigzag is not None:
             check_zigzag_order(self.zigzag, self.layout_mesh)
-        for name, key in self._keys():
+        for name, key in self.patterns():
             check_pattern(key, field=name)
         for name, key, layout in self.layouts():
             check_layout(name, key, layout, self.layout_mesh)
@@ -252,7 +252,8 @@ class ShardingPlan:
         """Whether the backward of any module redistributes an argument of the module again."""
         return any(port.reallgather for spec in self.input_plan.values() for _, port in ports_of(spec))
 
-    def _keys(self) -> Iterator[tuple[str, str]]:
+    def patterns(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, key) for every FQN pattern in the plan, except those of the zigzag order."""
         for name in (*_MAPPINGS, *_LISTS):
             for key in getattr(self, name):
                 yield name, key

@@ -121,6 +121,8 @@ class _Improvement:
         run = self._planner.run_of(best_run.mesh, best_run.micro_batches, ac, leading_blocks)
         if (run.grouping == best_run.grouping and node_limit == _NODE_LIMIT) or not self._complete:
             return False
+        if not self._spec.constraints.allows(run):
+            return False
         if self._spec.progress is not None:
             solving = RunSolving(
                 mesh=str(run.mesh),

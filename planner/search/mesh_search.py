@@ -172,6 +172,8 @@ class MeshSearch(BranchAndBound[_Node]):
         """Return the result of a search space of one run, which needs no bounds."""
         constraints = self.spec.constraints
         run = self._planner.run_of(mesh, self.spec.micro_batch_counts[0], self.spec.modes[0])
+        if not constraints.allows(run):
+            return SearchResult(plan=None, bound_s=math.inf, complete=True)
         self._report_solving(SolveRun(mesh=mesh, micro_batches=run.micro_batches, ac=run.ac))
         candidate = self._planner.solve(
             run, constraints.restrict(mesh), memory_bytes=constraints.memory_bytes, deadline=self.spec.deadline

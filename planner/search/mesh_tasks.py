@@ -119,7 +119,7 @@ class RelaxRun:
         planner, mesh, bound_s = context.planner, self.mesh_bound.mesh, self.bound_s
         for index, count in enumerate(self.counts):
             run = planner.run_of(mesh, count, self.ac)
-            if planner.least_memory_bytes(run) > constraints.memory_bytes:
+            if planner.least_memory_bytes(run) > constraints.memory_bytes or not constraints.allows(run):
                 continue
             bound_s = max(bound_s, compute_bound_s(planner, run))
             if bound_s >= self.cutoff_s:
@@ -169,9 +169,12 @@ class SolveRun:
     def __call__(self, context: WorkerContext, constraints: SearchConstraints) -> SolvedRun | SolverError | None:
         """Return the best plan; None if no plan that fits is below the cutoff; an error if the solver has no answer."""
         planner = context.planner
+        run = planner.run_of(self.mesh, self.micro_batches, self.ac)
+        if not constraints.allows(run):
+            return None
         try:
             candidate = planner.solve(
-                planner.run_of(self.mesh, self.micro_batches, self.ac),
+                run,
                 constraints.restrict(self.mesh),
                 memory_bytes=constraints.memory_bytes,
                 cutoff_s=self.cutoff_s,

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from cost_model.layouts.layout import MeshSpec
+from planner.pricing.run_spec import Run
 from planner.run.baselines import Restriction
 from planner.run.run_planner import RunPlanner
 from planner.run.stage_clock import Clock
 
 T = TypeVar("T")
 Restrict = Callable[[MeshSpec], Restriction | None]
+RunKey = tuple[str, int, str]
+"""Mesh as text, number of micro-batches and checkpointing mode of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +25,16 @@ class SearchConstraints:
     Attributes:
         memory_bytes: cap on the peak bytes per device.
         restrict: mesh -> the choices that a baseline and pins allow on it; None: all choices.
+        excluded: runs that are left out: their plans were found not to run.
     """
 
     memory_bytes: int
     restrict: Restrict
+    excluded: frozenset[RunKey] = frozenset()
+
+    def allows(self, run: Run) -> bool:
+        """Return whether ``run`` is not left out."""
+        return (str(run.mesh), run.micro_batches, run.ac) not in self.excluded
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ EXAMPLES = [
     errors.PlanMismatchError("another model", subject="model", expected="a", found="b"),
     errors.PlanTypeError("a tensor", field="plan", key="fc1.weight"),
     errors.PlanLayoutError("uneven", field="plan", key="fc1.weight"),
+    errors.RunError("it fails", module="layers.3", op="aten.view([2, 3])"),
     errors.EmptyPathError("the root", field="plan", key=""),
     errors.UnmatchedKeyError("nothing", field="plan", key="fc9"),
     errors.KeyConflictError("two", field="plan", key="a", other="b", what_to_do="keep one"),
@@ -49,7 +50,7 @@ def test_every_class_is_drawn_in_the_tree_and_has_its_own_title() -> None:
 
 def test_exit_codes() -> None:
     codes = {cls.__name__: cls.exit_code for cls in every_class() if cls.exit_code != 2}
-    assert codes == {"InfeasibleError": 3, "SolverError": 1}
+    assert codes == {"InfeasibleError": 3, "RunError": 4, "SolverError": 1}
 
 
 def test_errors_are_the_built_in_ones_that_torch_raises() -> None:

@@ -1,0 +1,192 @@
+"""`verification_of`: the result of running a step of a plan on fake processes, at its real shapes, on meta tensors.
+
+A model of many equal blocks is run with 3 and with 4 of them. The collectives of n blocks are those of 3 blocks, and
+n - 3 times what the fourth adds. Where kinds of blocks differ, each kind is lengthened on its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.errors import PlanError, RunError
+from planner.graph.capture import ExampleInputs
+from planner.graph.example_inputs import batch_size_of, with_batch, with_dtype
+from planner.graph.trace_module import TORCH_DTYPES
+from planner.plan.estimate import Verification
+from planner.plan.sharding_plan import ShardingPlan
+from planner.verification.block_runs import find_block_runs
+from planner.verification.shortened import shortened_copy
+from planner.writing.loss import NO_LOSS_NOTE
+
+if TYPE_CHECKING:
+    from executor.collective_counter import Counts
+    from executor.verify import VerifyReport
+
+_SHORT = 3
+"""Groups that are kept of a run of equal blocks: a first one, a last one, and one between them."""
+
+_FORWARD = ("param_gather", "forward")
+"""Phases of a step before its backward."""
+
+_NOT_WITHOUT_MODULE = "the planner got a graph without its module; shardplan verify runs the plan where the module is"
+_NO_LOSS = "the model returns no loss, so nothing says where its backward begins"
+
+_one_at_a_time = threading.Lock()
+"""Held while a plan runs: a process has one default process group."""
+
+
+def verification_of(module: nn.Module | None, plan: ShardingPlan, inputs: ExampleInputs) -> Verification:
+    """Return the result of running one step of ``plan`` on fake processes; ``module`` is not changed.
+
+    Args:
+        module: the module that the plan is for, on any device; None: there is only its graph.
+        plan: a plan with an estimate.
+        inputs: arguments of one call with the global batch.
+
+    Raises:
+        RunError: the step fails, or its collectives differ from those of the plan.
+    """
+    reason = _obstacle(plan) or (_NOT_WITHOUT_MODULE if module is None else None)
+    if reason is not None:
+        return Verification(outcome="not-run", reason=reason)
+    assert module is not None
+    arguments = micro_batch_arguments(plan, inputs)
+    with _one_at_a_time:
+        if (reason := _process_group_in_use(plan.mesh.size)) is not None:
+            return Verification(outcome="not-run", reason=reason)
+        with _undisturbed():
+            return _run(module, plan, arguments)
+
+
+def micro_batch_arguments(plan: ShardingPlan, inputs: ExampleInputs) -> Any:
+    """Return the arguments of a call with one micro-batch of ``plan``, in its dtype: a tuple, or a dict by keyword.
+
+    Args:
+        plan: a plan.
+        inputs: arguments of one call with the global batch.
+    """
+    batch = batch_size_of(inputs)
+    resized = with_batch(with_dtype(inputs, TORCH_DTYPES[plan.job.dtype]), batch, batch // plan.micro_batches)
+    return resized.args or dict(resized.kwargs)
+
+
+def _obstacle(plan: ShardingPlan) -> str | None:
+    """Return why the executor does not run ``plan``; None where it does."""
+    if plan.pipeline is not None:
+        return "pipelines are planned, not run yet"
+    if plan.job.async_tp:
+        return "async tensor parallelism is planned, not run yet"
+    if plan.solver is not None and plan.solver.status == "given":
+        return "a random plan is not verified"
+    return None
+
+
+def _process_group_in_use(size: int) -> str | None:
+    """Return why there can be no fake process group of ``size`` ranks; None where there can."""
+    if not dist.is_available():
+        return "this torch has no torch.distributed"
+    if dist.is_initialized() and (dist.get_backend() != "fake" or dist.get_world_size() != size):
+        return f"a process group ({dist.get_backend()}) is initialised in this process; shardplan verify runs the plan"
+    return None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Return a context that leaves random state as it was, shows no warnings, and lets autograd record."""
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _run(module: nn.Module, plan: ShardingPlan, arguments: Any) -> Verification:
+    has_loss = NO_LOSS_NOTE not in plan.notes
+    try:
+        report = _report(module, plan, arguments)
+    except RunError:
+        if has_loss:
+            raise
+        report = None
+    if report is not None and report.equal:
+        return Verification(outcome="as-planned", kinds=len(report.expected))
+    if not has_loss:
+        report = _report(module, plan, arguments, forward_only=True)
+        if report.equal:
+            return Verification(outcome="forward-as-planned", kinds=len(report.expected), reason=_NO_LOSS)
+    assert report is not None
+    raise _difference_error(report)
+
+
+def _difference_error(report: VerifyReport) -> RunError:
+    first = report.differences[0]
+    return RunError(
+        f"the collectives that ran differ from the plan's in {len(report.differences)} kinds; the first is "
+        f"{first.kind} of {first.bytes} bytes on {first.axis} in {first.phase}: {first.expected} in the plan, {first.observed} ran.",
+        what_to_do="Plan again, or plan for another mesh. If shardplan wrote the plan, please report this.",
+    )
+
+
+def _report(module: nn.Module, plan: ShardingPlan, arguments: Any, *, forward_only: bool = False) -> VerifyReport:
+    """Return the comparison of the collectives that ran with those of ``plan``.
+
+    A difference or a failure of a shorter module counts only if the whole module has one.
+
+    Raises:
+        PlanError: the step of the whole module fails.
+    """
+    from executor.verify import compare, expected_collectives, observed_collectives
+
+    expected = expected_collectives(plan)
+    if forward_only:
+        for key in [key for key in expected if key.phase not in _FORWARD]:
+            del expected[key]
+    try:
+        observed = _extrapolated(module, plan, arguments, with_backward=not forward_only)
+        report = None if observed is None else compare(expected, observed)
+    except PlanError:
+        report = None
+    if report is not None and report.equal:
+        return report
+    # A shorter module may differ for reasons of its own.
+    return compare(expected, observed_collectives(module, plan, arguments, with_backward=not forward_only))
+
+
+def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with_backward: bool) -> Counts | None:
+    """Return the collectives of one step, from runs of shorter modules; None where the module cannot be shortened.
+
+    Raises:
+        PlanError: a step fails.
+    """
+    from executor.verify import observed_collectives
+
+    runs = find_block_runs(module, plan)
+    if not runs:
+        return None
+    # The hash is that of the whole model.
+    fingerprint = {name: value for name, value in plan.fingerprint.items() if name != "model"}
+    unnamed = dataclasses.replace(plan, fingerprint=fingerprint)
+
+    def observed(longer: object = None) -> Counts:
+        groups = {run: _SHORT + (run is longer) for run in runs}
+        return observed_collectives(shortened_copy(module, groups), unnamed, arguments, with_backward=with_backward)
+
+    short = observed()
+    total = short.copy()
+    for run in runs:
+        longer = observed(run)
+        for key in {*short, *longer}:
+            total[key] += (run.groups - _SHORT) * (longer[key] - short[key])
+    return total
