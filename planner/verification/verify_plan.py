@@ -134,7 +134,8 @@ def _difference_error(report: VerifyReport) -> RunError:
     first = report.differences[0]
     return RunError(
         f"the collectives that ran differ from the plan's in {len(report.differences)} kinds; the first is "
-        f"{first.kind} of {first.bytes} bytes on {first.axis} in {first.phase}: {first.expected} in the plan, {first.observed} ran.",
+        f"{first.kind} of {first.bytes} bytes on {first.axis} in {first.phase}: "
+        f"{first.expected} in the plan, {first.observed} ran.",
         what_to_do="Plan again, or plan for another mesh. If shardplan wrote the plan, please report this.",
     )
 

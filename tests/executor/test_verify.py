@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from executor.collective_counter import CollectiveKey
 from executor.torch_internals import fake_process_group
 from executor.verify import compare, observed_collectives, verify
-from planner.errors import PlanError
+from planner.errors import PlanError, RunError
 from planner.plan.job import Job
 from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Port, ShardingPlan
 
@@ -221,3 +221,52 @@ def test_reports_on_equal_counts_are_equal() -> None:
     row = CollectiveKey(phase="forward", kind="all_reduce", axis="dp", bytes=8)
     assert compare(Counter({row: 2}), Counter({row: 2})).equal
     assert not compare(Counter({row: 2}), Counter({row: 3})).equal
+
+
+class FailsInside(nn.Module):
+    """A model whose inner module fails, in the forward or in the backward."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), Failing(in_backward=in_backward)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class Failing(nn.Module):
+    def __init__(self, *, in_backward: bool) -> None:
+        super().__init__()
+        self.in_backward = in_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.in_backward:
+            x.register_hook(self._fail)
+            return x
+        return x.relu().view(3, 3, 3)
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        raise ValueError("no gradient\nfor a reason that takes many lines")
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_run_that_fails_says_where_in_one_line(in_backward: bool) -> None:
+    plan = ShardingPlan(
+        mesh=MESH, job=FP32, plan={"layers.0.*": (R, R)}, input_plan={"input": {"x": Port(layout=(S0, R))}}
+    )
+    with pytest.raises(RunError) as raised:
+        observed_collectives(FailsInside(in_backward=in_backward), plan, {"x": torch.zeros(8, 8)})
+    message = raised.value.detail
+    assert "\n" not in message
+    assert raised.value.exit_code == 4
+    assert raised.value.__cause__ is not None
+    assert not dist.is_initialized()
+    if in_backward:
+        assert "the backward fails" in message
+        assert message.endswith("ValueError: no gradient")
+    else:
+        assert raised.value.module == "layers.1"
+        assert "layers.1 (Failing) fails, at aten." in message
+        assert "view" in str(raised.value.op)

@@ -18,6 +18,7 @@ from support.small_models import TINY_LLAMA
 from typer.testing import CliRunner, Result
 
 from api.cli.main import app
+from planner import PlanningSession
 from planner.plan.sharding_plan import CollectiveEstimate, ShardingPlan
 
 TINY = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "8", "--seq", "32", "--dtype", "fp32"]
@@ -316,6 +317,58 @@ def test_verify_objects_to_an_edited_plan(planned: Planned, tmp_path: Path) -> N
     assert report["equal"] is False
     (difference,) = report["differences"]
     assert difference["expected"] == difference["observed"] + 1
+
+
+UNRUNNABLE = """
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if isinstance(self.weight, DTensor) or isinstance(x, DTensor):
+            return super().forward(x).view(3)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer(256, 1024)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def model(batch):
+    return Model(), (torch.zeros(batch, 256),)
+"""
+
+
+def test_a_plan_that_does_not_run_has_exit_code_4_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unrunnable.py").write_text(UNRUNNABLE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    from unrunnable import model  # type: ignore[import-not-found]
+
+    job = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "64", "--dtype", "fp32", *QUICK]
+    refused = run("plan", "unrunnable:model", *job, "-o", "plan.json")
+    assert refused.exit_code == 4, refused.output
+    assert not (tmp_path / "plan.json").exists()
+    module, inputs = model(64)
+    options = {"cluster": "1x4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none"}
+    PlanningSession(module, example_inputs=inputs, **options).plan(mesh="dp=2,tp=2").save("plan.json")
+    result = run("verify", "unrunnable:model", "plan.json")
+    assert result.exit_code == 4, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("shardplan: the plan does not run: layer (Layer) fails, at aten.")
+    as_json = run("verify", "unrunnable:model", "plan.json", "--json")
+    assert as_json.exit_code == 4
+    problem = json.loads(as_json.stdout)["error"]
+    assert problem["type"] == "urn:shardplan:run-error"
+    assert (problem["status"], problem["module"]) == (422, "layer")
 
 
 def test_estimate_of_a_configuration_by_its_degrees() -> None:

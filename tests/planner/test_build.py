@@ -1,0 +1,95 @@
+"""`build_plan` gives plans that run: one that does not is left out, and the next best is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.executor_cases import make_model
+from torch import nn
+
+from planner import build
+from planner.build import build_plan, verified_plan
+from planner.errors import RunError
+from planner.plan.estimate import Verification
+from planner.plan.sharding_plan import ShardingPlan
+from planner.session import PlanningSession
+
+
+@pytest.fixture(scope="module")
+def session() -> PlanningSession:
+    model = make_model("llama").to("meta")
+    return PlanningSession(model, cluster="1x4xtoy", batch=8, seq=16, dtype="fp32", ac="none")
+
+
+def failing_on(meshes: set[str], tried: list[ShardingPlan]) -> Any:
+    """Return a stand-in for `verification_of`, under which plans on ``meshes`` do not run."""
+
+    def verification_of(module: nn.Module, plan: ShardingPlan, inputs: object) -> Verification:
+        tried.append(plan)
+        if str(plan.mesh.spec) in meshes:
+            raise RunError("aten.view fails.", module="model.layers.0", op="aten.view([2, 3])")
+        return Verification(outcome="as-planned", kinds=1)
+
+    return verification_of
+
+
+def test_a_plan_is_given_with_its_verification() -> None:
+    plan = build_plan(
+        make_model("mlp"),
+        example_inputs=_mlp_inputs(),
+        cluster="1x4xtoy",
+        mesh="dp=2,tp=2",
+        dtype="fp32",
+        micro_batches=1,
+        ac="none",
+    )
+    assert plan.verification is not None
+    assert plan.verification.outcome == "as-planned"
+    assert plan.verification.kinds > 0
+    assert plan.timings["verify_s"] > 0
+    assert ShardingPlan.from_dict(plan.to_dict()) == plan
+
+
+def _mlp_inputs() -> dict[str, Any]:
+    from support.executor_cases import make_batch
+
+    return make_batch("mlp")
+
+
+def test_a_plan_that_does_not_run_is_left_out(session: PlanningSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[ShardingPlan] = []
+    best = session.plan()
+    run = (str(best.mesh.spec), best.micro_batches, best.job.ac)
+    monkeypatch.setattr(build, "verification_of", failing_on({run[0]}, tried))
+    try:
+        plan = verified_plan(session)
+    except RunError:  # the next best plans are on this mesh, too
+        plan = None
+    keys = [(str(item.mesh.spec), item.micro_batches, item.job.ac) for item in tried]
+    assert keys[0] == run
+    assert len(set(keys)) == len(keys) > 1
+    times = [item.estimate.step_time_s for item in tried if item.estimate is not None]
+    assert times == sorted(times)
+    assert plan is None or str(plan.mesh.spec) != run[0]
+
+
+def test_three_failures_are_an_error_that_names_the_first(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[ShardingPlan] = []
+    monkeypatch.setattr(build, "verification_of", failing_on({"dp=4", "dp=2,tp=2", "tp=4", "dp=1,tp=4"}, tried))
+    with pytest.raises(RunError, match=r"no plan was found that runs as planned: 3 plans.*aten\.view fails") as raised:
+        verified_plan(session)
+    assert raised.value.exit_code == 4
+    assert raised.value.module == "model.layers.0"
+    assert len(tried) == 3
+
+
+def test_the_only_run_of_a_job_that_fails_is_an_error(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"cluster": "1x4xtoy", "batch": 8, "seq": 16, "dtype": "fp32", "ac": "none", "micro_batches": 1}
+    monkeypatch.setattr(build, "verification_of", failing_on({"dp=2,tp=2"}, []))
+    with pytest.raises(RunError, match="the only plan does"):
+        build_plan(make_model("llama").to("meta"), mesh="dp=2,tp=2", **job)
