@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,7 +31,7 @@ def shortened_copy(module: nn.Module, groups: Mapping[BlockRun, int]) -> nn.Modu
     names = {fqn: [list(lists[fqn]._modules)[position] for position in kept[fqn]] for fqn in kept}
     only = {lists[fqn]: names[fqn] for fqn in kept}
     shortened = to_meta(module, None, only=only, copies=_shortened_configs(module, kept))
-    for fqn, positions in kept.items():
+    for fqn in kept:
         offsets = position_offsets(list(lists[fqn].children()))
         for position, name in enumerate(names[fqn]):
             block = shortened.get_submodule(f"{fqn}.{name}" if fqn else name)
@@ -39,7 +39,6 @@ def shortened_copy(module: nn.Module, groups: Mapping[BlockRun, int]) -> nn.Modu
             for (path, attribute), offset in offsets.items():
                 if attribute in vars(modules.get(path, nn.Module())):
                     vars(modules[path])[attribute] = position + offset
-        assert len(positions) == len(names[fqn])
     return shortened
 
 
@@ -64,8 +63,7 @@ def _shortened_configs(module: nn.Module, kept: Kept) -> dict[int, Any]:
     configs: dict[int, tuple[Any, str]] = {}
     for fqn, submodule in module.named_modules():
         for value in vars(submodule).values():
-            for config in _configs_in(value):
-                configs.setdefault(id(config), (config, fqn))
+            _add_configs(value, fqn, configs)
     copies = {identity: copy.copy(config) for identity, (config, _) in configs.items()}
     for identity, (config, owner) in configs.items():
         prefix = f"{owner}." if owner else ""
@@ -85,9 +83,10 @@ def _shortened_configs(module: nn.Module, kept: Kept) -> dict[int, Any]:
     return copies
 
 
-def _configs_in(value: Any) -> Iterator[Any]:
-    """Yield ``value`` if it is a config, and the configs in it: objects of a class whose name ends in "Config"."""
-    if type(value).__name__.endswith("Config") and hasattr(value, "__dict__"):
-        yield value
+def _add_configs(value: Any, owner: str, configs: dict[int, tuple[Any, str]]) -> None:
+    """Add ``value`` to ``configs`` if it is a config (its class has a name that ends in "Config"), and those in it."""
+    is_config = type(value).__name__.endswith("Config") and hasattr(value, "__dict__")
+    if is_config and id(value) not in configs:
+        configs[id(value)] = (value, owner)
         for inner in vars(value).values():
-            yield from _configs_in(inner)
+            _add_configs(inner, owner, configs)
