@@ -22,7 +22,7 @@ from planner.plan.estimate import Verification
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.sharding_plan import ShardingPlan
 from planner.verification import verify_plan
-from planner.verification.block_runs import find_block_runs
+from planner.verification.block_runs import BlockRun, find_block_runs
 from planner.verification.shortened import shortened_copy
 from planner.verification.verify_plan import micro_batch_arguments, verification_of
 
@@ -48,7 +48,8 @@ MODELS = {
         transformers.Gemma2Config(**_SIZES, head_dim=8, num_hidden_layers=12, sliding_window=8)
     ),
 }  # fmt: skip
-RUNS = {"llama": [(0, 1, 7)], "t5": [(1, 1, 5), (1, 1, 6)], "gemma2": [(0, 2, 6)]}
+# The plan of the llama names the input of its first block.
+RUNS = {"llama": [(1, 1, 6)], "t5": [(1, 1, 5), (1, 1, 6)], "gemma2": [(0, 2, 6)]}
 
 
 def build(name: str) -> nn.Module:
@@ -98,7 +99,7 @@ def test_a_shortened_copy_counts_its_own_layers_and_leaves_the_module_alone(
     llama: tuple[PlanningSession, ShardingPlan],
 ) -> None:
     module = MODELS["llama"]()
-    (run,) = find_block_runs(module, llama[1])
+    run = BlockRun(fqn="model.layers", first=0, period=1, groups=7)
     settings = copy.deepcopy(module.config.to_dict())
     short = shortened_copy(module, {run: 3})
     assert [name for name, _ in short.model.layers.named_children()] == ["0", "1", "2"]
