@@ -45,7 +45,8 @@ def packed(text: bytes) -> Document:
 
 def without_timings(plan: ShardingPlan) -> str:
     data = plan.to_dict()
-    del data["timings"]
+    # A graph alone cannot be run.
+    del data["timings"], data["verification"]
     if data["solver"] is not None:
         data["solver"].pop("time_s", None)
     return json.dumps(data)
