@@ -346,7 +346,9 @@ def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
     return {**_json_values(pipeline), "stages": stages}
 
 
-def _json_values(value: Estimate | Pipeline | PipelineStage | SolverReport | Job) -> dict[str, Any]:
+def _json_values(
+    value: BaselinePrice | Estimate | Job | Pipeline | PipelineStage | SolverReport | Verification,
+) -> dict[str, Any]:
     values = dataclasses.asdict(value)
     return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
 

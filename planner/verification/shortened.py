@@ -37,8 +37,8 @@ def shortened_copy(module: nn.Module, groups: Mapping[BlockRun, int]) -> nn.Modu
             block = shortened.get_submodule(f"{fqn}.{name}" if fqn else name)
             modules = dict(block.named_modules())
             for (path, attribute), offset in offsets.items():
-                if attribute in vars(modules.get(path, nn.Module())):
-                    vars(modules[path])[attribute] = position + offset
+                if path in modules and attribute in modules[path].__dict__:
+                    modules[path].__dict__[attribute] = position + offset
     return shortened
 
 
@@ -69,7 +69,7 @@ def _shortened_configs(module: nn.Module, kept: Kept) -> dict[int, Any]:
         prefix = f"{owner}." if owner else ""
         by_length = {
             len(list(module.get_submodule(fqn).children())): positions
-            for fqn, positions in reversed(kept.items())
+            for fqn, positions in reversed(list(kept.items()))
             if fqn.startswith(prefix)
         }
         values = vars(copies[identity])

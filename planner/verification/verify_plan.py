@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from planner.verification.shortened import shortened_copy
 from planner.writing.loss import NO_LOSS_NOTE
 
 if TYPE_CHECKING:
-    from executor.collective_counter import Counts
     from executor.verify import VerifyReport
 
 _SHORT = 3
@@ -165,7 +165,7 @@ def _report(module: nn.Module, plan: ShardingPlan, arguments: Any, *, forward_on
     return compare(expected, observed_collectives(module, plan, arguments, with_backward=not forward_only))
 
 
-def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with_backward: bool) -> Counts | None:
+def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with_backward: bool) -> Counter[Any] | None:
     """Return the collectives of one step, from runs of shorter modules; None where the module cannot be shortened.
 
     Raises:
@@ -180,7 +180,7 @@ def _extrapolated(module: nn.Module, plan: ShardingPlan, arguments: Any, *, with
     fingerprint = {name: value for name, value in plan.fingerprint.items() if name != "model"}
     unnamed = dataclasses.replace(plan, fingerprint=fingerprint)
 
-    def observed(longer: object = None) -> Counts:
+    def observed(longer: object = None) -> Counter[Any]:
         groups = {run: _SHORT + (run is longer) for run in runs}
         return observed_collectives(shortened_copy(module, groups), unnamed, arguments, with_backward=with_backward)
 
