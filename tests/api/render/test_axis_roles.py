@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from api.render.axis_roles import AxisRole, axis_roles, weight_layouts
+from api.render.axis_roles import AxisRole, axis_roles
 from cost_model.layouts.layout import MeshSpec, parse_layout
+from planner.plan.axis_roles import weight_layouts
 from planner.plan.sharding_plan import PlanMesh, Port, ShardingPlan
 
 R, P, S0, S1, S2 = (parse_layout([text]) for text in ("R", "P(sum)", "S(0)", "S(1)", "S(2)"))
