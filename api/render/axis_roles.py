@@ -33,7 +33,7 @@ class AxisSentence:
     sentence: str
 
 
-# --- sentences ---------------------------------------------------------------------------------------------------------
+# --- sentences ----------------------------------------------------------------------------------------------------
 
 
 def axis_sentences(plan: ShardingPlan) -> tuple[AxisSentence, ...]:
@@ -66,18 +66,19 @@ def _sharded_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) ->
     return f"shards {_states(plan)} and the batch (FSDP){hybrid}{whole}"
 
 
-def _states(plan: ShardingPlan) -> str:
-    return "weights, gradients, optimizer states" if plan.job.training else "weights"
+def _states(plan: ShardingPlan, weights: str = "weights") -> str:
+    """Return what is stored in pieces with ``weights``, listed with commas."""
+    return f"{weights}, gradients, optimizer states" if plan.job.training else weights
 
 
 def _tensor_sentence(use: AxisUse, weights: AxisWeights) -> str:
     most = not weights.gathered and len(weights.pieces) >= len(weights.whole)
     which = "every block's weights" if most else _part(weights.pieces, weights)
-    gathered = f", gathers {_part(weights.gathered, weights)} for compute (FSDP)" if weights.gathered else ""
+    gathered = f"; gathers {_part(weights.gathered, weights)} for compute (FSDP)" if weights.gathered else ""
     between = "the sequence" if use.splits_sequence else "the batch" if use.splits_batch else ""
     if not between:
-        return f"splits heads and hidden dims of {which}{gathered} (TP)"
-    return f"splits heads and hidden dims of {which}{gathered}, and {between} between blocks (TP + SP)"
+        return f"splits heads and hidden dims of {which} (TP){gathered}"
+    return f"splits heads and hidden dims of {which}, and {between} between blocks (TP + SP){gathered}"
 
 
 def _context_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) -> str:
@@ -98,7 +99,7 @@ def _experts_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) ->
         return "splits the experts, and heads and hidden dims of other weights (EP + TP)"
     if weights.gathered and (use.splits_batch or use.splits_sequence):
         what = "the batch" if use.splits_batch else "sequences"
-        return f"splits the experts; shards {_states(plan)} of other weights, and {what} (EP + FSDP)"
+        return f"splits the experts; shards {_states(plan, 'other weights')} and {what} (EP + FSDP)"
     if use.splits_batch:
         return "splits the experts and the batch; every rank has the other weights whole (EP + DP)"
     if use.splits_sequence:
@@ -116,7 +117,7 @@ def _stages(plan: ShardingPlan) -> str:
     return f"{len(plan.pipeline.stages)} stages, {plan.pipeline.schedule}{chunks}"
 
 
-# --- short names with reasons ------------------------------------------------------------------------------------------
+# --- short names with reasons -------------------------------------------------------------------------------------
 
 
 def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:

@@ -35,8 +35,8 @@ _ROLE_OF_NAME: Mapping[str, Role] = {
 
 _DOES: Mapping[Role, str] = {
     "dp": "does data parallelism: it splits the batch, and every rank has whole weights",
-    "fsdp": "does fully sharded data parallelism (FSDP): {gathered} of {count} kinds of weights are stored in pieces on "
-    "it and gathered for compute",
+    "fsdp": "does fully sharded data parallelism (FSDP): {gathered} of {count} kinds of weights are stored in pieces "
+    "on it and gathered for compute",
     "tp": "does tensor parallelism: {pieces} of {count} kinds of weights are computed in pieces on it",
     "cp": "does context parallelism: it splits sequences through attention",
     "ep": "does expert parallelism: it splits the experts",

@@ -11,8 +11,8 @@ from cost_model.layouts.layout import MeshSpec, parse_layout
 from planner.merged_axes import merged_mesh, with_merged_axes
 from planner.plan.estimate import MeshReport, SolverReport
 from planner.plan.sharding_plan import PlanMesh, Port, ShardingPlan
-from planner.session import PlanningSession
 from planner.search.worker_context import SearchConstraints
+from planner.session import PlanningSession
 
 FSDP = ("S(0)", "R", "S(0)")
 """Placements on one axis: stored, computed, of the inputs."""
@@ -73,9 +73,7 @@ def merge(session: PlanningSession, tolerance: float, meshes: tuple[MeshReport, 
         gap=0.0,
         meshes=meshes,
     )
-    result = with_merged_axes(
-        planner, session._module, best, constraints, report, tolerance=tolerance, deadline=None
-    )
+    result = with_merged_axes(planner, session._module, best, constraints, report, tolerance=tolerance, deadline=None)
     return best, *result
 
 

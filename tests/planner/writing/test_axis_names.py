@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 from support import families
-from support.small_models import TINY_LLAMA
 
-from api.requests.model_registry import load_model, quiet_libraries
 from executor import verify
 from planner import PlanningSession, ShardingPlan, estimate_plan
 from planner.plan.axis_roles import axis_uses
@@ -21,19 +19,12 @@ from planner.writing.axis_names import role_names
 LAYOUTS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan", "fully_shard", "micro_batches")
 
 
-def session_of(family: str = "mlp", batch: int = 16, cluster: str = "4xtoy", **options: Any) -> PlanningSession:
-    module, inputs = families.make(family, batch)
-    options = {"dtype": "fp32", "micro_batches": 1, **options}
-    return PlanningSession(module, cluster=cluster, example_inputs=inputs, **options)
-
-
 @functools.cache
-def llama(**options: Any) -> PlanningSession:
+def llama(batch: int = 8, **options: Any) -> PlanningSession:
     """Return a session of a tiny llama on four devices."""
-    source = load_model({"hf_config": dict(TINY_LLAMA)})
-    fixed: dict[str, Any] = {"cluster": "1x4xtoy", "batch": 8, "seq": 32, "dtype": "fp32", "ac": "none"}
-    with quiet_libraries():
-        return PlanningSession(source.module, example_inputs=source.example_inputs, **{**fixed, **options})
+    module, inputs = families.make("llama", batch)
+    fixed: dict[str, Any] = {"cluster": "1x4xtoy", "dtype": "fp32", "micro_batches": 1, "ac": "none"}
+    return PlanningSession(module, example_inputs=inputs, **{**fixed, **options})
 
 
 def layouts(plan: ShardingPlan) -> Mapping[str, Any]:
@@ -106,9 +97,9 @@ def test_names_bind_no_layout() -> None:
 
 
 def test_with_pins_and_data_axes_the_axes_keep_the_names_that_those_refer_to() -> None:
-    pinned = session_of(pins=["fc1.weight=S(0)@tp"]).plan()
-    assert set(pinned.mesh.names) <= {"dp", "tp"}
-    data = session_of(data_axes=["dp"]).plan()
+    pinned = llama(pins=("lm_head.weight=S(1)@tp",)).plan()
+    assert pinned.mesh.names == ("dp", "tp")
+    data = llama(data_axes=("dp",)).plan()
     assert set(data.mesh.names) <= {"dp", "tp"}
 
 
@@ -119,19 +110,18 @@ def test_a_comparison_of_meshes_names_their_axes_by_role() -> None:
 
 
 def test_a_renamed_plan_is_priced_as_before_and_runs() -> None:
-    model = load_model({"hf_config": dict(TINY_LLAMA)})
+    module, inputs = families.make("llama", 8)
     for mesh in ("dp=4", "dp=2,tp=2"):
         plan = llama().plan_if_any(mesh=mesh, keep_names=False)
         assert plan is not None
         assert plan.estimate is not None
-        priced = estimate_plan(model.module, plan, example_inputs=model.example_inputs)
-        assert priced.estimate == plan.estimate
-        assert verify(model.module, plan, example_inputs=model.example_inputs).equal
+        assert estimate_plan(module, plan, example_inputs=inputs).estimate == plan.estimate
+        assert verify(module, plan, inputs).equal
 
 
 def test_zigzag_names_the_axis_of_the_plan() -> None:
-    plan = llama(zigzag=True, batch=1, seq=64).plan(mesh="dp=4")
-    renamed = llama(zigzag=True, batch=1, seq=64).plan_if_any(mesh="dp=4", keep_names=False)
+    plan = llama(zigzag=True, batch=1).plan(mesh="dp=4")
+    renamed = llama(zigzag=True, batch=1).plan_if_any(mesh="dp=4", keep_names=False)
     assert renamed is not None
     assert plan.zigzag is not None
     assert renamed.zigzag == dataclasses.replace(plan.zigzag, axis=renamed.mesh.names[0])
