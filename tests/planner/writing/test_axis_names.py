@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -11,10 +10,13 @@ from typing import Any
 import pytest
 from support import families
 
-from executor import verify
+from cost_model.layouts.layout import MeshSpec
+from executor.verify import verify
 from planner import PlanningSession, ShardingPlan, estimate_plan
 from planner.plan.axis_roles import axis_uses
-from planner.writing.axis_names import role_names
+from planner.plan.estimate import SolverReport
+from planner.writing.axis_names import named_by_role, role_names
+from planner.writing.write import write_plan
 
 LAYOUTS = ("plan", "compute_plan", "gradient_plan", "input_plan", "output_plan", "fully_shard", "micro_batches")
 
@@ -120,11 +122,16 @@ def test_a_renamed_plan_is_priced_as_before_and_runs() -> None:
 
 
 def test_zigzag_names_the_axis_of_the_plan() -> None:
-    plan = llama(zigzag=True, batch=1).plan(mesh="dp=4")
-    renamed = llama(zigzag=True, batch=1).plan_if_any(mesh="dp=4", keep_names=False)
-    assert renamed is not None
+    # With projections replicated, heads are not sharded, so sequences are.
+    pins = tuple(f"model.layers.*.self_attn.{name}_proj.weight:used=R@tp" for name in "qkvo")
+    session, mesh = llama(zigzag=True, pins=pins), MeshSpec.parse("dp=1,tp=4")
+    planner, restrict = session._planner, session._restrict("ilp", session._pins([mesh]))
+    candidate = planner.solve(
+        planner.run_of(mesh, 1, "none"), restrict(mesh), memory_bytes=session.cluster.memory_bytes
+    )
+    assert candidate is not None
+    named = named_by_role(planner, session._module, candidate)
+    plan = write_plan(planner, session._module, named, 1, SolverReport(name="ilp", status="optimal"), [])
     assert plan.zigzag is not None
-    assert renamed.zigzag == dataclasses.replace(plan.zigzag, axis=renamed.mesh.names[0])
-    assert renamed.mesh.names == ("cp",)
-    assert any("zigzag order over cp" in note for note in renamed.notes)
-    assert any(note.startswith("axis dp does context parallelism") for note in plan.notes)
+    assert plan.zigzag.axis == plan.mesh.names[1] != "dp"
+    assert any(f"zigzag order over {plan.mesh.names[1]}" in note for note in plan.notes)
