@@ -25,6 +25,7 @@ from planner.graph.trace_module import (
     resolve_inputs,
     trace_at_batch,
 )
+from planner.merged_axes import with_merged_axes
 from planner.plan.checks import check_mesh
 from planner.plan.estimate import SolverReport
 from planner.plan.job import Checkpointing, job_of
@@ -49,6 +50,7 @@ from planner.search.pipeline.split_graph import obstacle
 from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import RunKey, SearchConstraints, WorkerContext
+from planner.writing.axis_names import named_by_role, pipeline_named_by_role, report_on, with_name_notes
 from planner.writing.notes import notes_on
 from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
@@ -158,6 +160,7 @@ class PlanningSession:
         mesh: str | MeshSpec | None = None,
         memory_bytes: int | None = None,
         excluded: frozenset[RunKey] = frozenset(),
+        keep_names: bool = True,
     ) -> ShardingPlan | None:
         """Return the result of `plan`, or None where no plan fits.
 
@@ -168,8 +171,12 @@ class PlanningSession:
             mesh: as for `plan`.
             memory_bytes: as for `plan`.
             excluded: runs that are left out: (mesh as text, number of micro-batches, checkpointing mode).
+            keep_names: whether the axes of a given ``mesh`` keep their names; otherwise they are named by role, as
+                those of a mesh that the search chose. With pins or data axes all axes keep their names.
         """
         name, seed = baselines.parse_planner(planner)
+        deadline = None if self.spec.time_limit_s is None else time.perf_counter() + self.spec.time_limit_s
+        keep_names = (keep_names and mesh is not None) or bool(self.job.pins or self.job.data_axes)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
             meshes = self._meshes(mesh, planner) if stages is None else [stages[1]]
@@ -181,16 +188,24 @@ class PlanningSession:
                 constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict, excluded=excluded)
                 whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
                 if pipelined is not None and pipelined.plan is not None:
-                    return self._pipeline_plan(pipelined.plan, memory_bytes, solver_report(whole, pipelined, planner))
+                    report = solver_report(whole, pipelined, planner)
+                    return self._pipeline_plan(pipelined.plan, memory_bytes, report, keep_names=keep_names)
                 if whole is None or whole.plan is None:
                     if pipelined is not None and not pipelined.complete:
                         raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
                     return None
                 candidate, report = whole.plan, solver_report(whole, pipelined, planner)
-            with self._clock.stage("write_s"):
-                notes = self._notes(candidate.run)
-                plan = write_plan(self._planner, self._module, candidate, memory_bytes, report, notes)
-            return dataclasses.replace(plan, timings=dict(self._clock.spent))
+                if name == "ilp" and mesh is None and not keep_names:
+                    candidate, report = with_merged_axes(
+                        self._planner,
+                        self._module,
+                        candidate,
+                        constraints,
+                        report,
+                        tolerance=self.spec.tolerance,
+                        deadline=deadline,
+                    )
+            return self._mesh_plan(candidate, memory_bytes, report, keep_names=keep_names)
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
@@ -292,11 +307,26 @@ class PlanningSession:
             return "only the first blocks are checkpointed"
         return obstacle(self._analysis.graph, self._analysis.blocks)
 
-    def _pipeline_plan(self, pipeline: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
+    def _mesh_plan(
+        self, candidate: Candidate, memory_bytes: int, report: SolverReport, *, keep_names: bool
+    ) -> ShardingPlan:
+        """Return the plan of ``candidate``, with its axes named by role unless ``keep_names``."""
         with self._clock.stage("write_s"):
-            notes = self._notes(pipeline.stages()[0].run)
-            plan = write_pipeline_plan(self._planner, self._module, pipeline, memory_bytes, report, notes)
-        return dataclasses.replace(plan, timings=dict(self._clock.spent))
+            named = candidate if keep_names else named_by_role(self._planner, self._module, candidate)
+            report = report_on(report, candidate.run.mesh, named.run.mesh)
+            plan = write_plan(self._planner, self._module, named, memory_bytes, report, self._notes(named.run))
+        return dataclasses.replace(with_name_notes(plan), timings=dict(self._clock.spent))
+
+    def _pipeline_plan(
+        self, pipeline: PlannedPipeline, memory_bytes: int, report: SolverReport, *, keep_names: bool
+    ) -> ShardingPlan:
+        """Return the plan of ``pipeline``, with the axes of its stages named by role unless ``keep_names``."""
+        with self._clock.stage("write_s"):
+            named = pipeline if keep_names else pipeline_named_by_role(self._planner, self._module, pipeline)
+            report = report_on(report, pipeline.pipeline.whole_mesh, named.pipeline.whole_mesh)
+            notes = self._notes(named.stages()[0].run)
+            plan = write_pipeline_plan(self._planner, self._module, named, memory_bytes, report, notes)
+        return dataclasses.replace(with_name_notes(plan), timings=dict(self._clock.spent))
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""

@@ -51,7 +51,7 @@ def alternatives(session: PlanningSession, best: ShardingPlan, count: int) -> tu
     for least_s, mesh in sorted((m.at_least_s, m.mesh) for m in other_meshes if m.at_least_s is not None):
         if len(plans) >= count and least_s >= step_time_s(plans[count - 1]):
             break
-        plan = _in_time(session, mesh)
+        plan = _in_time(session, mesh, keep_names=False)
         if plan is not None:
             plans = sorted([*plans, plan], key=step_time_s)
     return tuple(plans[:count])
@@ -95,10 +95,12 @@ def _smaller(session: PlanningSession, plan: ShardingPlan, mesh: str | None, sha
             yield smaller
 
 
-def _in_time(session: PlanningSession, mesh: str | None, memory_bytes: int | None = None) -> ShardingPlan | None:
+def _in_time(
+    session: PlanningSession, mesh: str | None, memory_bytes: int | None = None, *, keep_names: bool = True
+) -> ShardingPlan | None:
     """Return the fastest plan; None: no plan fits, or the time limit came before any plan was found."""
     try:
-        return session.plan_if_any(mesh=mesh, memory_bytes=memory_bytes)
+        return session.plan_if_any(mesh=mesh, memory_bytes=memory_bytes, keep_names=keep_names)
     except SolverError:
         return None
 

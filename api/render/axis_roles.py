@@ -1,24 +1,17 @@
-"""The role of each mesh axis in a plan (FSDP, TP, SP, DP, ...), derived from the plan's layouts."""
+"""What each mesh axis of a plan does, as text: a sentence, or short names ("FSDP", "TP+SP") with the reasons."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Shard
-
-from cost_model.layouts.layout import Layout, sharded_dim
-from planner.plan.patterns import match_keys
-from planner.plan.ports import Port, ports_of
+from planner.plan.axis_roles import AxisUse, AxisWeights, axis_uses
 from planner.plan.sharding_plan import ShardingPlan
 
-_BATCH_DIM, _SEQUENCE_DIM, _HIDDEN_DIM = 0, 1, 2
-_ROOT_INPUT = ("", "input")
-_IN_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})(\.|$)")
-_BELOW_BLOCK = re.compile(r"(^|\.)(\*|\d+|\{\d+-\d+\})\.(?!input$)")
-_EXPERTS = re.compile(r"(^|\.)experts\.")
 _NAMED = 3
+
+REPEATS = "repeats the work of the other ranks: no batch, sequence or weight is split on it"
+"""The sentence of an axis whose ranks all do the same work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,73 +25,135 @@ class AxisRole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
-    """The keys of a plan's weights, without ".weight", by what one axis does to the weights.
+class AxisSentence:
+    """What one axis does, as a sentence without a capital letter and a full stop."""
 
-    Attributes:
-        gathered: stored sharded, replicated in compute.
-        pieces: stored sharded, sharded in compute.
-        experts: weights of experts that are sharded by expert in compute.
-        whole: stored replicated.
-    """
+    axis: str
+    size: int
+    sentence: str
 
-    gathered: tuple[str, ...]
-    pieces: tuple[str, ...]
-    experts: tuple[str, ...]
-    whole: tuple[str, ...]
 
-    def main(self) -> _Weights:
-        """Return the weights in blocks, which hold nearly all of a model; all weights where no key names a block."""
-        inside = _Weights(
-            gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
-            pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
-            experts=tuple(filter(_IN_BLOCK.search, self.experts)),
-            whole=tuple(filter(_IN_BLOCK.search, self.whole)),
-        )
-        return inside if inside.gathered or inside.pieces or inside.experts or inside.whole else self
+# --- sentences ----------------------------------------------------------------------------------------------------
+
+
+def axis_sentences(plan: ShardingPlan) -> tuple[AxisSentence, ...]:
+    """Return what each axis of the plan's mesh does, in a sentence each, outermost first."""
+    return tuple(AxisSentence(axis=use.axis, size=use.size, sentence=_sentence(plan, use)) for use in axis_uses(plan))
+
+
+def _sentence(plan: ShardingPlan, use: AxisUse) -> str:
+    weights = use.weights.main()
+    if use.role == "pp":
+        return f"cuts the model into {_stages(plan)} (PP)"
+    if use.size == 1:
+        return "has one rank: nothing is split on it"
+    if use.role == "ep":
+        return _experts_sentence(plan, use, weights)
+    if use.role == "tp":
+        return _tensor_sentence(use, weights)
+    if use.role == "cp":
+        return _context_sentence(plan, use, weights)
+    if use.role == "fsdp":
+        return _sharded_sentence(plan, use, weights)
+    return "splits the batch; every rank has whole weights (DP)" if use.role == "dp" else REPEATS
+
+
+def _sharded_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) -> str:
+    if not use.splits_batch:
+        return "stores weights in pieces, and repeats the work of the other ranks: no batch or sequence is split on it"
+    hybrid = f"; computes {_part(weights.pieces, weights)} in pieces (TP)" if weights.pieces else ""
+    whole = f"; {_part(weights.whole, weights)} are whole" if len(weights.whole) > len(weights.gathered) else ""
+    return f"shards {_states(plan)} and the batch (FSDP){hybrid}{whole}"
+
+
+def _states(plan: ShardingPlan, weights: str = "weights") -> str:
+    """Return what is stored in pieces with ``weights``, listed with commas."""
+    return f"{weights}, gradients, optimizer states" if plan.job.training else weights
+
+
+def _tensor_sentence(use: AxisUse, weights: AxisWeights) -> str:
+    most = not weights.gathered and len(weights.pieces) >= len(weights.whole)
+    which = "every block's weights" if most else _part(weights.pieces, weights)
+    gathered = f"; gathers {_part(weights.gathered, weights)} for compute (FSDP)" if weights.gathered else ""
+    between = "the sequence" if use.splits_sequence else "the batch" if use.splits_batch else ""
+    if not between:
+        return f"splits heads and hidden dims of {which} (TP){gathered}"
+    return f"splits heads and hidden dims of {which}, and {between} between blocks (TP + SP){gathered}"
+
+
+def _context_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) -> str:
+    how = "splits sequences, but heads inside attention" if use.swaps_heads else "splits sequences through attention"
+    name = "Ulysses" if use.swaps_heads else "CP"
+    if weights.gathered:
+        return f"{how}, and shards {_joined(_states(plan))} ({name} + FSDP)"
+    return f"{how}; every rank has whole weights ({name})"
+
+
+def _joined(words: str) -> str:
+    """Return words that are listed with commas, with "and" before the last."""
+    return " and ".join(words.rsplit(", ", 1))
+
+
+def _experts_sentence(plan: ShardingPlan, use: AxisUse, weights: AxisWeights) -> str:
+    if weights.pieces:
+        return "splits the experts, and heads and hidden dims of other weights (EP + TP)"
+    if weights.gathered and (use.splits_batch or use.splits_sequence):
+        what = "the batch" if use.splits_batch else "sequences"
+        return f"splits the experts; shards {_states(plan, 'other weights')} and {what} (EP + FSDP)"
+    if use.splits_batch:
+        return "splits the experts and the batch; every rank has the other weights whole (EP + DP)"
+    if use.splits_sequence:
+        return "splits the experts and sequences; every rank has the other weights whole (EP + CP)"
+    return "splits the experts (EP); repeats the rest of the work of the other ranks"
+
+
+def _part(names: tuple[str, ...], weights: AxisWeights) -> str:
+    return f"{len(names)} of {weights.count} kinds of weights"
+
+
+def _stages(plan: ShardingPlan) -> str:
+    assert plan.pipeline is not None
+    chunks = f", {plan.pipeline.chunks} chunks each" if plan.pipeline.chunks > 1 else ""
+    return f"{len(plan.pipeline.stages)} stages, {plan.pipeline.schedule}{chunks}"
+
+
+# --- short names with reasons -------------------------------------------------------------------------------------
 
 
 def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
     """Return the role of each axis of the plan's mesh, outermost first."""
-    roles = [_role(plan, index, axis, size) for index, (axis, size) in enumerate(plan.layout_mesh.axes)]
-    if plan.pipeline is not None:
-        stages = len(plan.pipeline.stages)
-        chunks = f", {plan.pipeline.chunks} chunks each" if plan.pipeline.chunks > 1 else ""
-        detail = f"{stages} stages, {plan.pipeline.schedule}{chunks}"
-        roles.insert(0, AxisRole(axis=plan.mesh.names[0], size=stages, role="PP", details=(detail,)))
-    return tuple(roles)
+    return tuple(
+        AxisRole(axis=use.axis, size=use.size, role=_short_name(use), details=tuple(_details(plan, use)))
+        for use in axis_uses(plan)
+    )
 
 
-def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
-    weights = _weights(plan, index)
-    main = weights.main()
-    inputs = set(_boundary_dims(plan, index, root=True))
-    inner = set(_boundary_dims(plan, index, root=False))
-    splits_batch = _BATCH_DIM in inputs or (not inputs and _BATCH_DIM in inner)
-    splits_sequence = _SEQUENCE_DIM in inner | inputs
-    swaps_heads = _swaps_heads(plan, index)
-
-    words = []
+def _short_name(use: AxisUse) -> str:
+    main = use.weights.main()
+    words = ["PP"] if use.role == "pp" else []
     if main.gathered:
-        words.append("FSDP" if splits_batch or splits_sequence else "sharded storage")
-    elif splits_batch and not main.pieces and main.whole:
+        words.append("FSDP" if use.splits_batch or use.splits_sequence else "sharded storage")
+    elif use.splits_batch and not main.pieces and main.whole:
         words.append("DP")
     if main.pieces:
         words.append("TP")
     if main.experts:
         words.append("EP")
-    if splits_sequence or (main.pieces and splits_batch and not main.gathered):
-        words.append("SP" if main.pieces or swaps_heads else "CP")
+    if use.splits_sequence or (main.pieces and use.splits_batch and not main.gathered):
+        words.append("SP" if main.pieces or use.swaps_heads else "CP")
+    return "+".join(words) or "replicated"
 
-    details = []
-    if splits_batch:
-        details.append("splits the batch")
-    if splits_sequence:
-        details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
-    details += _weight_details(weights)
-    if weights.gathered:
-        details += _not_resharded(plan)
-    return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
+
+def _details(plan: ShardingPlan, use: AxisUse) -> Iterator[str]:
+    if use.role == "pp":
+        yield _stages(plan)
+    if use.splits_batch:
+        yield "splits the batch"
+    if use.splits_sequence:
+        yield "splits sequences" + (", but heads inside attention (Ulysses)" if use.swaps_heads else "")
+    yield from _weight_details(use.weights)
+    if use.weights.gathered:
+        yield from _not_resharded(plan)
 
 
 def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
@@ -109,7 +164,7 @@ def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
         yield f"{', '.join(plan.keep_gathered_for_step)} not resharded within the step"
 
 
-def _weight_details(weights: _Weights) -> Iterator[str]:
+def _weight_details(weights: AxisWeights) -> Iterator[str]:
     """Yield one clause for each kind of weights; up to three weights are named, more are counted."""
     kinds = {
         "sharded, all-gathered for use": weights.gathered,
@@ -117,7 +172,7 @@ def _weight_details(weights: _Weights) -> Iterator[str]:
         "used by some ranks alone": weights.experts,
         "replicated": weights.whole,
     }
-    total = sum(map(len, kinds.values()))
+    total = weights.count
     for what, names in kinds.items():
         if len(names) == total and total > 1:
             yield f"all weights {what}"
@@ -125,75 +180,3 @@ def _weight_details(weights: _Weights) -> Iterator[str]:
             yield f"{', '.join(names)} {what}"
         elif names:
             yield f"{len(names)} of {total} kinds of weights {what}"
-
-
-def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | None]]:
-    """Yield (FQN pattern, stored layout, compute layout) of each parameter entry of ``plan.plan``; skip Sharders.
-
-    The compute layout is None for a tied weight whose compute layouts the plan states under its other names only.
-    """
-    tied_uses = [key for key in plan.gradient_plan if key in plan.compute_plan]
-    for key, stored in plan.plan.items():
-        if isinstance(stored, str):
-            continue
-        wider = [pattern for pattern, names in match_keys(plan.compute_plan, [key]).items() if names or pattern == key]
-        if wider:
-            yield key, stored, plan.compute_plan[wider[0]]
-        else:
-            # A gradient that every micro-batch reduces to the stored layout is no sign of a tied weight.
-            waits = plan.gradient_plan.get(key, stored) != stored
-            yield key, stored, None if waits and tied_uses else stored
-
-
-def _weights(plan: ShardingPlan, index: int) -> _Weights:
-    """Return the plan's weights by their stored and compute placements on axis ``index``."""
-    gathered: list[str] = []
-    pieces: list[str] = []
-    experts: list[str] = []
-    whole: list[str] = []
-    for key, stored, used in weight_layouts(plan):
-        if used is None:
-            continue
-        if sharded_dim(stored[index]) is None:
-            kind = whole
-        elif sharded_dim(used[index]) is None:
-            kind = gathered
-        elif _EXPERTS.search(key) and used[index] == Shard(0):
-            kind = experts
-        else:
-            kind = pieces
-        kind.append(key.removesuffix(".weight"))
-    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), experts=tuple(experts), whole=tuple(whole))
-
-
-def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
-    """Return whether axis ``index`` redistributes a tensor in a block from the sequence dim to the heads, or back.
-
-    Inputs of whole blocks do not count: the first block may read embeddings from a table that is sharded by columns.
-    """
-    swap = {_SEQUENCE_DIM, _HIDDEN_DIM}
-    return any(
-        port.source is not None and {sharded_dim(port.source[index]), sharded_dim(port.layout[index])} == swap
-        for entries in (plan.input_plan, plan.output_plan)
-        for key, spec in entries.items()
-        for _, port in ports_of(spec)
-        if _BELOW_BLOCK.search(key)
-    )
-
-
-def _boundary_dims(plan: ShardingPlan, index: int, *, root: bool) -> Iterator[int]:
-    """Yield the dims on which axis ``index`` shards boundary tensors: the root's inputs (``root``), or all others."""
-    for is_root, port in _ports(plan):
-        if is_root == root:
-            for layout in (port.layout, port.source):
-                dim = None if layout is None else sharded_dim(layout[index])
-                if dim is not None:
-                    yield dim
-
-
-def _ports(plan: ShardingPlan) -> Iterator[tuple[bool, Port]]:
-    """Yield each port, and whether it is the root's input."""
-    for entries in (plan.input_plan, plan.output_plan):
-        for key, spec in entries.items():
-            for _, port in ports_of(spec):
-                yield entries is plan.input_plan and key in _ROOT_INPUT, port

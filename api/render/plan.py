@@ -11,8 +11,9 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from api.render.axis_roles import axis_roles, weight_layouts
+from api.render.axis_roles import axis_roles
 from cost_model.layouts.layout import Layout, format_layout
+from planner.plan.axis_roles import weight_layouts
 from planner.plan.estimate import MeshReport
 from planner.plan.sharding_plan import CollectiveEstimate, Estimate, Job, Pipeline, ShardingPlan, SolverReport
 

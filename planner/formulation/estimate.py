@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from cost_model.hardware.collective_kinds import CollectiveKind
+from cost_model.layouts.layout import MeshSpec
 from planner.formulation.decision import Decision
 from planner.formulation.formulate import Formulator, saves_producer_layout
 from planner.graph.op_graph import Value
@@ -149,12 +150,17 @@ def collective_rows(price: Price, run: Run) -> tuple[CollectiveEstimate, ...]:
         calls = c.count if c.phase in ONCE_A_STEP else run.micro_batches * c.count / run.passes
         counts[key] += calls
         times[key] += calls * c.time_s
-    order = sorted(counts, key=lambda key: (_PHASES.index(key[2]), key[1], key[0], -key[3]))
+    order = sorted(counts, key=lambda key: (_PHASES.index(key[2]), _places(key[1], run.mesh), key[0], -key[3]))
     return tuple(
         CollectiveEstimate(kind=kind, axis=axis, phase=phase, bytes=nbytes, count=round(counts[key]), time_s=times[key])
         for key in order
         for kind, axis, phase, nbytes in [key]
     )
+
+
+def _places(axes: str, mesh: MeshSpec) -> list[int]:
+    """Return the places in ``mesh`` of the axes that ``axes`` names; -1 for the axis of pipeline stages."""
+    return [mesh.names.index(axis) if axis in mesh.names else -1 for axis in axes.split(",")]
 
 
 _PHASES = ("param_gather", "forward", "recompute", "backward", "grad_reduce")

@@ -121,7 +121,8 @@ class MeshReport:
     """The outcome of the search on one mesh.
 
     Attributes:
-        mesh: the mesh as text, such as "dp=2,tp=8".
+        mesh: the mesh as text, such as "dp=2,tp=8". The chosen mesh has the plan's names of axes, other meshes those of
+            the search, which say the place of an axis (`planner.search.mesh_space`).
         outcome: "chosen": the plan is on this mesh. "slower": no plan on it that fits is faster than the chosen plan by
             more than the gap; there may be no plan that fits. "open": the search ended before it decided this.
             "does-not-fit": no plan on it fits the memory, whatever its step time. "no-layout": the model has no layout

@@ -35,10 +35,18 @@ def node_pairs(cluster: ClusterSpec) -> MeshSpec | None:
     return _mesh(cluster, sizes) if sizes[0] > 1 and cluster.size % pair == 0 and cluster.size > pair else None
 
 
+def mesh_of_shape(shape: Sequence[int]) -> MeshSpec:
+    """Return the mesh of one to three axes of these sizes, outermost first, as the search names them.
+
+    The names say where an axis is, not what it does: that is known of a plan only.
+    """
+    inner = list(zip(_NAMES, reversed(shape[1:]), strict=False))
+    return MeshSpec(axes=(("dp", shape[0]), *reversed(inner)))
+
+
 def _mesh(cluster: ClusterSpec, sizes: Sequence[int]) -> MeshSpec:
     """Return the mesh with inner axes of ``sizes``, innermost first, and an outermost axis for the remaining factor."""
-    inner = list(zip(_NAMES, sizes, strict=False))
-    return MeshSpec(axes=(("dp", cluster.size // math.prod(sizes)), *reversed(inner)))
+    return mesh_of_shape((cluster.size // math.prod(sizes), *reversed(sizes)))
 
 
 def _next_sizes(cluster: ClusterSpec, sizes: tuple[int, ...]) -> Iterator[int]:

@@ -3,5 +3,6 @@
 a plan, from a decision    write.write_plan, .write_pipeline_plan
 a price, from a plan       reprice.open_for_pricing
 names: patterns of FQNs    fqn_entries
+names of mesh axes         axis_names
 notes on a plan            notes.notes_on
 """

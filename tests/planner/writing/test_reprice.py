@@ -62,10 +62,10 @@ def test_the_only_argument_needs_no_name() -> None:
 
 def test_a_model_without_a_loss_gets_a_note() -> None:
     """Nothing says what its backward begins with, so that of its last ops is not priced."""
-    plan = build_plan(Linears(), cluster="1x4xtoy", example_inputs=INPUTS, mesh="dp=2,tp=2", micro_batches=1, ac="none")
+    plan = build_plan(Linears(), cluster="1x4xtoy", example_inputs=INPUTS, mesh="x=2,y=2", micro_batches=1, ac="none")
     assert any("no loss" in note for note in plan.notes)
     module, inputs = WithLoss(), (*INPUTS, torch.zeros(8, dtype=torch.long))
-    plan = build_plan(module, cluster="1x4xtoy", example_inputs=inputs, mesh="dp=2,tp=2", micro_batches=1, ac="none")
+    plan = build_plan(module, cluster="1x4xtoy", example_inputs=inputs, mesh="x=2,y=2", micro_batches=1, ac="none")
     assert not plan.notes
 
 
