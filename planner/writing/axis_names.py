@@ -93,7 +93,7 @@ def report_on(report: SolverReport, mesh: MeshSpec, named: MeshSpec) -> SolverRe
 
 def with_name_notes(plan: ShardingPlan) -> ShardingPlan:
     """Return ``plan`` with a note on each axis whose name says another role than it has."""
-    return dataclasses.replace(plan, notes=(*plan.notes, *_name_notes(plan)))
+    return dataclasses.replace(plan, notes=(*_name_notes(plan), *plan.notes))
 
 
 def _name_notes(plan: ShardingPlan) -> Iterator[str]:
