@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from api.cli.main import app
+from cost_model.layouts.layout import MeshSpec
 from planner.plan.sharding_plan import ShardingPlan
 
 CONFIG = {
@@ -39,7 +40,7 @@ def rows_of(done: Result) -> list[dict[str, Any]]:
 def test_alternatives(tmp_path: Path) -> None:
     options = ["--cluster", "1x4xtoy", "--count", "1"]
     rows = rows_of(run(tmp_path, "alternatives", *options, "-o", str(tmp_path / "plans"), "--json"))
-    assert {row["mesh"] for row in rows} == {"dp=4", "dp=2,tp=2"}
+    assert {MeshSpec.parse(row["mesh"]).shape for row in rows} == {(4,), (2, 2)}
     assert [row["best"] for row in rows] == [True, False]
     assert rows[0]["step_time_s"] <= rows[1]["step_time_s"] * 1.002
     for number, row in enumerate(rows, 1):

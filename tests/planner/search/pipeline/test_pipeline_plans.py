@@ -11,8 +11,10 @@ from support.pipeline_sessions import CONFIG, SLOW, session_of
 
 from api.requests.model_registry import load_model, quiet_libraries
 from planner.errors import InfeasibleError, MeshError, PlanError, PlanFormatError
+from planner.plan.axis_roles import layout_axis_uses
 from planner.plan.patterns import match_keys
 from planner.plan.sharding_plan import ShardingPlan
+from planner.writing.axis_names import role_names
 from planner.writing.reprice import estimate_plan
 
 ODD: dict[str, Any] = {"batch": 18, "ac": "none", "micro_batches": 9}
@@ -28,6 +30,14 @@ def interleaved() -> ShardingPlan:
 @pytest.fixture(scope="module")
 def pipelined() -> ShardingPlan:
     return session_of(SLOW, executable_only=False, **ODD).plan()
+
+
+def test_the_axes_of_a_stage_are_named_by_role(pipelined: ShardingPlan) -> None:
+    assert pipelined.mesh.names == ("pp", *role_names([use.role for use in layout_axis_uses(pipelined)]))
+    assert pipelined.estimate is not None
+    assert {axis for row in pipelined.estimate.collectives for axis in row.axis.split(",")} <= {*pipelined.mesh.names}
+    assert pipelined.solver is not None
+    assert [mesh.mesh for mesh in pipelined.solver.meshes if mesh.outcome == "chosen"] == [str(pipelined.mesh)]
 
 
 def test_on_slow_nodes_a_pipeline_wins(pipelined: ShardingPlan) -> None:
