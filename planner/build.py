@@ -51,7 +51,9 @@ def build_plan(
     progress: Progress | None = None,
     **options: Unpack[JobOptions],
 ) -> ShardingPlan:
-    """Return the plan with the least step time for ``model`` that fits the memory of the devices of ``cluster``.
+    """Return the simplest plan for ``model`` that fits the memory and takes about the least step time.
+
+    "About" is the tolerance of the job; 0: the plan with the least step time.
 
     Args:
         model: a module, which is not changed and may be on the meta device; or the result of `trace_module`.
@@ -80,4 +82,4 @@ def build_plan(
         tp_plan=tp_plan,
         progress=progress,
     )
-    return session.plan(planner=spec.planner, mesh=mesh)
+    return session.plan(planner=spec.planner, mesh=mesh, tolerance=spec.tolerance)

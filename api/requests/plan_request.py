@@ -62,7 +62,8 @@ def plan_request(
     context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
         session = context.session(time_limit_s=time_limit_s, jobs=jobs)
-        return context.noted(session.plan(planner=context.spec.planner, mesh=context.spec.mesh))
+        spec = context.spec
+        return context.noted(session.plan(planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
