@@ -203,7 +203,7 @@ def _solver(solver: SolverReport) -> str:
 
 
 def _other_meshes(meshes: Sequence[MeshReport]) -> str:
-    """Return why other meshes were not chosen, as text: meshes with a plan first, by step time; at most six are named."""
+    """Return why other meshes were not chosen, as text: slower meshes first, by step time; at most six are named."""
     rest = sorted(
         (m for m in meshes if m.outcome != "chosen"),
         key=lambda m: (m.outcome not in ("fastest", "slower"), _shown_s(m)),

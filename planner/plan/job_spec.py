@@ -148,8 +148,8 @@ class JobSpec:
     planner: str = field(
         default="ilp",
         metadata=_about(
-            "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp, or data-parallel, fully-sharded, tensor-parallel on any mesh), "
-            "or random:SEED.",
+            "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp; data-parallel, fully-sharded, tensor-parallel on any "
+            "mesh), or random:SEED.",
             heading=MESH,
             limits={"pattern": rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$"},
         ),

@@ -54,8 +54,8 @@ class BaselineSpace:
 def baseline_space(name: str, cluster: ClusterSpec) -> BaselineSpace | None:
     """Return the meshes of a baseline, with axes named by what they do; None: there is none on this cluster.
 
-    FSDP with tensor parallelism, and tensor parallelism with replicas, have a tensor-parallel axis of 2, 4, 8, ... ranks
-    within a node.
+    FSDP with tensor parallelism, and tensor parallelism with replicas, have a tensor-parallel axis of 2, 4, 8, ...
+    ranks within a node.
     """
     size, per_node = cluster.size, cluster.devices_per_node
     if name == "ddp":

@@ -4,8 +4,8 @@ The cost model errs by more than such plans differ. So a simpler plan is chosen 
 fastest, or where it is faster under an error that the cost model may well have:
 
 - *Tied*: the plan takes at most ``tolerance`` longer than the fastest.
-- *Robust*: the plan is no less simple than the fastest, takes at most `ROBUST_SHARE` longer, and is faster under at least
-  one perturbation (`planner.formulation.perturbed`).
+- *Robust*: the plan has no more axes than the fastest, takes at most `ROBUST_SHARE` longer, and is faster under at
+  least one perturbation (`planner.formulation.perturbed`).
 - *Stable*: under each perturbation, the plan takes at most `ROBUST_SHARE` longer than the best candidate, or
   ``tolerance`` if that is more.
 
@@ -92,7 +92,7 @@ def choose(fastest: Contender[PlanT], baselines: Sequence[Contender[PlanT]], tol
 
 
 def _wins_under(simpler: Contender[PlanT], fastest: Contender[PlanT]) -> Perturbation | None:
-    """Return a perturbation under which a plan is faster than the fastest; None: there is none, or it costs too much."""
+    """Return a perturbation under which a plan beats the fastest; None: there is none, or it costs too much."""
     if simpler.step_time_s > fastest.step_time_s * (1.0 + ROBUST_SHARE):
         return None
     return next(
