@@ -42,6 +42,7 @@ from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
 from planner.search.baseline_search import PricedBaseline, baseline_space, search_baselines, search_even_meshes
 from planner.search.branch_and_bound import SearchResult, SearchSpec
+from planner.search.choice import Choice
 from planner.search.infeasibility import infeasibility_report, least_memory_run
 from planner.search.mesh_space import modes_of
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
@@ -66,6 +67,8 @@ class PlanningSession:
         spec: the job as the user states it.
         job: the job as plans record it.
         cluster: the devices and links that plans are for.
+        last_choice: the choice of the last `plan` with a tolerance, with the plans that it was made among; None: there
+            was none.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class PlanningSession:
         self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
+        self.last_choice: Choice[Fastest] | None = None
         self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
 
     def plan(
@@ -203,8 +207,9 @@ class PlanningSession:
         """
         priced = self._priced(memory_bytes)
         is_free = not (self.job.pins or self.job.data_axes)  # baselines keep no pins
-        choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
-        plan = self._written(choice.contender.plan, memory_bytes, choice_report(report, fastest, choice))
+        self.last_choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
+        report = choice_report(report, fastest, self.last_choice)
+        plan = self._written(self.last_choice.contender.plan, memory_bytes, report)
         return dataclasses.replace(plan, baselines=tuple(baseline.price for baseline in priced))
 
     def priced_baselines(self, *, memory_bytes: int | None = None) -> tuple[BaselinePrice, ...]:

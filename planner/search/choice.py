@@ -55,11 +55,13 @@ class Choice(Generic[PlanT]):
     Attributes:
         is_fastest: whether no contender is faster than it.
         loses_under: a perturbation under which the fastest plan is slower than it, where that is why it was chosen.
+        among: all plans that it was chosen among, itself included.
     """
 
     contender: Contender[PlanT]
     is_fastest: bool
     loses_under: Perturbation | None = None
+    among: tuple[Contender[PlanT], ...] = ()
 
 
 def choose(fastest: Contender[PlanT], baselines: Sequence[Contender[PlanT]], tolerance: float) -> Choice[PlanT]:
@@ -75,7 +77,7 @@ def choose(fastest: Contender[PlanT], baselines: Sequence[Contender[PlanT]], tol
     best_s = min(each.step_time_s for each in contenders)
     if not tolerance:
         first = min(reversed(contenders), key=lambda each: each.step_time_s)
-        return Choice(contender=first, is_fastest=True)
+        return Choice(contender=first, is_fastest=True, among=tuple(contenders))
     acceptable = [
         each
         for each in contenders
@@ -86,9 +88,10 @@ def choose(fastest: Contender[PlanT], baselines: Sequence[Contender[PlanT]], tol
     share = max(ROBUST_SHARE, tolerance)
     chosen = min(acceptable, key=lambda each: (not _is_stable(each, contenders, share), each.axes))
     if chosen.step_time_s <= best_s * (1.0 + _SAME):
-        return Choice(contender=chosen, is_fastest=True)
+        return Choice(contender=chosen, is_fastest=True, among=tuple(contenders))
     is_tied = chosen.step_time_s <= best_s * (1.0 + tolerance)
-    return Choice(contender=chosen, is_fastest=False, loses_under=None if is_tied else _wins_under(chosen, fastest))
+    loses_under = None if is_tied else _wins_under(chosen, fastest)
+    return Choice(contender=chosen, is_fastest=False, loses_under=loses_under, among=tuple(contenders))
 
 
 def _wins_under(simpler: Contender[PlanT], fastest: Contender[PlanT]) -> Perturbation | None:
