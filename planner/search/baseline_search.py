@@ -122,7 +122,7 @@ def search_baseline(
     """
     meshes = space.counts(spec.planner.batch, spec.micro_batch_counts)
     if not meshes:
-        absent = SearchResult[Candidate](plan=None, bound_s=math.inf, complete=True)
+        absent: SearchResult[Candidate] = SearchResult(plan=None, bound_s=math.inf, complete=True)
         return PricedBaseline(price=BaselinePrice(name=space.name, mesh=str(space.meshes[0][0])), result=absent)
     constraints = dataclasses.replace(spec.constraints, restrict=restriction(space.name))
     own = dataclasses.replace(spec, constraints=constraints, pool=spec.pool.in_this_process(), progress=None)

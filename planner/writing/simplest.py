@@ -44,11 +44,12 @@ def simplest_plan(
         perturbed_s = planner.perturbed_s(plan) if perturbs else {}
         return Contender(plan=plan, step_time_s=plan.estimate.step_time_s, axes=axes, perturbed_s=perturbed_s)
 
+    best: Contender[Fastest]
     if isinstance(fastest, Candidate):
         best = contender(fastest)
     else:
         axes = sum(size > 1 for size in fastest.pipeline.whole_mesh.shape)
-        best = Contender[Fastest](plan=fastest, step_time_s=fastest.step_time_s, axes=axes)
+        best = Contender(plan=fastest, step_time_s=fastest.step_time_s, axes=axes)
     choice = choose(best, [contender(plan) for plan in candidates], tolerance)
     if mesh is None or choice.contender is best:
         return choice
