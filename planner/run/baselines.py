@@ -166,7 +166,7 @@ def megatron(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph, *
         return mesh.shape[axis] == 1 or all(
             layout[axis] in placements[slot.parameter]
             for slot, layout in zip(region.slots, strategy.forward, strict=True)
-            if slot.parameter in placements and layout is not None
+            if slot.parameter is not None and slot.parameter in placements and layout is not None
         )
 
     def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:

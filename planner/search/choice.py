@@ -9,9 +9,9 @@ fastest, or where it is faster under an error that the cost model may well have:
 - *Stable*: under each perturbation, the plan takes at most `ROBUST_SHARE` longer than the best candidate, or
   ``tolerance`` if that is more.
 
-Of the tied and robust plans, those that are stable come first, then the plan with the fewest mesh axes, then the
-baselines in the order in which they are given: a baseline has one layout for all weights, which the fastest plan of the
-search need not have.
+Of the tied and robust plans, those that are stable come first (where none is, those that are least behind under any
+perturbation), then the plan with the fewest mesh axes, then the baselines in the order in which they are given: a
+baseline has one layout for all weights, which the fastest plan of the search need not have.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def choose(fastest: Contender[PlanT], baselines: Sequence[Contender[PlanT]], tol
         or (each.axes <= fastest.axes and _wins_under(each, fastest) is not None)
     ]
     share = max(ROBUST_SHARE, tolerance)
-    chosen = min(acceptable, key=lambda each: (not _is_stable(each, contenders, share), each.axes))
+    chosen = min(acceptable, key=lambda each: (max(_behind(each, contenders), share), each.axes))
     if chosen.step_time_s <= best_s * (1.0 + _SAME):
         return Choice(contender=chosen, is_fastest=True, among=tuple(contenders))
     is_tied = chosen.step_time_s <= best_s * (1.0 + tolerance)
@@ -103,9 +103,12 @@ def _wins_under(simpler: Contender[PlanT], fastest: Contender[PlanT]) -> Perturb
     )
 
 
-def _is_stable(contender: Contender[PlanT], contenders: Sequence[Contender[PlanT]], share: float) -> bool:
-    """Return whether a plan takes at most ``share`` longer than the best contender under each perturbation."""
-    return all(
-        time_s <= (1.0 + share) * min(each.perturbed_s.get(name, time_s) for each in contenders)
-        for name, time_s in contender.perturbed_s.items()
+def _behind(contender: Contender[PlanT], contenders: Sequence[Contender[PlanT]]) -> float:
+    """Return the most that a plan takes longer, relatively, than the best contender under any perturbation."""
+    return max(
+        (
+            time_s / min(each.perturbed_s.get(name, time_s) for each in contenders) - 1.0
+            for name, time_s in contender.perturbed_s.items()
+        ),
+        default=0.0,
     )

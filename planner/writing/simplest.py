@@ -73,8 +73,10 @@ def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest
     solution = chosen.solution
     objective_s = chosen.estimate.step_time_s if solution is None else solution.objective_s
     bound_s = objective_s if report.bound_s is None else min(objective_s, report.bound_s)
-    is_candidate = isinstance(fastest, Candidate)
-    fastest_mesh = fastest.run.mesh if is_candidate else fastest.pipeline.whole_mesh
+    if isinstance(fastest, Candidate):
+        fastest_mesh, fastest_s = fastest.run.mesh, fastest.estimate.step_time_s
+    else:
+        fastest_mesh, fastest_s = fastest.pipeline.whole_mesh, fastest.step_time_s
     if fastest_mesh.shape == chosen.run.mesh.shape:
         fastest_mesh = chosen.run.mesh
     return dataclasses.replace(
@@ -84,7 +86,7 @@ def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest
         gap=(objective_s - bound_s) / objective_s if objective_s else 0.0,
         time_s=0.0 if solution is None else solution.time_s,
         meshes=_with_chosen(report.meshes, chosen),
-        fastest_s=None if choice.is_fastest else (fastest.estimate if is_candidate else fastest).step_time_s,
+        fastest_s=None if choice.is_fastest else fastest_s,
         fastest_mesh=None if choice.is_fastest else str(fastest_mesh),
         loses_under=choice.loses_under,
     )

@@ -80,3 +80,10 @@ def test_a_pipeline_is_compared_by_its_step_time_alone() -> None:
     fsdp = Contender(plan="fsdp", step_time_s=1.01, axes=1)
     assert choose(pipeline, [fsdp], 0.02).contender.plan == "fsdp"
     assert choose(pipeline, [fsdp], 0.005).contender.plan == "pipeline"
+
+
+def test_where_no_plan_is_stable_the_one_that_is_least_behind_is_chosen() -> None:
+    optimum = contender("optimum", 1.0, 2, 1.3, 1.1, 1.1)
+    fsdp = contender("fsdp", 1.04, 1, 1.1, 1.1, 1.2)
+    assert chosen(choose(optimum, [fsdp], 0.02)) == ("fsdp", False, "slow-communication")
+    assert choose(contender("optimum", 1.0, 2, 1.18, 1.1, 1.1), [fsdp], 0.02).contender.plan == "optimum"
