@@ -58,7 +58,9 @@ def build_plan(
     progress: Progress | None = None,
     **options: Unpack[JobOptions],
 ) -> ShardingPlan:
-    """Return the plan with the least step time for ``model`` that fits the memory of the devices of ``cluster``.
+    """Return the simplest plan for ``model`` that fits the memory and takes about the least step time.
+
+    "About" is the tolerance of the job; 0: the plan with the least step time.
 
     Args:
         model: a module, which is not changed and may be on the meta device; or the result of `trace_module`.
@@ -87,7 +89,7 @@ def build_plan(
         tp_plan=tp_plan,
         progress=progress,
     )
-    return verified_plan(session, planner=spec.planner, mesh=mesh)
+    return verified_plan(session, planner=spec.planner, mesh=mesh, tolerance=spec.tolerance)
 
 
 def verified_plan(
@@ -96,8 +98,9 @@ def verified_plan(
     planner: str = "ilp",
     mesh: str | MeshSpec | None = None,
     memory_bytes: int | None = None,
+    tolerance: float | None = None,
 ) -> ShardingPlan:
-    """Return the fastest plan that a planner allows and that runs as planned, with its verification.
+    """Return the plan of `PlanningSession.plan`, or the next best that runs as planned, with its verification.
 
     A plan that does not run as planned is left out, with all plans on its mesh in its number of micro-batches and
     checkpointing mode.
@@ -107,20 +110,27 @@ def verified_plan(
         planner: as for `PlanningSession.plan`.
         mesh: as for `PlanningSession.plan`.
         memory_bytes: as for `PlanningSession.plan`.
+        tolerance: as for `PlanningSession.plan`.
 
     Raises:
         PlannerError: as `PlanningSession.plan`. `RunError`: no plan was found that runs as planned.
     """
-    plan: ShardingPlan | None = session.plan(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+    plan: ShardingPlan | None = session.plan(planner=planner, mesh=mesh, memory_bytes=memory_bytes, tolerance=tolerance)
     failures: dict[RunKey, PlanError] = {}
     while plan is not None:
         try:
             return _with_verification(session, plan)
         except PlanError as error:
-            failures[str(plan.mesh.spec), plan.micro_batches, str(plan.job.ac)] = error
+            failures[plan.mesh.shape, plan.micro_batches, str(plan.job.ac)] = error
         if len(failures) == _MOST_FAILURES:
             break
-        plan = session.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes, excluded=frozenset(failures))
+        plan = session.plan_if_any(
+            planner=planner,
+            mesh=mesh,
+            memory_bytes=memory_bytes,
+            tolerance=tolerance,
+            excluded=frozenset(failures),
+        )
     raise _no_plan_runs(failures)
 
 
@@ -140,10 +150,11 @@ def _with_verification(session: PlanningSession, plan: ShardingPlan) -> Sharding
 
 
 def _no_plan_runs(failures: Mapping[RunKey, PlanError]) -> RunError:
-    (mesh, micro_batches, ac), first = next(iter(failures.items()))
+    (shape, micro_batches, ac), first = next(iter(failures.items()))
+    mesh = " x ".join(map(str, shape))
     tried = "the only plan does" if len(failures) == 1 else f"{len(failures)} plans were tried, and none does"
     return RunError(
-        f"no plan was found that runs as planned: {tried}. On mesh {mesh}, {micro_batches} micro-batches, "
+        f"no plan was found that runs as planned: {tried}. On the mesh {mesh}, {micro_batches} micro-batches, "
         f"checkpointing {ac}: {first.detail}",
         what_to_do="Give another mesh, batch or number of micro-batches, and please report this.",
         module=first.module if isinstance(first, RunError) else None,

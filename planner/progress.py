@@ -52,6 +52,7 @@ TRACING = Phase("tracing")
 BUILDING_MODEL = Phase("building the model")
 READING_GRAPH = Phase("reading the graph")
 PRICING = Phase("pricing")
+PRICING_BASELINES = Phase("pricing the baselines")
 RUNNING_ON_FAKE_PROCESSES = Phase("running the plan on fake processes")
 ASKING_SERVER = Phase("asking the server")
 

@@ -27,35 +27,39 @@ from planner.graph.trace_module import (
 )
 from planner.merged_axes import with_merged_axes
 from planner.plan.checks import check_mesh
-from planner.plan.estimate import SolverReport
+from planner.plan.estimate import BaselinePrice, SolverReport
 from planner.plan.job import Checkpointing, job_of
 from planner.plan.job_spec import JobOptions, JobSpec, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.pricing.run_spec import Run
-from planner.progress import TRACING, Progress
+from planner.progress import PRICING_BASELINES, TRACING, Progress
 from planner.run import baselines, gc_pause
 from planner.run.attention_kernel import check_kernel
 from planner.run.baselines import Restriction
 from planner.run.model_analysis import ModelAnalysis
-from planner.run.pins import Pins
+from planner.run.pins import NO_PINS, Pins
 from planner.run.run_planner import RunPlanner
 from planner.run.run_results import Candidate
 from planner.run.stage_clock import Clock
+from planner.search.baseline_search import PricedBaseline, baseline_space, search_baselines, search_even_meshes
 from planner.search.branch_and_bound import SearchResult, SearchSpec
+from planner.search.choice import Choice
 from planner.search.infeasibility import infeasibility_report, least_memory_run
-from planner.search.mesh_space import meshes_of, modes_of
+from planner.search.mesh_space import modes_of
 from planner.search.pipeline.co_search import search_meshes, search_meshes_and_pipelines, search_pipelines
 from planner.search.pipeline.mesh_argument import check_no_pipeline_axis, given_stages, no_pipeline
 from planner.search.pipeline.split_graph import obstacle
 from planner.search.pipeline.stage_planners import PlannedPipeline, stage_clusters_of
+from planner.search.planner_space import PlannerSpace
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import RunKey, SearchConstraints, WorkerContext
-from planner.writing.axis_names import named_by_role, pipeline_named_by_role, report_on, with_name_notes
+from planner.writing.named_plan import named_plan
 from planner.writing.notes import notes_on
-from planner.writing.write import solver_report, write_pipeline_plan, write_plan
+from planner.writing.simplest import Fastest, choice_report, simplest_plan
+from planner.writing.write import solver_report
 
-_ONE_AXIS_PLANNERS = ("data-parallel", "fully-sharded")
-"""Planners whose meshes have one axis. The size of the axis has to divide the samples of a micro-batch."""
+_AFTERWARDS_S = 5.0
+"""Seconds for the baselines, and for merging axes, where the search for the fastest plan has a time limit."""
 
 
 class PlanningSession:
@@ -68,6 +72,8 @@ class PlanningSession:
         module: the module; None: the session got its traced graph alone.
         inputs: arguments of one call with the global batch; empty without a module.
         progress: called with each event; None: events are dropped.
+        last_choice: the choice of the last `plan` with a tolerance, with the plans that it was made among; None: there
+            was none.
     """
 
     def __init__(
@@ -131,22 +137,31 @@ class PlanningSession:
         self._planner = RunPlanner(self._analysis, self.job, self.cluster, self._batch, self._clock)
         self._context = WorkerContext(self._planner)
         self._pool = Pool(self._context, spec.jobs)
+        self.last_choice: Choice[Fastest] | None = None
+        self._space = PlannerSpace(axes=spec.axes, batch=self._batch, counts=self._counts)
 
     def plan(
-        self, *, planner: str = "ilp", mesh: str | MeshSpec | None = None, memory_bytes: int | None = None
+        self,
+        *,
+        planner: str = "ilp",
+        mesh: str | MeshSpec | None = None,
+        memory_bytes: int | None = None,
+        tolerance: float | None = None,
     ) -> ShardingPlan:
-        """Return the fastest plan that a planner allows.
+        """Return the fastest plan that a planner allows, or a simpler one that costs about the same.
 
         Args:
             planner: "ilp", a baseline's name or "random:SEED".
             mesh: the mesh. An outermost axis ``pp`` gives the number of pipeline stages, and the other axes are the
                 mesh of a stage. None: all meshes with up to ``axes`` axes are tried.
             memory_bytes: cap on the peak per device; None: the job's cap.
+            tolerance: relative step time that a simpler plan may cost more (`planner.search.choice`). The plan then has
+                the prices of the baselines as well. None: the fastest plan, without baselines. Only for "ilp".
 
         Raises:
             PlannerError: there is no plan. `InfeasibleError`: no plan fits the memory.
         """
-        plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes)
+        plan = self.plan_if_any(planner=planner, mesh=mesh, memory_bytes=memory_bytes, tolerance=tolerance)
         if plan is None and self._stages(mesh, planner) is not None:
             raise no_pipeline(str(mesh), memory_bytes or self._memory_bytes)
         if plan is None:
@@ -159,6 +174,7 @@ class PlanningSession:
         planner: str = "ilp",
         mesh: str | MeshSpec | None = None,
         memory_bytes: int | None = None,
+        tolerance: float | None = None,
         excluded: frozenset[RunKey] = frozenset(),
         keep_names: bool = True,
     ) -> ShardingPlan | None:
@@ -170,12 +186,12 @@ class PlanningSession:
             planner: as for `plan`.
             mesh: as for `plan`.
             memory_bytes: as for `plan`.
-            excluded: runs that are left out: (mesh as text, number of micro-batches, checkpointing mode).
+            tolerance: as for `plan`.
+            excluded: runs that are left out.
             keep_names: whether the axes of a given ``mesh`` keep their names; otherwise they are named by role, as
                 those of a mesh that the search chose. With pins or data axes all axes keep their names.
         """
         name, seed = baselines.parse_planner(planner)
-        deadline = None if self.spec.time_limit_s is None else time.perf_counter() + self.spec.time_limit_s
         keep_names = (keep_names and mesh is not None) or bool(self.job.pins or self.job.data_axes)
         with gc_pause.paused():
             stages = self._stages(mesh, planner)
@@ -183,29 +199,88 @@ class PlanningSession:
             memory_bytes = memory_bytes or self._memory_bytes
             if seed is not None:
                 candidate, report = self._random(meshes[-1], seed), SolverReport(name=planner, status="given")
-            else:
-                restrict = self._restrict(name, self._pins(meshes))
-                constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict, excluded=excluded)
-                whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
-                if pipelined is not None and pipelined.plan is not None:
-                    report = solver_report(whole, pipelined, planner)
-                    return self._pipeline_plan(pipelined.plan, memory_bytes, report, keep_names=keep_names)
-                if whole is None or whole.plan is None:
-                    if pipelined is not None and not pipelined.complete:
-                        raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
-                    return None
-                candidate, report = whole.plan, solver_report(whole, pipelined, planner)
-                if name == "ilp" and mesh is None and not keep_names:
-                    candidate, report = with_merged_axes(
-                        self._planner,
-                        self._module,
-                        candidate,
-                        constraints,
-                        report,
-                        tolerance=self.spec.tolerance,
-                        deadline=deadline,
-                    )
-            return self._mesh_plan(candidate, memory_bytes, report, keep_names=keep_names)
+                return self._written(candidate, memory_bytes, report, keep_names=keep_names)
+            restrict = self._restrict(name, self._pins(meshes))
+            constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=restrict, excluded=excluded)
+            whole, pipelined = self._run_searches(meshes, name, constraints, stages, mesh_is_given=mesh is not None)
+            plans = [result.plan for result in (pipelined, whole) if result is not None]
+            fastest: Fastest | None = next((plan for plan in plans if plan is not None), None)
+            if fastest is None:
+                if pipelined is not None and not pipelined.complete:
+                    raise SolverError("time was up before any plan was found.", what_to_do="Allow a longer search.")
+                return None
+            report = solver_report(whole, pipelined, planner)
+            if name != "ilp" or tolerance is None:
+                return self._written(fastest, memory_bytes, report, keep_names=keep_names)
+            given = meshes[0] if mesh is not None else None
+            return self._chosen(fastest, constraints, report, tolerance, given, keep_names=keep_names)
+
+    def _chosen(
+        self,
+        fastest: Fastest,
+        constraints: SearchConstraints,
+        report: SolverReport,
+        tolerance: float,
+        mesh: MeshSpec | None,
+        *,
+        keep_names: bool,
+    ) -> ShardingPlan:
+        """Return the simplest plan within ``tolerance`` of the fastest, with the prices of the baselines.
+
+        Args:
+            mesh: the user's mesh; None: the search chose it.
+        """
+        priced = self._priced(constraints)
+        is_free = not (self.job.pins or self.job.data_axes)  # baselines keep no pins
+        self.last_choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
+        report = choice_report(report, fastest, self.last_choice)
+        plan = self.last_choice.contender.plan
+        if plan is fastest and isinstance(plan, Candidate) and mesh is None and is_free:
+            plan, report = with_merged_axes(
+                self._planner,
+                self._module,
+                plan,
+                constraints,
+                report,
+                tolerance=tolerance,
+                deadline=self._deadline(_AFTERWARDS_S),
+            )
+        written = self._written(plan, constraints.memory_bytes, report, keep_names=keep_names)
+        return dataclasses.replace(written, baselines=tuple(baseline.price for baseline in priced))
+
+    def priced_baselines(self, *, memory_bytes: int | None = None) -> tuple[BaselinePrice, ...]:
+        """Return the prices of the plans that people launch (DDP, FSDP, HSDP, FSDP with TP), each at its best.
+
+        In inference these are replicas and tensor parallelism. A baseline that does not fit has its least memory.
+
+        Args:
+            memory_bytes: cap on the peak per device; None: the job's cap.
+        """
+        constraints = SearchConstraints(memory_bytes=memory_bytes or self._memory_bytes, restrict=lambda mesh: None)
+        with gc_pause.paused():
+            return tuple(baseline.price for baseline in self._priced(constraints))
+
+    def _priced(self, constraints: SearchConstraints) -> tuple[PricedBaseline, ...]:
+        """Return the baselines under ``constraints``, whose restriction does not apply to them."""
+        if self.progress is not None:
+            self.progress(PRICING_BASELINES)
+        spec = self._search_spec("baselines", self._counts, constraints, self._deadline(_AFTERWARDS_S))
+        return search_baselines(spec, self.cluster, lambda name: self._restrict(name, NO_PINS))
+
+    def _written(self, plan: Fastest, memory_bytes: int, report: SolverReport, *, keep_names: bool) -> ShardingPlan:
+        """Return the `ShardingPlan` of a plan of the search."""
+        with self._clock.stage("write_s"):
+            first = plan.stages()[0] if isinstance(plan, PlannedPipeline) else plan
+            written = named_plan(
+                self._planner,
+                self._module,
+                plan,
+                memory_bytes=memory_bytes,
+                report=report,
+                notes=self._notes(first.run),
+                keep_names=keep_names,
+            )
+        return dataclasses.replace(written, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
@@ -215,7 +290,7 @@ class PlanningSession:
         """
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if spec is None:
-            return self._space(planner, self.cluster)[0]
+            return self._space.on(planner, self.cluster)[0]
         check_mesh(spec, self.cluster)
         check_no_pipeline_axis(spec)
         return [spec]
@@ -280,21 +355,35 @@ class PlanningSession:
                 searched then. None: the mesh has none, or no mesh was given.
             mesh_is_given: whether the user gave the mesh. No pipeline is then searched, unless ``stages`` is given.
         """
-        spec = SearchSpec(
-            context=self._context,
-            micro_batch_counts=self._counts_for(name),
-            modes=modes_of(self._analysis, self.job.ac),
-            constraints=constraints,
-            pool=self._pool if name == "ilp" else self._pool.in_this_process(),
-            deadline=None if self.spec.time_limit_s is None else time.perf_counter() + self.spec.time_limit_s,
-            progress=self.progress,
-        )
+        counts = self._space.counts_for(name, self.cluster)
+        spec = self._search_spec(name, counts, constraints, self._deadline(self.spec.time_limit_s))
+        space = baseline_space(name, self.cluster) if name in baselines.LAUNCHED and not mesh_is_given else None
+        if space is not None:
+            return search_even_meshes(spec, space.counts(self._batch, self._counts)), None
         heterogeneous = self.spec.heterogeneous_blocks and name == "ilp"
         if stages is not None:
             return None, search_pipelines(spec, axes=self.spec.axes, only=stages)
         if name != "ilp" or mesh_is_given or self._no_pipeline_reason is not None:
             return search_meshes(spec, meshes, heterogeneous_blocks=heterogeneous), None
         return search_meshes_and_pipelines(spec, meshes, axes=self.spec.axes, heterogeneous_blocks=heterogeneous)
+
+    def _deadline(self, seconds: float | None) -> float | None:
+        """Return the time of `time.perf_counter` in ``seconds``; None: the search has no time limit."""
+        return None if self.spec.time_limit_s is None or seconds is None else time.perf_counter() + seconds
+
+    def _search_spec(
+        self, name: str, counts: Sequence[int], constraints: SearchConstraints, deadline: float | None
+    ) -> SearchSpec:
+        """Return the spec of a planner's search over the numbers of micro-batches ``counts``."""
+        return SearchSpec(
+            context=self._context,
+            micro_batch_counts=counts,
+            modes=modes_of(self._analysis, self.job.ac),
+            constraints=constraints,
+            pool=self._pool if name == "ilp" else self._pool.in_this_process(),
+            deadline=deadline,
+            progress=self.progress,
+        )
 
     @functools.cached_property
     def _no_pipeline_reason(self) -> str | None:
@@ -307,27 +396,6 @@ class PlanningSession:
             return "only the first blocks are checkpointed"
         return obstacle(self._analysis.graph, self._analysis.blocks)
 
-    def _mesh_plan(
-        self, candidate: Candidate, memory_bytes: int, report: SolverReport, *, keep_names: bool
-    ) -> ShardingPlan:
-        """Return the plan of ``candidate``, with its axes named by role unless ``keep_names``."""
-        with self._clock.stage("write_s"):
-            named = candidate if keep_names else named_by_role(self._planner, self._module, candidate)
-            report = report_on(report, candidate.run.mesh, named.run.mesh)
-            plan = write_plan(self._planner, self._module, named, memory_bytes, report, self._notes(named.run))
-        return dataclasses.replace(with_name_notes(plan), timings=dict(self._clock.spent))
-
-    def _pipeline_plan(
-        self, pipeline: PlannedPipeline, memory_bytes: int, report: SolverReport, *, keep_names: bool
-    ) -> ShardingPlan:
-        """Return the plan of ``pipeline``, with the axes of its stages named by role unless ``keep_names``."""
-        with self._clock.stage("write_s"):
-            named = pipeline if keep_names else pipeline_named_by_role(self._planner, self._module, pipeline)
-            report = report_on(report, pipeline.pipeline.whole_mesh, named.pipeline.whole_mesh)
-            notes = self._notes(named.stages()[0].run)
-            plan = write_pipeline_plan(self._planner, self._module, named, memory_bytes, report, notes)
-        return dataclasses.replace(with_name_notes(plan), timings=dict(self._clock.spent))
-
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""
 
@@ -338,11 +406,15 @@ class PlanningSession:
 
     def _infeasibility(self, meshes: Sequence[MeshSpec], name: str, memory_bytes: int) -> PlannerError:
         """Return the error for a planner without a plan: the least memory needed, or the pins that no layout keeps."""
-        pins, counts, modes = self._pins(meshes), self._counts_for(name), modes_of(self._analysis, self.job.ac)
+        pins, counts, modes = (
+            self._pins(meshes),
+            self._space.counts_for(name, self.cluster),
+            modes_of(self._analysis, self.job.ac),
+        )
         constraints = SearchConstraints(memory_bytes=memory_bytes, restrict=self._restrict(name, pins))
         with gc_pause.paused():
             report = infeasibility_report(
-                self._planner, meshes, counts, modes, constraints, lambda other: self._space(name, other)
+                self._planner, meshes, counts, modes, constraints, lambda other: self._space.on(name, other)
             )
         if report.least_bytes is None and pins:
             return MeshError(
@@ -359,27 +431,3 @@ class PlanningSession:
             restrict = self._restrict("ilp", self._pins(meshes))
             least = least_memory_run(self._planner, meshes, self._counts, modes, restrict)
         return None if least is None else math.ceil(least.nbytes)
-
-    def _space(self, name: str, cluster: ClusterSpec) -> tuple[list[MeshSpec], list[int]]:
-        """Return the meshes of a cluster and the numbers of micro-batches that a planner chooses from."""
-        if name not in _ONE_AXIS_PLANNERS:
-            meshes = meshes_of(cluster, self.spec.axes)
-            # The outermost of three axes splits the batch only.
-            return [m for m in meshes if len(m.shape) < 3 or self._batch % m.shape[0] == 0], self._counts
-        return meshes_of(cluster, axes=1), [c for c in self._counts if self._batch // c % cluster.size == 0]
-
-    def _counts_for(self, name: str) -> list[int]:
-        """Return the numbers of micro-batches that a planner chooses from on the whole cluster.
-
-        Raises:
-            MeshError: the planner needs micro-batches whose samples divide over all devices, and there are none.
-        """
-        counts = self._space(name, self.cluster)[1]
-        if not counts:
-            size, samples = self.cluster.size, self._batch // self._counts[0]
-            batch = f"a batch of {samples}" if self._counts[0] == 1 else f"a micro-batch of {samples}"
-            raise MeshError(
-                f"{batch} does not divide over {size} devices, which {name} requires.",
-                what_to_do=f"Choose a batch that is a multiple of {size}, fewer micro-batches, or another planner.",
-            )
-        return counts

@@ -78,7 +78,7 @@ def estimate_command(
     options: dict[str, Any],
     what: Annotated[
         str | None,
-        typer.Argument(metavar="[PLAN|PLANNER]", help="A plan file, or a planner's name such as fully-sharded."),
+        typer.Argument(metavar="[PLAN|PLANNER]", help="A plan file, or a planner's name such as fsdp."),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="A plan file; the same as giving it after MODEL.")] = None,
     planner: Annotated[str | None, typer.Option(help="A planner's name; the same as giving it after MODEL.")] = None,

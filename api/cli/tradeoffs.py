@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from api.requests.plan_request import OpenedRequest
     from planner.progress import Progress
 
-_NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")
-_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks")
+_NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
+_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
 _NOT_OF_SWEEP = (*_NOT_OF_ALTERNATIVES, "pins", "data_axes", "axes")
 _OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "fused_ops", "time_limit_s")
 

@@ -22,7 +22,13 @@ _BLOCKS = re.compile(r"(.*(?:\*|\{\d+-\d+\})\.)?(.*)")
 """A key of a plan in two groups: the path up to and including its blocks, and the name below them."""
 _NAMES_SHOWN = 12
 _MESHES_SHOWN = 6
-_OUTCOMES = {"slower": "", "open": "undecided, ", "does-not-fit": "does not fit", "no-layout": "has no layout"}
+_OUTCOMES = {
+    "fastest": "",
+    "slower": "",
+    "open": "undecided, ",
+    "does-not-fit": "does not fit",
+    "no-layout": "has no layout",
+}
 _ROLES = {
     "activations": "saved for the backward pass",
     "recomputed_block": "one block's, made again in the backward pass",
@@ -199,7 +205,10 @@ def _solver(solver: SolverReport) -> str:
 
 def _other_meshes(meshes: Sequence[MeshReport]) -> str:
     """Return why other meshes were not chosen, as text: slower meshes first, by step time; at most six are named."""
-    rest = sorted((m for m in meshes if m.outcome != "chosen"), key=lambda m: (m.outcome != "slower", _shown_s(m)))
+    rest = sorted(
+        (m for m in meshes if m.outcome != "chosen"),
+        key=lambda m: (m.outcome not in ("fastest", "slower"), _shown_s(m)),
+    )
     texts = [f"{m.mesh} {_OUTCOMES[m.outcome]}{_time_on(m)}" for m in rest[:_MESHES_SHOWN]]
     if len(rest) > _MESHES_SHOWN:
         texts.append(f"{len(rest) - _MESHES_SHOWN} more (--json lists them)")

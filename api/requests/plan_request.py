@@ -63,7 +63,8 @@ def plan_request(
     context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
         session = context.session(time_limit_s=time_limit_s, jobs=jobs)
-        return context.noted(verified_plan(session, planner=context.spec.planner, mesh=context.spec.mesh))
+        spec = context.spec
+        return context.noted(verified_plan(session, planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     backward, late = phase_time_s(total, BACKWARD), exposed_once_s(total, BACKWARD)
     compute = total.get(FORWARD.compute, 0.0) + total.get(BACKWARD.compute, 0.0)
     step = step_time_s(total)
-    optimizer = _optimizer_s(formulator, structure, decision)
+    optimizer = optimizer_s(formulator, structure, decision)
     collectives = collective_rows(price, formulator.pricer.run)
     return Estimate(
         step_time_s=step,
@@ -129,7 +129,8 @@ def estimate(formulator: Formulator, structure: Structure, decision: Decision) -
     )
 
 
-def _optimizer_s(formulator: Formulator, structure: Structure, decision: Decision) -> float:
+def optimizer_s(formulator: Formulator, structure: Structure, decision: Decision) -> float:
+    """Return the seconds of the optimizer's update."""
     values = structure.regions.graph.values
     seconds = 0.0
     for parameter, choice in zip(structure.parameters, decision.stored, strict=True):

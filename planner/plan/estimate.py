@@ -113,7 +113,7 @@ class Pipeline:
     chunks: int = 1
 
 
-MeshOutcome = Literal["chosen", "slower", "does-not-fit", "no-layout", "open"]
+MeshOutcome = Literal["chosen", "fastest", "slower", "does-not-fit", "no-layout", "open"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +123,9 @@ class MeshReport:
     Attributes:
         mesh: the mesh as text, such as "dp=2,tp=8". The chosen mesh has the plan's names of axes, other meshes those of
             the search, which say the place of an axis (`planner.search.mesh_space`).
-        outcome: "chosen": the plan is on this mesh. "slower": no plan on it that fits is faster than the chosen plan by
-            more than the gap; there may be no plan that fits. "open": the search ended before it decided this.
+        outcome: "chosen": the plan is on this mesh. "fastest": the fastest plan that was found is on this mesh; the
+            chosen plan is simpler. "slower": no plan on it that fits is faster than the fastest plan by more than the
+            gap; there may be no plan that fits. "open": the search ended before it decided this.
             "does-not-fit": no plan on it fits the memory, whatever its step time. "no-layout": the model has no layout
             on it that the planner allows.
         at_least_s: lower bound in seconds on the step time of plans that fit; None: no plan fits.
@@ -149,8 +150,8 @@ class SolverReport:
 
     Attributes:
         name: name of the planner.
-        status: "optimal" (within the relative gap of the job); "time-limit" (the incumbent at the time limit); "given"
-            (a random plan, not solved for).
+        status: "optimal" (the fastest plan is within the relative gap of the job); "time-limit" (the search ended at
+            the time limit); "given" (a random plan, not solved for).
         objective_s: objective of the integer program: seconds of the step.
         bound_s: lower bound on the seconds of a step, over the whole search space.
         gap: (objective - bound) / objective; None: no bound was proven.
@@ -179,7 +180,7 @@ class BaselinePrice:
     """The price of a plan that people write by hand, at its best number of micro-batches and checkpointing.
 
     Attributes:
-        name: "ddp", "fsdp", "hsdp" or "fsdp-tp".
+        name: "ddp", "fsdp", "hsdp" or "fsdp-tp"; in inference "ddp" (replicas) or "tp".
         mesh: its mesh as text, such as "dp=2,fsdp=8".
         step_time_s: seconds of a step; None: no such plan fits the memory.
         peak_memory_bytes: peak of live bytes on a device; where no plan fits, of the one with the least. None: the

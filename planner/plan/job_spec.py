@@ -28,7 +28,7 @@ AttentionKernel = Literal["flash3"]
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
-PLANNERS = ("ilp", "data-parallel", "fully-sharded", "tensor-parallel")
+PLANNERS = ("ilp", "ddp", "fsdp", "hsdp", "fsdp-tp", "tp", "data-parallel", "fully-sharded", "tensor-parallel")
 """Names of the planners; ``random:SEED`` is one more."""
 
 JOB, MESH, SEARCH, TECHNIQUES = "Job", "Mesh and layouts", "Search", "Techniques"
@@ -148,7 +148,8 @@ class JobSpec:
     planner: str = field(
         default="ilp",
         metadata=_about(
-            "ilp, a baseline (data-parallel, fully-sharded, tensor-parallel), or random:SEED.",
+            "ilp, a baseline (ddp, fsdp, hsdp, fsdp-tp, tp; data-parallel, fully-sharded, tensor-parallel on any "
+            "mesh), or random:SEED.",
             heading=MESH,
             limits={"pattern": rf"^({'|'.join(PLANNERS)}|random:\d{{1,18}})$"},
         ),

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cost_model.layouts.layout import Layout, MeshSpec, divides
+from cost_model.layouts.layout import Layout, MeshSpec, divides, sharded_dim
 from planner.errors import BaselineError
 from planner.formulation.choice_filters import Accepts, AcceptsStored
 from planner.graph.op_graph import OpGraph, Value
 from planner.plan.patterns import match_keys
-from planner.regions.regions import Region
+from planner.regions.regions import Region, block_of
 from planner.strategies.enumerate import Strategy
 from planner.strategies.own_rules import FUSED_GATE_UP
 
 R = Replicate()
 
-NAMES = ("data-parallel", "fully-sharded", "tensor-parallel")
+LAUNCHED = ("ddp", "fsdp", "hsdp", "fsdp-tp", "tp")
+"""Baselines as people launch them, each on meshes of its own (`planner.search.baseline_search`)."""
+
+NAMES = (*LAUNCHED, "data-parallel", "fully-sharded", "tensor-parallel")
 
 _COLWISE = (
     "colwise",
@@ -87,7 +90,11 @@ def restriction_of(name: str, mesh: MeshSpec, tp_plan: Mapping[str, str] | None,
     """
     if name == "tensor-parallel":
         return tensor_parallel(mesh, tp_plan, graph)
-    return data_parallel(mesh) if name == "data-parallel" else fully_sharded(mesh)
+    if name in ("fsdp-tp", "tp"):
+        return megatron(mesh, tp_plan, graph, fsdp=name == "fsdp-tp")
+    if name in ("ddp", "data-parallel"):
+        return data_parallel(mesh)
+    return fully_sharded(mesh, replicas=name == "hsdp")
 
 
 def _axes(mesh: MeshSpec) -> list[int]:
@@ -104,12 +111,26 @@ def data_parallel(mesh: MeshSpec) -> Restriction:
     )
 
 
-def fully_sharded(mesh: MeshSpec) -> Restriction:
-    """Return the restriction to FSDP over all axes: stored layouts shard the first dim that all axes divide evenly."""
+def fully_sharded(mesh: MeshSpec, *, replicas: bool = False) -> Restriction:
+    """Return the restriction to FSDP: stored layouts shard the first dim that all sharding axes divide evenly.
+
+    Args:
+        mesh: the mesh to plan on.
+        replicas: whether the outermost axis holds replicas (HSDP): it splits the batch, and shards no parameter.
+
+    Raises:
+        BaselineError: ``replicas`` on a mesh of one axis.
+    """
     axes = _axes(mesh)
+    if replicas and len(mesh.shape) < 2:
+        raise BaselineError(
+            f"hsdp on the mesh {mesh}, which has one axis.",
+            what_to_do="Give an axis of replicas and one that shards, such as dp=2,fsdp=8, or the planner fsdp.",
+        )
+    sharding = [axis for axis in axes if axis > 0] if replicas else axes
     return Restriction(
         accepts=lambda region, strategy: batch_only(region, strategy, axes, mesh),
-        accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, axes),
+        accepts_stored=lambda value, names, layout: layout == _first_split(value, mesh, sharding),
     )
 
 
@@ -120,6 +141,85 @@ def _first_split(value: Value, mesh: MeshSpec, axes: Sequence[int]) -> Layout:
         if divides(value.shape, layout, mesh.shape):
             return layout
     return tuple(R for _ in mesh.shape)
+
+
+def megatron(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph, *, fsdp: bool) -> Restriction:
+    """Return the restriction to tensor parallelism on the innermost axis, as Megatron and Hugging Face have it.
+
+    On that axis, the linear layers of blocks are sharded: as the model's plan says, or by input or output features
+    where it has none. Activations between them are free, so that sequence parallelism is among the choices. All other
+    axes split the batch.
+
+    Args:
+        mesh: the mesh to plan on.
+        styles: FQN pattern of modules -> style, as for `tensor_parallel`; None: the model has no plan.
+        graph: the graph of the model.
+        fsdp: whether the other axes shard stored parameters (FSDP); otherwise they hold replicas.
+    """
+    axis = len(mesh.shape) - 1
+    data_axes = [a for a in _axes(mesh) if a != axis]
+    placements = _block_placements(styles, graph, mesh.shape[axis])
+
+    def accepts(region: Region, strategy: Strategy) -> bool:
+        if not _batch_only_on(region, strategy, data_axes, mesh):
+            return False
+        return mesh.shape[axis] == 1 or all(
+            layout[axis] in placements[slot.parameter]
+            for slot, layout in zip(region.slots, strategy.forward, strict=True)
+            if slot.parameter is not None and slot.parameter in placements and layout is not None
+        )
+
+    def accepts_stored(value: Value, names: Sequence[str], layout: Layout) -> bool:
+        allowed = [placements[name] for name in names if name in placements]
+        if mesh.shape[axis] > 1 and any(layout[axis] not in each for each in allowed):
+            return False
+        return layout == _stored_beside(value, mesh, data_axes if fsdp else [], axis, layout[axis])
+
+    return Restriction(accepts=accepts, accepts_stored=accepts_stored)
+
+
+def _stored_beside(value: Value, mesh: MeshSpec, axes: Sequence[int], tensor_axis: int, placement: Placement) -> Layout:
+    """Return the layout with ``placement`` on the tensor-parallel axis that shards one dim over all of ``axes``.
+
+    It is the first dim that divides evenly and that ``placement`` does not shard. If there is none, it is the dim that
+    ``placement`` shards, if that divides; otherwise the tensor is replicated on ``axes``.
+    """
+    own_dim = sharded_dim(placement)
+    dims = sorted(range(len(value.shape)), key=lambda dim: (dim == own_dim, dim))
+    for dim in dims if axes else ():
+        layout = tuple(
+            placement if axis == tensor_axis else Shard(dim) if axis in axes else R for axis in range(len(mesh.shape))
+        )
+        if divides(value.shape, layout, mesh.shape):
+            return layout
+    return tuple(placement if axis == tensor_axis else R for axis in range(len(mesh.shape)))
+
+
+def _block_placements(
+    styles: Mapping[str, str] | None, graph: OpGraph, size: int
+) -> Mapping[str, tuple[Placement, ...]]:
+    """Return FQN -> its possible placements on a tensor-parallel axis of ``size`` ranks, for parameters of blocks.
+
+    Parameters that the model's plan does not name are replicated. Without a plan, weights of two dims are sharded on
+    either of them, and other parameters are free: they are left out.
+    """
+    try:
+        planned = _expert_layouts(styles, graph) if styles else {}
+    except BaselineError:
+        planned = {}
+    placements: dict[str, tuple[Placement, ...]] = {}
+    for value_name, names in graph.parameters.items():
+        value = graph.values[value_name]
+        for name in names:
+            if block_of(name) is None:
+                continue
+            if planned:
+                wanted = planned.get(name, R)
+                placements[name] = (wanted if _splits(value, wanted, size) else R,)
+            elif len(value.shape) == 2:
+                splits = tuple(Shard(dim) for dim in (0, 1) if _splits(value, Shard(dim), size))
+                placements[name] = splits or (R,)
+    return placements
 
 
 def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpGraph) -> Restriction:
@@ -138,7 +238,7 @@ def tensor_parallel(mesh: MeshSpec, styles: Mapping[str, str] | None, graph: OpG
     if not styles:
         raise BaselineError(
             "this model carries no tensor-parallel plan (its Hugging Face config has no base_model_tp_plan).",
-            what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
+            what_to_do="Choose another planner, such as ilp, ddp or fsdp.",
         )
     layouts = _expert_layouts(styles, graph)
     axis = len(mesh.shape) - 1
@@ -202,7 +302,7 @@ def _expert_layouts(styles: Mapping[str, str], graph: OpGraph) -> dict[str, Plac
         raise BaselineError(
             "no module of this model matches its tensor-parallel plan in a style that has layouts here "
             f"(the plan has {', '.join(style_names)}).",
-            what_to_do="Choose another planner: ilp, data-parallel or fully-sharded.",
+            what_to_do="Choose another planner, such as ilp, ddp or fsdp.",
         )
     return layouts
 

@@ -229,3 +229,6 @@ class Pins:
             )
 
         return Restriction(accepts=accepts, accepts_stored=accepts_stored)
+
+
+NO_PINS = Pins(pins=(), data_axes=())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cost_model import ClusterSpec, reserve_bytes
@@ -12,12 +13,14 @@ from planner.errors import SolverError
 from planner.formulation.decision import Decision, decision_from_assignment
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulation, Formulator
+from planner.formulation.perturbed import perturbed_step_times_s
 from planner.formulation.tie_break import break_ties
 from planner.ilp.problem import Solution
 from planner.ilp.random_assignment import random_assignment
 from planner.ilp.relaxation import Relaxer
 from planner.ilp.solve import solve
 from planner.liveness.structure import Structure
+from planner.plan.estimate import Perturbation
 from planner.plan.job import Job
 from planner.pricing.activation_costs import ActivationPricer
 from planner.pricing.op_times import OpTimes
@@ -114,6 +117,19 @@ class RunPlanner:
             estimate=solved.estimate,
             solution=solved.solution,
         )
+
+    def renamed(self, candidate: Candidate, mesh: MeshSpec) -> Candidate:
+        """Return a candidate with the axis names of ``mesh``, which has the shape of its mesh."""
+        assert candidate.run.mesh.shape == mesh.shape
+        run = dataclasses.replace(candidate.run, mesh=mesh)
+        formulator, structure = self.formulator(run)
+        price = estimate(formulator, structure, candidate.decision)
+        return dataclasses.replace(candidate, run=run, structure=structure, estimate=price)
+
+    def perturbed_s(self, candidate: Candidate) -> Mapping[Perturbation, float]:
+        """Return perturbation -> seconds of a step of a candidate (`planner.formulation.perturbed`)."""
+        formulator, structure = self.formulator(candidate.run)
+        return perturbed_step_times_s(formulator, structure, candidate.decision)
 
     def run_of(self, mesh: MeshSpec, micro_batches: int, ac: str, leading_blocks: int | None = None) -> Run:
         """Return the run of the job on ``mesh``.

@@ -14,8 +14,8 @@ from planner.run.stage_clock import Clock
 
 T = TypeVar("T")
 Restrict = Callable[[MeshSpec], Restriction | None]
-RunKey = tuple[str, int, str]
-"""Mesh as text, number of micro-batches and checkpointing mode of a run."""
+RunKey = tuple[tuple[int, ...], int, str]
+"""Sizes of the mesh's axes, number of micro-batches and checkpointing mode of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class SearchConstraints:
 
     def allows(self, run: Run) -> bool:
         """Return whether ``run`` is not left out."""
-        return (str(run.mesh), run.micro_batches, run.ac) not in self.excluded
+        return (run.mesh.shape, run.micro_batches, run.ac) not in self.excluded
 
 
 @dataclass(slots=True)
