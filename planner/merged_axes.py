@@ -8,13 +8,13 @@ from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.graph.trace_module import TracedModule
 from planner.plan.axis_roles import layout_axis_uses
-from planner.plan.estimate import MeshReport, SolverReport
+from planner.plan.estimate import MeshOutcome, MeshReport, SolverReport
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run.run_planner import RunPlanner
 from planner.run.run_results import Candidate
 from planner.search.mesh_space import mesh_of_shape
 from planner.search.worker_context import SearchConstraints
-from planner.writing.axis_names import layouts_of
+from planner.writing.axis_names import layouts_of, named_by_role
 
 
 def merged_mesh(plan: ShardingPlan) -> MeshSpec | None:
@@ -72,7 +72,8 @@ def with_merged_axes(
             break
         if merged is None or merged.estimate.step_time_s > limit_s:
             break
-        chosen, chosen_report = merged, _report_on(merged, best, report)
+        best_mesh = named_by_role(planner, module, best).run.mesh
+        chosen, chosen_report = merged, _report_on(merged, best, best_mesh, report)
     return chosen, chosen_report
 
 
@@ -84,8 +85,12 @@ def _may_take(mesh: MeshSpec, limit_s: float, report: SolverReport) -> bool:
     return known.at_least_s is not None and known.at_least_s <= limit_s
 
 
-def _report_on(merged: Candidate, best: Candidate, report: SolverReport) -> SolverReport:
-    """Return ``report``, which is on ``best``, as the report on ``merged``."""
+def _report_on(merged: Candidate, best: Candidate, best_mesh: MeshSpec, report: SolverReport) -> SolverReport:
+    """Return ``report``, which is on ``best``, as the report on ``merged``.
+
+    Args:
+        best_mesh: the mesh of ``best``, with axes named by role.
+    """
     assert merged.solution is not None
     best_s, merged_s = best.estimate.step_time_s, merged.estimate.step_time_s
     objective_s, bound_s = merged.solution.objective_s, report.bound_s
@@ -94,15 +99,18 @@ def _report_on(merged: Candidate, best: Candidate, report: SolverReport) -> Solv
         objective_s=objective_s,
         gap=None if bound_s is None else max(objective_s - bound_s, 0.0) / objective_s,
         time_s=report.time_s + merged.solution.time_s,
-        meshes=tuple(_outcome(each, merged, best) for each in report.meshes),
+        meshes=tuple(_outcome(each, merged, best, best_mesh) for each in report.meshes),
         fastest_s=best_s if best_s < merged_s else None,
-        fastest_mesh=str(best.run.mesh) if best_s < merged_s else None,
+        fastest_mesh=str(best_mesh) if best_s < merged_s else None,
     )
 
 
-def _outcome(mesh: MeshReport, merged: Candidate, best: Candidate) -> MeshReport:
+def _outcome(mesh: MeshReport, merged: Candidate, best: Candidate, best_mesh: MeshSpec) -> MeshReport:
+    """Return what a report says of ``mesh`` once ``merged`` is the chosen plan."""
+    best_s, merged_s = best.estimate.step_time_s, merged.estimate.step_time_s
     if mesh.mesh == str(merged.run.mesh):
-        return dataclasses.replace(mesh, outcome="chosen", step_time_s=merged.estimate.step_time_s)
+        return dataclasses.replace(mesh, outcome="chosen", step_time_s=merged_s)
     if mesh.mesh == str(best.run.mesh):
-        return dataclasses.replace(mesh, outcome="slower")
-    return dataclasses.replace(mesh, outcome="slower") if mesh.outcome == "chosen" else mesh
+        outcome: MeshOutcome = "fastest" if best_s < merged_s else "slower"
+        return dataclasses.replace(mesh, mesh=str(best_mesh), outcome=outcome)
+    return mesh

@@ -53,6 +53,7 @@ from planner.search.pipeline.stage_planners import PlannedPipeline, stage_cluste
 from planner.search.planner_space import PlannerSpace
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import RunKey, SearchConstraints, WorkerContext
+from planner.writing.axis_names import fastest_by_role
 from planner.writing.named_plan import named_plan
 from planner.writing.notes import notes_on
 from planner.writing.simplest import Fastest, choice_report, simplest_plan
@@ -245,6 +246,8 @@ class PlanningSession:
                 tolerance=tolerance,
                 deadline=self._deadline(_AFTERWARDS_S),
             )
+        elif plan is not fastest and isinstance(fastest, Candidate) and not keep_names:
+            report = fastest_by_role(self._planner, self._module, report, fastest)
         written = self._written(plan, constraints.memory_bytes, report, keep_names=keep_names)
         return dataclasses.replace(written, baselines=tuple(baseline.price for baseline in priced))
 
@@ -270,14 +273,13 @@ class PlanningSession:
     def _written(self, plan: Fastest, memory_bytes: int, report: SolverReport, *, keep_names: bool) -> ShardingPlan:
         """Return the `ShardingPlan` of a plan of the search."""
         with self._clock.stage("write_s"):
-            first = plan.stages()[0] if isinstance(plan, PlannedPipeline) else plan
             written = named_plan(
                 self._planner,
                 self._module,
                 plan,
                 memory_bytes=memory_bytes,
                 report=report,
-                notes=self._notes(first.run),
+                notes_on=self._notes,
                 keep_names=keep_names,
             )
         return dataclasses.replace(written, timings=dict(self._clock.spent))

@@ -87,8 +87,29 @@ def pipeline_named_by_role(
 
 def report_on(report: SolverReport, mesh: MeshSpec, named: MeshSpec) -> SolverReport:
     """Return ``report`` with the name ``named`` for the mesh ``mesh``; the other meshes keep the search's names."""
-    renamed = (dataclasses.replace(each, mesh=str(named)) if each.mesh == str(mesh) else each for each in report.meshes)
-    return dataclasses.replace(report, meshes=tuple(renamed))
+
+    def renamed(text: str) -> str:
+        return str(named) if text == str(mesh) else text
+
+    return dataclasses.replace(
+        report,
+        meshes=tuple(dataclasses.replace(each, mesh=renamed(each.mesh)) for each in report.meshes),
+        fastest_mesh=None if report.fastest_mesh is None else renamed(report.fastest_mesh),
+    )
+
+
+def fastest_by_role(
+    planner: RunPlanner, module: TracedModule, report: SolverReport, fastest: Candidate
+) -> SolverReport:
+    """Return ``report``, which is on another plan than ``fastest``, with the axes of ``fastest`` named by role.
+
+    Where both plans are on one mesh, the report has it under the names of its own plan already.
+    """
+    if any(
+        MeshSpec.parse(each.mesh).shape == fastest.run.mesh.shape for each in report.meshes if each.outcome == "chosen"
+    ):
+        return report
+    return report_on(report, fastest.run.mesh, named_by_role(planner, module, fastest).run.mesh)
 
 
 def with_name_notes(plan: ShardingPlan) -> ShardingPlan:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.graph.trace_module import TracedModule
 from planner.plan.estimate import SolverReport
 from planner.plan.sharding_plan import ShardingPlan
+from planner.pricing.run_spec import Run
 from planner.run.run_planner import RunPlanner
 from planner.search.pipeline.stage_planners import PlannedPipeline
 from planner.writing.axis_names import named_by_role, pipeline_named_by_role, report_on, with_name_notes
@@ -21,7 +22,7 @@ def named_plan(
     *,
     memory_bytes: int,
     report: SolverReport,
-    notes: Sequence[str],
+    notes_on: Callable[[Run], Sequence[str]],
     keep_names: bool,
 ) -> ShardingPlan:
     """Return the `ShardingPlan` of a plan of the search.
@@ -32,14 +33,15 @@ def named_plan(
         plan: the plan.
         memory_bytes: cap on the peak per device that it was planned for.
         report: the report on ``plan``.
-        notes: remarks for the reader.
+        notes_on: run -> remarks for the reader, in the run's names of axes.
         keep_names: whether the axes keep their names; otherwise they are named by role. A pipeline's axes are those of
             its stages.
     """
     if isinstance(plan, PlannedPipeline):
         stages = plan if keep_names else pipeline_named_by_role(planner, module, plan)
         report = report_on(report, plan.pipeline.whole_mesh, stages.pipeline.whole_mesh)
+        notes = notes_on(stages.stages()[0].run)
         return with_name_notes(write_pipeline_plan(planner, module, stages, memory_bytes, report, notes))
     named = plan if keep_names else named_by_role(planner, module, plan)
     report = report_on(report, plan.run.mesh, named.run.mesh)
-    return with_name_notes(write_plan(planner, module, named, memory_bytes, report, notes))
+    return with_name_notes(write_plan(planner, module, named, memory_bytes, report, notes_on(named.run)))

@@ -57,6 +57,12 @@ def test_the_outermost_axis_is_for_the_batch() -> None:
     assert any("dp splits the batch only" in note for note in plan.notes)
 
 
+def test_notes_name_the_axes_as_the_plan_does() -> None:
+    plan = session_of().plan_if_any(mesh="a=2,b=2,c=2", keep_names=False)
+    assert plan is not None
+    assert any(f"on the mesh {plan.mesh}, {plan.mesh.names[0]} splits the batch only" in note for note in plan.notes)
+
+
 def test_an_axis_that_does_not_divide_the_batch_or_is_pinned_is_free() -> None:
     mesh = MeshSpec.parse(THREE)
     assert session_of()._planner.batch_axes(mesh) == (0,)
