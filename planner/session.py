@@ -207,7 +207,8 @@ class PlanningSession:
         """
         priced = self._priced(memory_bytes)
         is_free = not (self.job.pins or self.job.data_axes)  # baselines keep no pins
-        self.last_choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
+        contenders, cap = (priced, memory_bytes) if is_free else ((), None)
+        self.last_choice = simplest_plan(self._planner, fastest, contenders, tolerance, mesh, cap)
         report = choice_report(report, fastest, self.last_choice)
         plan = self._written(self.last_choice.contender.plan, memory_bytes, report)
         return dataclasses.replace(plan, baselines=tuple(baseline.price for baseline in priced))
