@@ -32,8 +32,8 @@ from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
 from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
-    "BaselinePrice",
     "FORMAT_VERSION",
+    "BaselinePrice",
     "CheckpointingMode",
     "CollectiveEstimate",
     "CollectiveKind",
@@ -345,7 +345,9 @@ def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
     return {**_json_values(pipeline), "stages": stages}
 
 
-def _json_values(value: Estimate | Pipeline | PipelineStage | SolverReport | Job) -> dict[str, Any]:
+def _json_values(
+    value: Estimate | Pipeline | PipelineStage | SolverReport | BaselinePrice | Verification | Job,
+) -> dict[str, Any]:
     values = dataclasses.asdict(value)
     return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
 
