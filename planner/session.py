@@ -232,7 +232,8 @@ class PlanningSession:
         """
         priced = self._priced(constraints)
         is_free = not (self.job.pins or self.job.data_axes)  # baselines keep no pins
-        self.last_choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
+        contenders, cap = (priced, memory_bytes) if is_free else ((), None)
+        self.last_choice = simplest_plan(self._planner, fastest, contenders, tolerance, mesh, cap)
         report = choice_report(report, fastest, self.last_choice)
         plan = self.last_choice.contender.plan
         if plan is fastest and isinstance(plan, Candidate) and mesh is None and is_free:

@@ -166,7 +166,7 @@ def sweep(
             model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_for(part.name, progress)
         )
         try:
-            sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+            sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any(tolerance=spec.tolerance)))
         except SolverError:
             sizes.append(ClusterSize(cluster=part, plan=None, in_time=False))
     return sizes
@@ -277,7 +277,8 @@ def batches(
             progress=_for(f"batch {batch}", progress),
         )
         try:
-            sizes.append(BatchSize(batch=batch, plan=session.plan_if_any(mesh=spec.mesh)))
+            plan = session.plan_if_any(mesh=spec.mesh, tolerance=spec.tolerance)
+            sizes.append(BatchSize(batch=batch, plan=plan))
         except SolverError:
             sizes.append(BatchSize(batch=batch, plan=None, in_time=False))
         batch *= 2

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from api.requests.plan_request import OpenedRequest
     from planner.progress import Progress
 
-_NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
 _NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
-_NOT_OF_SWEEP = (*_NOT_OF_ALTERNATIVES, "pins", "data_axes", "axes")
+_NOT_OF_ALTERNATIVES = ("mesh", *_NOT_OF_PARETO)
+_NOT_OF_SWEEP = (*(name for name in _NOT_OF_ALTERNATIVES if name != "tolerance"), "pins", "data_axes", "axes")
 _OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "fused_ops", "time_limit_s")
 
 Within = Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")]
