@@ -98,7 +98,7 @@ class ClusterSpec:
 
     @classmethod
     def parse(cls, spec: str | Path | Mapping[str, object]) -> Self:
-        """Return the cluster of ``spec``: ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, or the path of a YAML or JSON file.
+        """Return the cluster of ``spec``: ``4x8xh100-sxm-80gb``, ``8xh100-sxm-80gb``, or the path of a YAML file.
 
         A mapping is read as by ``from_dict``.
 
