@@ -1,6 +1,8 @@
 """The first API token, from the settings: created once, stored as a hash, refused where it is too short."""
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,21 @@ from planner.errors import JobError
 TEXT = "0123456789abcdef" * 4
 
 
-def opened(folder: Path, **settings: Any) -> TokenStore:
-    return TokenStore(open_database(ServerSettings(data_dir=folder, **settings)))
+Opened = Callable[..., TokenStore]
 
 
-def test_a_database_without_tokens_gets_the_first_one_with_all_rights(tmp_path: Path) -> None:
+@pytest.fixture
+def opened() -> Iterator[Opened]:
+    """A function that returns the tokens of the database in a folder, opened with settings as a server opens it."""
+    with ExitStack() as stack:
+
+        def start(folder: Path, **settings: Any) -> TokenStore:
+            return TokenStore(stack.enter_context(closing(open_database(ServerSettings(data_dir=folder, **settings)))))
+
+        yield start
+
+
+def test_a_database_without_tokens_gets_the_first_one_with_all_rights(tmp_path: Path, opened: Opened) -> None:
     assert not opened(tmp_path).any()
     tokens = opened(tmp_path, first_token=TEXT)
     found = tokens.find(TEXT)
@@ -35,17 +47,17 @@ def test_a_database_without_tokens_gets_the_first_one_with_all_rights(tmp_path: 
     assert tokens.find(f"sp_{token.id}_{TEXT[:43]}") is None, "the id does not help to guess"
 
 
-def test_only_a_hash_of_the_first_token_is_stored(tmp_path: Path) -> None:
+def test_only_a_hash_of_the_first_token_is_stored(tmp_path: Path, opened: Opened) -> None:
     opened(tmp_path, first_token=TEXT)
     for file in tmp_path.iterdir():
         assert TEXT.encode() not in file.read_bytes()
-    with Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}").read() as connection:
+    with closing(Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")) as database, database.read() as connection:
         (row,) = connection.execute(select(TokenRow.id, TokenRow.digest)).all()
     assert len(row.digest) == 64
     assert not row.digest.startswith(row.id)
 
 
-def test_the_first_token_is_never_created_twice(tmp_path: Path) -> None:
+def test_the_first_token_is_never_created_twice(tmp_path: Path, opened: Opened) -> None:
     tokens = opened(tmp_path, first_token=TEXT)
     opened(tmp_path, first_token=TEXT)
     opened(tmp_path, first_token="another-" + TEXT)
@@ -74,7 +86,7 @@ def test_servers_that_start_at_once_create_one_token(database: Database) -> None
     assert len(store.all()) == 1
 
 
-def test_a_token_as_the_service_makes_them_may_be_the_first(tmp_path: Path) -> None:
+def test_a_token_as_the_service_makes_them_may_be_the_first(tmp_path: Path, opened: Opened) -> None:
     made = opened(tmp_path / "a").create("me", "read")
     assert opened(tmp_path / "b", first_token=made).find(made) == (made.split("_")[1], "admin")
 
@@ -93,7 +105,7 @@ def test_the_first_token_comes_from_the_environment_or_a_file(tmp_path: Path, mo
     assert TEXT not in repr(ServerSettings())
 
 
-@pytest.mark.parametrize("text", ["", "short", "a" * 31, "a" * 201, "a " * 20, "ü" * 40])
+@pytest.mark.parametrize("text", ["", "brief", "a" * 31, "a" * 201, "a " * 20, "ü" * 40])
 def test_a_short_or_empty_token_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "secret"
     file.write_text(text)
@@ -117,4 +129,5 @@ def test_migrate_creates_the_tables_and_the_token(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("SHARDPLAN_FIRST_TOKEN", TEXT)
     done = CliRunner().invoke(app, ["migrate", "--data-dir", str(tmp_path)])
     assert (done.exit_code, done.stdout) == (0, "")
-    assert TokenStore(Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")).find(TEXT) is not None
+    with closing(Database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")) as database:
+        assert TokenStore(database).find(TEXT) is not None

@@ -92,7 +92,7 @@ def test_no_device_has_more_memory_than_its_driver_shows() -> None:
 )
 def test_the_page_lists_every_field_with_its_default(heading: str, read: tuple[str, ...], defaults: type) -> None:
     section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", section, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|([^|]*)\|$", section, flags=re.MULTILINE)
     documented = {name: default.strip() for name, _, default, _ in rows}
     assert set(documented) == set(read)
     for field in dataclasses.fields(defaults):
