@@ -111,7 +111,7 @@ class PlanningSession:
         self._batch = spec.batch or (model.samples if isinstance(model, TracedModule) else batch_size_of(inputs))
         flash = self.cluster.device.flash_attention
         self.job = job_of(spec, batch=self._batch, flash_attention=flash)
-        self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
+        self._memory_bytes = self.job.cap_bytes(self.cluster.memory_bytes)
         self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from api.requests.model_configs import find_config
 from api.requests.schemas import PlanRequest
 from api.requests.traced_graphs import check_graph, graph_identity, load_graph
-from cost_model.hardware.cluster import ClusterError, ClusterSpec
+from cost_model.hardware.cluster import FILE_SUFFIXES, ClusterError, ClusterSpec
 from planner.errors import JobError, PlanMismatchError
 from planner.progress import BUILDING_MODEL, READING_GRAPH, Progress
 
@@ -228,7 +228,7 @@ def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
     """
     advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
     if isinstance(cluster, str):
-        if cluster.strip().lower().endswith((".yaml", ".yml")):
+        if cluster.strip().lower().endswith(FILE_SUFFIXES):
             raise ClusterError(advice)
     else:
         sweeps = cluster.get("sweeps", ())

@@ -71,8 +71,9 @@ class Job:
             None: the kernel that torch chooses.
         dropout: always "as-configured": dropout follows the model's config.
         mip_gap: relative gap at which the solver may stop.
-        memory_bytes: cap on the peak per device; None: the memory of the device, less the headroom.
-        headroom: fraction of the device's memory that is left free where ``memory_bytes`` is None.
+        memory_bytes: cap on the peak per device; None: the memory of the device, less the headroom. A plan states the
+            cap that it was found under.
+        headroom: fraction of the device's memory that the cap leaves free; 0.0 where the user gave the cap.
         micro_batches: micro-batches per step; None: the search chooses.
         ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
             list. None: the search chooses.
@@ -130,10 +131,17 @@ class Job:
         if not 0 <= self.mip_gap < 1:
             detail = f"mip_gap is {self.mip_gap}."
             raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.001.", field="mip_gap")
+        if not 0 <= self.headroom < 1:
+            detail = f"headroom is {self.headroom}."
+            raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.08.", field="headroom")
         self._check_micro_batches()
         if self.optimizer not in OPTIMIZERS:
             advice = f"Choose one of {', '.join(OPTIMIZERS)}."
             raise JobError(f"there is no optimizer {self.optimizer!r}.", what_to_do=advice, field="optimizer")
+
+    def cap_bytes(self, capacity_bytes: int) -> int:
+        """Return the cap on the peak bytes of a device that has ``capacity_bytes``."""
+        return self.memory_bytes or round(capacity_bytes * (1 - self.headroom))
 
     @property
     def has_peak_candidates(self) -> bool:
@@ -193,5 +201,6 @@ def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) ->
         "pins": tuple(spec.pins),
         "data_axes": tuple(spec.data_axes),
     }
-    memory_bytes = None if spec.memory_gb is None else int(spec.memory_gb * 1e9)
-    return Job(**values, flash_attention=flash_attention, memory_bytes=memory_bytes)
+    if spec.memory_gb is not None:
+        values |= {"memory_bytes": int(spec.memory_gb * 1e9), "headroom": 0.0}
+    return Job(**values, flash_attention=flash_attention)

@@ -102,7 +102,7 @@ class JobSpec:
     memory_gb: float | None = field(
         default=None,
         metadata=_about(
-            "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory.",
+            "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory, less --headroom.",
             limits={"gt": 0, "le": 10**6, "allow_inf_nan": False},
         ),
     )

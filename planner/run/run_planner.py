@@ -101,8 +101,8 @@ class RunPlanner:
 
     @property
     def memory_bytes(self) -> int:
-        """The job's cap on the peak bytes per device; without one, the device's memory."""
-        return self.job.memory_bytes or self.cluster.memory_bytes
+        """The job's cap on the peak bytes per device; without one, the device's memory less the headroom."""
+        return self.job.cap_bytes(self.cluster.memory_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker starts without caches: it recomputes what it needs.
