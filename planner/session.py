@@ -16,7 +16,7 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import MeshError, PlannerError, SolverError
+from planner.errors import JobError, MeshError, PlannerError, SolverError
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import (
     TracedModule,
@@ -25,6 +25,7 @@ from planner.graph.trace_module import (
     resolve_inputs,
     trace_at_batch,
 )
+from planner.model_rewrites.fuse_projections import styles_with_fused
 from planner.plan.checks import check_mesh
 from planner.plan.estimate import SolverReport
 from planner.plan.job import Checkpointing, job_of
@@ -50,6 +51,7 @@ from planner.search.pipeline.stage_planners import PlannedPipeline, stage_cluste
 from planner.search.task_pool import Pool, checked_jobs, start_workers
 from planner.search.worker_context import SearchConstraints, WorkerContext
 from planner.writing.notes import notes_on
+from planner.writing.techniques import used_techniques
 from planner.writing.write import solver_report, write_pipeline_plan, write_plan
 
 _ONE_AXIS_PLANNERS = ("data-parallel", "fully-sharded")
@@ -92,6 +94,9 @@ class PlanningSession:
         if spec is not None and options:
             raise TypeError(f"spec and {', '.join(options)} are given: give either spec or the fields of a spec.")
         self.spec = spec = spec_of(options) if spec is None else spec
+        if spec.is_auto:
+            advice = "Name techniques; build_plan takes auto, and its plan says which it chose."
+            raise JobError("a session has one list of techniques, not auto.", what_to_do=advice, field="techniques")
         start_workers(checked_jobs(spec.jobs))
         self._progress = progress
         self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
@@ -111,9 +116,17 @@ class PlanningSession:
             micro_batch = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = trace_at_batch(
-                    model, inputs, micro_batch, self.job.dtype, spec.phase, fused_ops=spec.fused_ops
+                    model,
+                    inputs,
+                    micro_batch,
+                    self.job.dtype,
+                    spec.phase,
+                    fused_ops=spec.fused_ops,
+                    fused_projections=spec.fused_projections,
                 )
         check_kernel(self.job, self.cluster.device, self._module.graph)
+        if tp_plan is not None and spec.fused_projections:
+            tp_plan = styles_with_fused(tp_plan)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._analysis = ModelAnalysis.from_module(
             self._module,
@@ -175,7 +188,12 @@ class PlanningSession:
             with self._clock.stage("write_s"):
                 notes = self._notes(candidate.run)
                 plan = write_plan(self._planner, self._module, candidate, memory_bytes, report, notes)
-            return dataclasses.replace(plan, timings=dict(self._clock.spent))
+            return self._completed(plan, candidate)
+
+    def _completed(self, plan: ShardingPlan, candidate: Candidate) -> ShardingPlan:
+        """Return ``plan`` with its techniques and the seconds of each stage of planning."""
+        techniques = used_techniques(self.spec.listed_techniques, plan, self._module.graph, candidate)
+        return dataclasses.replace(plan, techniques=techniques, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.
@@ -278,10 +296,11 @@ class PlanningSession:
         return obstacle(self._analysis.graph, self._analysis.blocks)
 
     def _pipeline_plan(self, pipeline: PlannedPipeline, memory_bytes: int, report: SolverReport) -> ShardingPlan:
+        first = pipeline.stages()[0]
         with self._clock.stage("write_s"):
-            notes = self._notes(pipeline.stages()[0].run)
+            notes = self._notes(first.run)
             plan = write_pipeline_plan(self._planner, self._module, pipeline, memory_bytes, report, notes)
-        return dataclasses.replace(plan, timings=dict(self._clock.spent))
+        return self._completed(plan, first)
 
     def _restrict(self, name: str, pins: Pins) -> Callable[[MeshSpec], Restriction | None]:
         """Return the function mesh -> restriction of choices by the planner and the pins; None: no restriction."""

@@ -4,4 +4,5 @@ a plan, from a decision    write.write_plan, .write_pipeline_plan
 a price, from a plan       reprice.open_for_pricing
 names: patterns of FQNs    fqn_entries
 notes on a plan            notes.notes_on
+techniques of a plan       techniques.used_techniques
 """
