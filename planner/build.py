@@ -11,10 +11,11 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
+from planner.auto_techniques import plan_with_auto_techniques
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
-from planner.plan.job_spec import JobOptions, spec_fields, spec_of
+from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import Progress
 from planner.run import baselines
@@ -73,11 +74,22 @@ def build_plan(
     if mesh is not None:
         check_mesh(mesh, cluster)
     micro_batches = baselines.micro_batches_for(spec.planner, spec.micro_batches)
-    session = PlanningSession(
-        model,
-        spec=dataclasses.replace(spec, cluster=cluster, micro_batches=micro_batches),
-        example_inputs=example_inputs,
-        tp_plan=tp_plan,
-        progress=progress,
-    )
-    return session.plan(planner=spec.planner, mesh=mesh)
+    spec = dataclasses.replace(spec, cluster=cluster, mesh=mesh, micro_batches=micro_batches)
+    return plan_of_spec(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+
+
+def plan_of_spec(
+    model: nn.Module | TracedModule,
+    spec: JobSpec,
+    *,
+    example_inputs: GivenInputs = None,
+    tp_plan: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> ShardingPlan:
+    """Return the plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
+    if spec.is_auto:
+        return plan_with_auto_techniques(
+            model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress
+        )
+    session = PlanningSession(model, spec=spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+    return session.plan(planner=spec.planner, mesh=spec.mesh)

@@ -18,8 +18,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with "
-        "+fused-projections behind it, query, key and value are one layer, gate and up another.",
+        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory.",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]

@@ -61,8 +61,16 @@ def plan_request(
 
     context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
-        session = context.session(time_limit_s=time_limit_s, jobs=jobs)
-        return context.noted(session.plan(planner=context.spec.planner, mesh=context.spec.mesh))
+        from planner.build import plan_of_spec
+
+        plan = plan_of_spec(
+            context.model,
+            dataclasses.replace(context.spec, time_limit_s=time_limit_s, jobs=jobs),
+            example_inputs=context.example_inputs,
+            tp_plan=context.tp_plan,
+            progress=context.progress,
+        )
+        return context.noted(plan)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +206,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     from cost_model.layouts.layout import MeshSpec
     from planner.plan.checks import check_mesh
     from planner.plan.job import job_of
+    from planner.plan.techniques import check_techniques
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
@@ -206,6 +215,9 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
         find_config(request.model_spec, allow_local=allow_local)
     if spec.mesh is not None:
         check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
+    check_techniques(
+        spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype
+    )
     job_of(spec, batch=spec.batch, flash_attention=None)
 
 
