@@ -22,7 +22,7 @@ from planner.graph.trace_module import TracedModule, trace_module
 from planner.plan.job_spec import JobSpec
 from planner.plan.ports import Port, ports_of
 from planner.plan.sharding_plan import ShardingPlan
-from planner.plan.techniques import TECHNIQUES, Technique, TechniqueGain
+from planner.plan.techniques import TECHNIQUES, Technique
 from planner.progress import Progress, SweepProgress
 from planner.run import baselines
 from planner.session import PlanningSession
@@ -226,7 +226,7 @@ class _Choice:
         return gains
 
     def _paying(self, names: _Names, at: _Configuration) -> _Names:
-        """Return the techniques of ``names`` that pay when all of the result are used, by dropping the least in turn."""
+        """Return the techniques of ``names`` that pay where all of the result are used; the least is dropped in turn."""
         while names:
             plan = self._sessions.plan_at(names, at)
             if plan is None:

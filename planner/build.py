@@ -88,8 +88,6 @@ def plan_of_spec(
 ) -> ShardingPlan:
     """Return the plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
     if spec.is_auto:
-        return plan_with_auto_techniques(
-            model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress
-        )
+        return plan_with_auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
     session = PlanningSession(model, spec=spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
     return session.plan(planner=spec.planner, mesh=spec.mesh)

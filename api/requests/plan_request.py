@@ -215,9 +215,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
         find_config(request.model_spec, allow_local=allow_local)
     if spec.mesh is not None:
         check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
-    check_techniques(
-        spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype
-    )
+    check_techniques(spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype)
     job_of(spec, batch=spec.batch, flash_attention=None)
 
 

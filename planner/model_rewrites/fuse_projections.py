@@ -103,7 +103,7 @@ def carried_tp_plan(module: nn.Module) -> dict[str, str] | None:
 
 
 def styles_with_fused(styles: Mapping[str, str]) -> dict[str, str]:
-    """Return tensor-parallel styles by FQN pattern, with those of the fused layers that replace layers in ``styles``."""
+    """Return ``styles`` by FQN pattern, with the styles of the fused layers that replace layers in it."""
     with_fused = dict(styles)
     for fused, names in ((FUSED_QKV, (QUERY, KEY, VALUE)), (FUSED_GATE_UP, (GATE, UP))):
         for pattern, style in styles.items():

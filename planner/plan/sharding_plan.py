@@ -33,8 +33,8 @@ from planner.plan.techniques import TechniqueGain
 from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
-    "BaselinePrice",
     "FORMAT_VERSION",
+    "BaselinePrice",
     "CheckpointingMode",
     "CollectiveEstimate",
     "CollectiveKind",
