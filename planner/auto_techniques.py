@@ -226,7 +226,7 @@ class _Choice:
         return gains
 
     def _paying(self, names: _Names, at: _Configuration) -> _Names:
-        """Return the techniques of ``names`` that pay where all of the result are used; the least is dropped in turn."""
+        """Return the techniques of ``names`` that pay where all of the result are used."""
         while names:
             plan = self._sessions.plan_at(names, at)
             if plan is None:

@@ -199,9 +199,7 @@ def check_techniques(
     """
     names, faults = _read(value)
     if "async-tp" in names and executable_only:
-        detail = (
-            "async-tp (async_tp) is for plans that shard_module cannot run, and only executable ones are asked for."
-        )
+        detail = "async-tp (async_tp) is for plans that cannot be run, and only executable ones are asked for."
         advice = "Add --no-executable-only (executable_only=False), or leave async-tp out."
         faults.append(Fault("async_tp", detail, advice))
     kernel = kernel_fault("flash3", device, dtype) if "flash3" in names and device is not None else None
