@@ -22,10 +22,21 @@ from planner.plan.techniques import TechniqueGain
 
 JOB = ["--cluster", "1x4xtoy", "--mesh", "dp=2,tp=2", "--batch", "8", "--seq", "32", "--dtype", "fp32"]
 QUICK = ["--micro-batches", "1", "--ac", "none", "--no-cache"]
-FORMER = (
-    "--fused --fused-ops --zigzag --even-order --reallgather --regather --async-tp --tensor-overlap --attention-kernel "
-    "--heterogeneous-blocks --vary-blocks --fused-projections --packed"
-).split()
+FORMER = [
+    "--fused",
+    "--fused-ops",
+    "--zigzag",
+    "--even-order",
+    "--reallgather",
+    "--regather",
+    "--async-tp",
+    "--tensor-overlap",
+    "--attention-kernel",
+    "--heterogeneous-blocks",
+    "--vary-blocks",
+    "--fused-projections",
+    "--packed",
+]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A job's list of techniques: how it is read, what is wrong with it, and the fields that stand for single techniques."""
+"""A job's list of techniques: how it is read, its faults, and the fields that stand for single techniques."""
 
 from __future__ import annotations
 
