@@ -58,7 +58,7 @@ def takes_job_options(
         def run(**values: Any) -> None:
             options = {item.name: _value(item, values.pop(item.name)) for item in fields}
             if optional:
-                options = {name: value for name, value in options.items() if value is not None}
+                options = {name: value for name, value in options.items() if value not in (None, ())}
             command(**values, options=options)
 
         signature = inspect.signature(command, eval_str=True)

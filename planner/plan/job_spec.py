@@ -72,13 +72,13 @@ Spec = TypeVar("Spec", bound=type)
 
 def _takes_single_techniques(cls: Spec) -> Spec:
     """Return ``cls``, whose constructor also takes techniques one by one (``fused_ops=True``), and former names."""
-    init = cls.__init__
+    init = cls.__init__  # type: ignore[misc]  # of this class, which has no subclass
 
     @functools.wraps(init)
     def with_list(self: Any, **options: Any) -> None:
         init(self, **with_technique_list(options))
 
-    cls.__init__ = with_list
+    cls.__init__ = with_list  # type: ignore[misc]
     return cls
 
 

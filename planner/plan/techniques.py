@@ -141,7 +141,7 @@ def technique_names(value: str | Iterable[str] | None) -> tuple[TechniqueChoice,
 
 def _read(value: str | Iterable[str] | None) -> tuple[tuple[TechniqueChoice, ...], list[Fault]]:
     """Return the techniques in ``value`` that exist, and the faults of the rest."""
-    texts = [value] if isinstance(value, str) else list(value or ())
+    texts = list(value or ()) if isinstance(value, Iterable | None) and not isinstance(value, str) else [value]
     if not all(isinstance(text, str) for text in texts):
         advice = f"Give names of {', '.join(TECHNIQUES)}, or auto, or none."
         return (), [Fault("techniques", f"techniques is {value!r}.", advice)]
