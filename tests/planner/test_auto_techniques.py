@@ -106,8 +106,9 @@ def test_fused_projections_are_planned_run_and_priced_for_the_plain_model() -> N
 
 
 def test_a_list_is_used_as_given_without_gains() -> None:
-    plan = build_plan(llama(), **{**FIXED, "mesh": "dp=4"}, techniques="fused-ops,zigzag,reallgather")
-    # On one axis that splits the batch, no sequence is sharded and no input is gathered.
+    job = {**FIXED, "mesh": "dp=4", "planner": "data-parallel"}
+    plan = build_plan(llama(), **job, techniques="fused-ops,zigzag,reallgather")
+    # The baseline splits the batch only: no sequence is sharded and no input is gathered.
     assert [(technique.name, technique.gain_s) for technique in plan.techniques] == [("fused-ops", None)]
     assert build_plan(llama(), **FIXED).techniques == ()
 
