@@ -1,8 +1,9 @@
 """``techniques="auto"``: the plan with the techniques that pay, each with its measured gain.
 
-search without techniques -> configuration (mesh, micro-batches, checkpointing)
-on that configuration: plan with all candidates, and without each; drop those that give too little
-search with the rest; where its configuration is another one, the same there
+search without techniques
+search with fused ops, which almost always pay: the faster of the two gives the configuration
+on that configuration (mesh, micro-batches, checkpointing): with each of the others, and without each that pays
+search with all that pay, where there are others than fused ops
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import InfeasibleError, JobError, ModelError, SolverError
 from planner.graph.example_inputs import GivenInputs
-from planner.graph.trace_module import TracedModule, trace_module
+from planner.graph.trace_module import TracedModule, trace_module, with_fused_projections
 from planner.plan.job_spec import JobSpec
 from planner.plan.ports import Port, ports_of
 from planner.plan.sharding_plan import ShardingPlan
@@ -38,20 +39,25 @@ _TRAINING_ONLY: tuple[Technique, ...] = ("zigzag", "reallgather")
 _OF_THE_GRAPH: tuple[Technique, ...] = ("fused-ops", "fused-projections")
 """Techniques that change the graph: a model that is traced already either has them or not."""
 
-_SEARCH_SHARE, _TRIAL_SHARE = 0.4, 0.02
+_SEARCH_SHARE, _TRIAL_SHARE = 0.3, 0.02
 """Fractions of the time limit: of each search over all meshes, and of each plan on one configuration."""
 
 NOTHING_PAYS = f"techniques: none gives {LEAST_GAIN:.0%} of the step time or more."
 
 _Names = frozenset[Technique]
 _NO_NAMES: _Names = frozenset()
+_FUSED_OPS: _Names = frozenset({"fused-ops"})
+_REALLGATHER: _Names = frozenset({"reallgather"})
+_GROUPS: tuple[_Names, ...] = (frozenset({"fused-projections"}), frozenset({"zigzag", "reallgather"}))
+"""Techniques that are tried together. Zigzag and re-all-gather are choices of the program: together they cost one
+plan where neither pays. Fused projections are in the graph, and may make a step longer."""
 
 
 class _Configuration(NamedTuple):
-    """What stays fixed while techniques are compared; ``micro_batches`` and ``ac`` None: the planner chooses them."""
+    """What stays fixed while techniques are compared."""
 
     mesh: MeshSpec
-    micro_batches: int | None
+    micro_batches: int
     ac: str | None
 
     @classmethod
@@ -79,12 +85,11 @@ def plan_with_auto_techniques(
         raise JobError("techniques is auto, and a random plan is not optimised.", what_to_do=advice, field="techniques")
     started = time.perf_counter()
     choice = _Choice(_Sessions(model, spec, example_inputs, tp_plan, progress))
-    plan, names = choice.plan()
-    gains_s = choice.gains_s(plan, names)
+    plan = choice.plan()
     techniques = tuple(
-        dataclasses.replace(technique, gain_s=gains_s.get(technique.name)) for technique in plan.techniques
+        dataclasses.replace(technique, gain_s=choice.gains_s.get(technique.name)) for technique in plan.techniques
     )
-    notes = plan.notes if names else (*plan.notes, NOTHING_PAYS)
+    notes = plan.notes if choice.names else (*plan.notes, NOTHING_PAYS)
     others_s = time.perf_counter() - started - sum(plan.timings.values())
     timings = {**plan.timings, "techniques_s": max(others_s, 0.0)}
     return dataclasses.replace(plan, techniques=techniques, notes=notes, timings=timings)
@@ -114,8 +119,9 @@ class _Sessions:
             excluded |= frozenset(_OF_THE_GRAPH)
         names = frozenset(CONSIDERED) - excluded
         if "fused-projections" in names:
+            assert not isinstance(self.model, TracedModule)
             try:
-                self._trace(frozenset({"fused-projections"}))
+                with_fused_projections(self.model)
             except ModelError:
                 names -= {"fused-projections"}
         return names
@@ -129,18 +135,34 @@ class _Sessions:
         session = self._session(names, self._limited(_SEARCH_SHARE))
         return session.plan(planner=self.spec.planner, mesh=self.spec.mesh)
 
-    def plan_at(self, names: _Names, at: _Configuration) -> ShardingPlan | None:
-        """Return the fastest plan with the techniques ``names`` at a configuration; None: there is none that fits."""
+    def search_if_any(self, names: _Names) -> ShardingPlan | None:
+        """Return the result of `search`, or None where there is no plan."""
+        session = self._session(names, self._limited(_SEARCH_SHARE))
+        try:
+            return session.plan_if_any(planner=self.spec.planner, mesh=self.spec.mesh)
+        except SolverError:  # time was up
+            return None
+
+    def plan_at(self, names: _Names, at: _Configuration, known: ShardingPlan | None = None) -> ShardingPlan | None:
+        """Return the fastest plan with the techniques ``names`` at a configuration; None: there is none that fits.
+
+        Args:
+            names: the techniques.
+            at: the configuration.
+            known: the plan of a search with ``names`` that chose this configuration. It is the result, unless the
+                search knows a faster plan.
+        """
         if (names, at) not in self._plans:
-            spec = dataclasses.replace(
-                self._limited(_TRIAL_SHARE), micro_batches=at.micro_batches, ac=at.ac, tolerance=0.0
-            )
-            try:
-                plan = self._session(names, spec).plan_if_any(planner=self.spec.planner, mesh=at.mesh)
-            except SolverError:  # time was up
-                plan = None
-            self._plans[names, at] = plan
+            is_fastest = known is not None and (known.solver is None or known.solver.fastest_s is None)
+            self._plans[names, at] = known if is_fastest else self._planned_at(names, at)
         return self._plans[names, at]
+
+    def _planned_at(self, names: _Names, at: _Configuration) -> ShardingPlan | None:
+        spec = dataclasses.replace(self._limited(_TRIAL_SHARE), micro_batches=at.micro_batches, ac=at.ac, tolerance=0.0)
+        try:
+            return self._session(names, spec).plan_if_any(planner=self.spec.planner, mesh=at.mesh)
+        except SolverError:  # time was up
+            return None
 
     def _limited(self, share: float) -> JobSpec:
         limit_s = self.spec.time_limit_s
@@ -180,83 +202,117 @@ class _Sessions:
 
 
 class _Choice:
-    """The choice of techniques by leave-one-out."""
+    """The choice of techniques.
+
+    Attributes:
+        names: the techniques that pay, and are used in addition to those of the job.
+        gains_s: technique -> seconds that a step would take more without it; None: nothing fits without it.
+    """
 
     def __init__(self, sessions: _Sessions) -> None:
         self._sessions = sessions
+        self._candidates = sessions.candidates()
+        self.names: _Names = _NO_NAMES
+        self.gains_s: dict[Technique, float | None] = {}
 
-    def plan(self) -> tuple[ShardingPlan, _Names]:
-        """Return the fastest plan with the techniques that pay, and the techniques that were added to the job's.
+    def plan(self) -> ShardingPlan:
+        """Return the fastest plan with the techniques that pay.
 
         Raises:
             PlannerError: there is no plan, even with all techniques.
         """
-        names, plain = self._sessions.candidates(), None
         try:
-            plain = plan = self._sessions.search(_NO_NAMES)
+            plain = self._sessions.search(_NO_NAMES)
         except InfeasibleError:
-            if not names:
+            if not self._candidates:
                 raise
-            plan = self._sessions.search(names)  # techniques save memory too: perhaps a plan fits with them only
+            return self._plan_that_fits()
+        fused = self._sessions.search_if_any(_FUSED_OPS) if self._candidates >= _FUSED_OPS else None
+        if fused is not None and _used(fused) >= _FUSED_OPS and _share(fused, plain) >= LEAST_GAIN:
+            self.names, self.gains_s["fused-ops"] = _FUSED_OPS, _fastest_s(plain) - _fastest_s(fused)
+            first = fused
         else:
-            names -= _NO_NAMES if _all_gathers_inputs(plain) else frozenset[Technique]({"reallgather"})
-        while True:
-            at = _Configuration.of_plan(plan)
-            remaining = self._paying(names, at)
-            if not remaining:
-                return (plan, names) if plain is None else (plain, _NO_NAMES)
-            if plan is not plain and remaining == names:
-                return plan, names
-            names, plan = remaining, self._sessions.search(remaining)
-            if _Configuration.of_plan(plan) == at:
-                return plan, names
+            first = plain
+        others = self._others(first)
+        if not others:
+            return first
+        alone, self.names = self.names, self.names | others
+        plan = self._sessions.search(self.names)
+        self._add_gains(others, _Configuration.of_plan(first))
+        if not alone:
+            return plan
+        # Without fused ops, the configuration of the plan without techniques is the one that is known to fit.
+        unfused = self._sessions.plan_at(others, _Configuration.of_plan(plain))
+        self.gains_s["fused-ops"] = None if unfused is None else max(_step_time_s(unfused) - _fastest_s(plan), 0.0)
+        return plan
 
-    def gains_s(self, plan: ShardingPlan, names: _Names) -> dict[Technique, float | None]:
-        """Return the seconds that a step would take more without each of ``names``; None: nothing fits without.
-
-        All are compared on the configuration of ``plan``, which has the techniques ``names``.
-        """
-        at = _Configuration.of_plan(plan)
-        with_all_s = self._step_time_s(names, at) if names else None
-        gains: dict[Technique, float | None] = dict.fromkeys(names)
-        for name in names:
-            without_s = self._step_time_s(names - {name}, at)
-            if with_all_s is not None and without_s is not None:
-                gains[name] = max(without_s - with_all_s, 0.0)
-        return gains
-
-    def _paying(self, names: _Names, at: _Configuration) -> _Names:
-        """Return the techniques of ``names`` that pay where all of the result are used."""
-        while names:
-            plan = self._sessions.plan_at(names, at)
-            if plan is None:
-                return _NO_NAMES
-            used = names & {technique.name for technique in plan.techniques}
-            if used != names:
-                names = used
+    def _others(self, first: ShardingPlan) -> _Names:
+        """Return the techniques other than fused ops that pay on the configuration of ``first``."""
+        at = _Configuration.of_plan(first)
+        candidates = self._candidates - _FUSED_OPS
+        if not _all_gathers_inputs(first):
+            candidates -= _REALLGATHER
+        others = _NO_NAMES
+        for group in _GROUPS:
+            plan = self._sessions.plan_at(self.names | others | group, at) if (group := group & candidates) else None
+            if plan is None or not (group := group & _used(plan)):
                 continue
-            step_s = _step_time_s(plan)
-            shares = {name: self._share(names - {name}, at, step_s) for name in names}
+            before = self._sessions.plan_at(self.names | others, at, known=first if not others else None)
+            if before is None or _share(plan, before) >= LEAST_GAIN:
+                others |= group
+        return self._paying(self.names, others, at)
+
+    def _plan_that_fits(self) -> ShardingPlan:
+        """Return the plan where nothing fits without techniques: techniques save memory too."""
+        plan = self._sessions.search(self._candidates)
+        at = _Configuration.of_plan(plan)
+        self.names = self._paying(_NO_NAMES, self._candidates & _used(plan), at)
+        if self.names != self._candidates & _used(plan):
+            plan = self._sessions.search(self.names)
+        self._add_gains(self.names, at)
+        return plan
+
+    def _paying(self, fixed: _Names, names: _Names, at: _Configuration) -> _Names:
+        """Return the techniques of ``names`` that pay where all of the result, and ``fixed``, are used."""
+        while names:
+            plan = self._sessions.plan_at(fixed | names, at)
+            if plan is None:
+                return names
+            shares = {name: _share(plan, self._sessions.plan_at((fixed | names) - {name}, at)) for name in names}
             least = min(sorted(shares), key=lambda name: shares[name])
             if shares[least] >= LEAST_GAIN:
                 return names
             names -= {least}
         return names
 
-    def _share(self, names: _Names, at: _Configuration, step_s: float) -> float:
-        """Return by how much a step with ``names`` only is longer than ``step_s``, as a fraction of it."""
-        without_s = self._step_time_s(names, at)
-        return math.inf if without_s is None else without_s / step_s - 1.0
+    def _add_gains(self, names: _Names, at: _Configuration) -> None:
+        """Set the gains of ``names`` on a configuration: by how much a step is longer without each."""
+        plan = self._sessions.plan_at(self.names, at)
+        for name in names:
+            without = self._sessions.plan_at(self.names - {name}, at)
+            is_measured = plan is not None and without is not None
+            self.gains_s[name] = max(_fastest_s(without) - _fastest_s(plan), 0.0) if is_measured else None
 
-    def _step_time_s(self, names: _Names, at: _Configuration) -> float | None:
-        """Return the seconds of a step with ``names``; None: no plan fits.
 
-        It is of the fastest plan on a configuration or, where nothing fits there, on the configuration's mesh.
-        """
-        spec = self._sessions.spec
-        wider = at._replace(micro_batches=spec.micro_batches, ac=spec.ac)
-        plan = self._sessions.plan_at(names, at) or self._sessions.plan_at(names, wider)
-        return None if plan is None else _step_time_s(plan)
+def _used(plan: ShardingPlan) -> _Names:
+    return frozenset(technique.name for technique in plan.techniques)
+
+
+def _share(plan: ShardingPlan, without: ShardingPlan | None) -> float:
+    """Return by how much a step of ``without`` is longer, as a fraction of a step of ``plan``; inf: there is none."""
+    return math.inf if without is None else _fastest_s(without) / _fastest_s(plan) - 1.0
+
+
+def _fastest_s(plan: ShardingPlan) -> float:
+    """Return the seconds of a step of the fastest plan of a search, which may have chosen a simpler one."""
+    fastest_s = None if plan.solver is None else plan.solver.fastest_s
+    return _step_time_s(plan) if fastest_s is None else fastest_s
+
+
+def _step_time_s(plan: ShardingPlan) -> float:
+    """Return the estimated step time in seconds of a plan that has an estimate."""
+    assert plan.estimate is not None
+    return plan.estimate.step_time_s
 
 
 def _all_gathers_inputs(plan: ShardingPlan) -> bool:
@@ -271,9 +327,3 @@ def _is_all_gathered(port: Port) -> bool:
     return any(
         before.is_shard() and after.is_replicate() for before, after in zip(port.source, port.layout, strict=True)
     )
-
-
-def _step_time_s(plan: ShardingPlan) -> float:
-    """Return the estimated step time in seconds of a plan that has an estimate."""
-    assert plan.estimate is not None
-    return plan.estimate.step_time_s
