@@ -48,9 +48,6 @@ _Names = frozenset[Technique]
 _NO_NAMES: _Names = frozenset()
 _FUSED_OPS: _Names = frozenset({"fused-ops"})
 _REALLGATHER: _Names = frozenset({"reallgather"})
-_GROUPS: tuple[_Names, ...] = (frozenset({"fused-projections"}), frozenset({"zigzag", "reallgather"}))
-"""Techniques that are tried together. Zigzag and re-all-gather are choices of the program: together they cost one
-plan where neither pays. Fused projections are in the graph, and may make a step longer."""
 
 
 class _Configuration(NamedTuple):
@@ -253,13 +250,12 @@ class _Choice:
         if not _all_gathers_inputs(first):
             candidates -= _REALLGATHER
         others = _NO_NAMES
-        for group in _GROUPS:
-            plan = self._sessions.plan_at(self.names | others | group, at) if (group := group & candidates) else None
-            if plan is None or not (group := group & _used(plan)):
-                continue
-            before = self._sessions.plan_at(self.names | others, at, known=first if not others else None)
-            if before is None or _share(plan, before) >= LEAST_GAIN:
-                others |= group
+        for name in CONSIDERED:
+            if name in candidates:
+                before = self._sessions.plan_at(self.names | others, at, known=None if others else first)
+                plan = self._sessions.plan_at(self.names | others | {name}, at)
+                if plan is not None and name in _used(plan) and _share(plan, before) >= LEAST_GAIN:
+                    others |= {name}
         return self._paying(self.names, others, at)
 
     def _plan_that_fits(self) -> ShardingPlan:
@@ -290,8 +286,8 @@ class _Choice:
         plan = self._sessions.plan_at(self.names, at)
         for name in names:
             without = self._sessions.plan_at(self.names - {name}, at)
-            is_measured = plan is not None and without is not None
-            self.gains_s[name] = max(_fastest_s(without) - _fastest_s(plan), 0.0) if is_measured else None
+            gain_s = None if plan is None or without is None else _fastest_s(without) - _fastest_s(plan)
+            self.gains_s[name] = None if gain_s is None else max(gain_s, 0.0)
 
 
 def _used(plan: ShardingPlan) -> _Names:
