@@ -159,6 +159,7 @@ def sweep(
             micro_batches=spec.micro_batches,
             dtype=spec.dtype,
             fused_ops=spec.fused_ops,
+            fused_projections=spec.fused_projections,
         )
     sizes = []
     for part in parts_of(largest):
@@ -266,7 +267,15 @@ def batches(
         advice = "Choose prefill or decode; for training, sweep compares numbers of devices."
         raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
     if not isinstance(model, TracedModule):
-        model = trace_module(model, batch=1, phase=spec.phase, seq=spec.seq, dtype=spec.dtype, fused_ops=spec.fused_ops)
+        model = trace_module(
+            model,
+            batch=1,
+            phase=spec.phase,
+            seq=spec.seq,
+            dtype=spec.dtype,
+            fused_ops=spec.fused_ops,
+            fused_projections=spec.fused_projections,
+        )
     sizes: list[BatchSize] = []
     batch = 1
     while batch <= most and (not sizes or sizes[-1].plan is not None):

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.render.axis_roles import axis_roles
+from api.render.techniques import technique_lines
 from cost_model.layouts.layout import Layout, format_layout
 from planner.plan.axis_roles import weight_layouts
 from planner.plan.estimate import MeshReport
@@ -55,6 +56,8 @@ def show_plan(plan: ShardingPlan, console: Console) -> None:
         step, memory = _step_table(plan.estimate, plan.job, plan.pipeline), _memory_table(plan.estimate, plan.job)
         console.print("", step, "", memory, sep="\n")
         console.print("", _collectives_table(plan.estimate), "", sep="\n")
+    if lines := technique_lines(plan):
+        console.print(Text("\n".join([*lines, ""])))
     if plan.solver is not None:
         console.print(_solver(plan.solver))
         if plan.solver.meshes:

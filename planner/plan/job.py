@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 from cost_model.kernels.optimizer_memory import OPTIMIZERS
 from planner.errors import JobError
-from planner.plan.job_spec import AttentionKernel, JobPhase, JobSpec
+from planner.plan.job_spec import JobPhase, JobSpec
+from planner.plan.techniques import FIELDS, KERNEL_FIELD, AttentionKernel
 
 CheckpointingMode = Literal["full", "selective"]
 """Activation checkpointing of a block; a block without it has no mode."""
@@ -86,6 +87,8 @@ class Job:
         fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where the fused op does the same (`planner.model_rewrites.fuse_ops`). Linear layers that
             read the same tensor then also accumulate its gradient in their GEMMs.
+        fused_projections: whether projections that read one tensor become one linear layer before the model is planned
+            and run (`planner.model_rewrites.fuse_projections`). Parameters then have the names of the fused layers.
         zigzag: whether the model reads its tokens in zigzag order (`planner.plan.token_order`), where attention's
             sequences are sharded and the model allows it. All ranks then do equal work under a causal mask.
     """
@@ -112,6 +115,7 @@ class Job:
     async_tp: bool = False
     reallgather: bool = False
     fused_ops: bool = False
+    fused_projections: bool = False
     zigzag: bool = False
 
     def __post_init__(self) -> None:
@@ -192,7 +196,8 @@ def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) ->
         JobError: a value is invalid.
     """
     one_pass = spec.phase != "training"  # inference runs its batch at once, without checkpointing
-    shared = {item.name for item in dataclasses.fields(Job)} & {item.name for item in dataclasses.fields(spec)}
+    of_spec = {*(item.name for item in dataclasses.fields(spec)), *FIELDS.values(), KERNEL_FIELD}
+    shared = {item.name for item in dataclasses.fields(Job)} & of_spec
     values = {name: getattr(spec, name) for name in shared}
     values |= {
         "batch": batch,
