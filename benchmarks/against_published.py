@@ -56,7 +56,7 @@ from cost_model.kernels.attention import runs_kernel
 from planner import PlanningSession, ShardingPlan
 from planner.errors import PlannerError
 from planner.plan.job import Job
-from planner.plan.job_spec import AttentionKernel
+from planner.plan.techniques import AttentionKernel
 
 PRESETS = {
     "Llama3-8B": "llama-3.1-8b",

@@ -19,7 +19,16 @@ from planner.errors import InfeasibleError
 from planner.plan.sharding_plan import ShardingPlan
 from planner.run.baselines import NAMES as BASELINES
 
-ROLES = ("parameters", "gradients", "optimizer_state", "activations", "transient", "recomputed_block", "reserve")
+ROLES = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "transient",
+    "recomputed_block",
+    "allocator",
+    "context",
+)
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 
@@ -34,8 +43,8 @@ def planned(session: PlanningSession, mesh: str | None) -> dict[str, ShardingPla
     return plans
 
 
-def draw(plans: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: Axes, limit_bytes: int) -> None:
-    """Draw one bar per planner on both axes: ``times`` in seconds, ``memory`` in GB with a line at ``limit_bytes``."""
+def draw(plans: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: Axes, capacity_bytes: int) -> None:
+    """Draw one bar per planner on both axes: ``times`` in seconds, ``memory`` in GB with lines at cap and capacity."""
     labels = []
     for row, (name, plan) in enumerate(plans.items()):
         if isinstance(plan, InfeasibleError) or plan.estimate is None:
@@ -53,10 +62,14 @@ def draw(plans: dict[str, ShardingPlan | InfeasibleError], times: Axes, memory: 
             label = role.replace("_", " ") if row == 0 else None
             memory.barh(row, width, left=left, color=f"C{index}", label=label)
             left += width
-    memory.axvline(limit_bytes / 1e9, color="black", linestyle="--", linewidth=1)
+    caps = [plan.job.memory_bytes for plan in plans.values() if isinstance(plan, ShardingPlan)]
+    cap_bytes = next((cap for cap in caps if cap is not None), capacity_bytes)
+    memory.axvline(cap_bytes / 1e9, color="black", linestyle=":", linewidth=1)
+    memory.axvline(capacity_bytes / 1e9, color="black", linestyle="--", linewidth=1)
+    memory.axvspan(cap_bytes / 1e9, capacity_bytes / 1e9, color="black", alpha=0.08)
     times.set(xlabel="estimated step, s", yticks=range(len(plans)), yticklabels=labels)
     times.margins(x=0.2)
-    memory.set(xlabel="peak memory per device, GB (dashed: device memory)", yticks=[])
+    memory.set(xlabel="peak memory per device, GB (dotted: cap, dashed: device; between them: headroom)", yticks=[])
     for axes in (times, memory):
         axes.set_ylim(len(plans) - 0.5, -0.5)
 
@@ -86,7 +99,7 @@ def main() -> None:
     figure, (times, memory) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     seq = "" if source.seq is None else f", seq {source.seq}"
     figure.suptitle(f"{arguments.preset} on {arguments.cluster}, batch {arguments.batch}{seq}")
-    draw(plans, times, memory, session.cluster.device.memory_bytes)
+    draw(plans, times, memory, session.cluster.memory_bytes)
     figure.legend(loc="outside lower center", ncols=len(ROLES), fontsize="small")
     output = arguments.output or IMAGES / f"{arguments.preset}.png"
     figure.savefig(output, dpi=110)

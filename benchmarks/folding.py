@@ -281,7 +281,13 @@ def case_of(preset: str, layers: int) -> tuple[BothForms, PlanningSession]:
     with quiet_libraries():
         source = load_model({"hf_config": values}, seq=seq)
     session = PlanningSession(
-        source.module, cluster=CLUSTER, batch=BATCH, seq=seq, micro_batches=1, ac="none", heterogeneous_blocks=True
+        source.module,
+        cluster=CLUSTER,
+        batch=BATCH,
+        seq=seq,
+        micro_batches=1,
+        ac="none",
+        techniques="heterogeneous-blocks",
     )
     return both_forms(source.module, MESH, session), session
 

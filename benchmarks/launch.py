@@ -49,7 +49,7 @@ JOBS = (
     LaunchJob(name="405b-64x8", preset="llama-3.1-405b", cluster="64x8xh100-sxm-80gb", batch=512, seq=8192),
     LaunchJob(name="mixtral-8x8", preset="mixtral-8x7b", cluster="8x8xh100-sxm-80gb", batch=1024, seq=4096),
     LaunchJob(name="qwen3-a100", preset="qwen3-8b", cluster="1x8xa100-sxm-80gb", batch=128, seq=4096),
-    LaunchJob(name="qwen3-l40s", preset="qwen3-8b", cluster="1x4xl40s", batch=64, seq=4096),
+    LaunchJob(name="qwen3-l40s", preset="qwen3-8b", cluster="1x4xl40s-48gb", batch=64, seq=4096),
     LaunchJob(name="8b-long", preset="llama-3.1-8b", cluster="4x8xh100-sxm-80gb", batch=32, seq=131072),
     LaunchJob(name="gpt2", preset="gpt2", cluster="1x8xh100-sxm-80gb", batch=512, seq=1024),
     LaunchJob(name="bert-large", preset="bert-large", cluster="1x8xh100-sxm-80gb", batch=256, seq=512),

@@ -44,6 +44,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools import mod_tracker
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from cost_model.kernels.optimizer_memory import RESERVE_ROLES
 from executor import shard_module
 from executor.resolve.batch import local_batch
 from executor.resolve.mesh import device_mesh_for
@@ -204,7 +205,7 @@ def outcome(
     """Return the peak of one combination, measured and predicted."""
     module, plan = planned(case, plan_name, ac, dtype, micro_batches, reduce_dtype, fused_ops)
     assert plan.estimate is not None
-    predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role != "reserve"}
+    predicted = {role: nbytes for role, nbytes in plan.estimate.memory.items() if role not in RESERVE_ROLES}
     measured = measure(module, plan, inputs_of(case), tracker or StepTracker())
     return Outcome(measured=measured, predicted=predicted)
 

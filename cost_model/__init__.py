@@ -29,6 +29,7 @@ from cost_model.kernels.optimizer_memory import (
     optimizer_step_time_s,
     optimizer_time_per_parameter_s,
     parameter_state_bytes,
+    reserve_by_role,
     reserve_bytes,
 )
 
@@ -59,5 +60,6 @@ __all__ = [
     "optimizer_step_time_s",
     "optimizer_time_per_parameter_s",
     "parameter_state_bytes",
+    "reserve_by_role",
     "reserve_bytes",
 ]

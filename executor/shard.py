@@ -27,6 +27,7 @@ from executor.runtime.parameter_views import ComputeDtypeParameters, attach_comp
 from executor.runtime.run_context import PhaseTracker, RunContexts
 from executor.runtime.saved_tensor_recompute import CheckpointedRegion
 from executor.runtime.shared_redistributions import SharedRedistributions
+from planner.model_rewrites.fuse_projections import fuse_projections
 from planner.model_rewrites.mla import concatenate_mla_keys
 from planner.plan.sharding_plan import ShardingPlan
 
@@ -57,14 +58,19 @@ def shard_module(
 
     Raises:
         PlanError: plan, module and mesh do not fit together, the plan's attention kernel is not available, or a
-            Sharder returned no module. The module has not been changed, except by a Sharder.
+            Sharder returned no module. The module has not been changed, except by a Sharder, and except that its
+            projections are fused if the plan says so.
     """
+    if plan.job.fused_projections:
+        fuse_projections(module)
     resolved = resolve_plan(module, device_mesh, plan, sharders)
     return _shard(module, resolved, PhaseTracker(), src_data_rank=src_data_rank)
 
 
 def shard_on_meta(module: nn.Module, device_mesh: DeviceMesh, plan: ShardingPlan, phases: PhaseTracker) -> nn.Module:
     """Return ``module``, which is on meta, sharded to run there as a plan says; ``phases`` tracks the current phase."""
+    if plan.job.fused_projections:
+        fuse_projections(module)
     return _shard(module, resolve_plan(module, device_mesh, plan), phases, src_data_rank=None, on_meta=True)
 
 

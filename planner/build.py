@@ -12,11 +12,12 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
+from planner.auto_techniques import auto_techniques
 from planner.errors import PlanError, RunError
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.trace_module import TracedModule
 from planner.plan.checks import check_mesh
-from planner.plan.job_spec import JobOptions, spec_fields, spec_of
+from planner.plan.job_spec import JobOptions, JobSpec, spec_fields, spec_of
 from planner.plan.sharding_plan import ShardingPlan
 from planner.progress import RUNNING_ON_FAKE_PROCESSES, Progress
 from planner.run import baselines, gc_pause
@@ -82,14 +83,26 @@ def build_plan(
     if mesh is not None:
         check_mesh(mesh, cluster)
     micro_batches = baselines.micro_batches_for(spec.planner, spec.micro_batches)
-    session = PlanningSession(
-        model,
-        spec=dataclasses.replace(spec, cluster=cluster, micro_batches=micro_batches),
-        example_inputs=example_inputs,
-        tp_plan=tp_plan,
-        progress=progress,
-    )
-    return verified_plan(session, planner=spec.planner, mesh=mesh, tolerance=spec.tolerance)
+    spec = dataclasses.replace(spec, cluster=cluster, mesh=mesh, micro_batches=micro_batches)
+    return plan_of_spec(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+
+
+def plan_of_spec(
+    model: nn.Module | TracedModule,
+    spec: JobSpec,
+    *,
+    example_inputs: GivenInputs = None,
+    tp_plan: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> ShardingPlan:
+    """Return the verified plan of ``spec``, with the planner, mesh and techniques that it names; see `build_plan`."""
+    auto = None
+    if spec.is_auto:
+        auto = auto_techniques(model, spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+        spec = auto.spec
+    session = PlanningSession(model, spec=spec, example_inputs=example_inputs, tp_plan=tp_plan, progress=progress)
+    plan = verified_plan(session, planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance)
+    return plan if auto is None else auto.recorded(plan)
 
 
 def verified_plan(

@@ -16,6 +16,7 @@ from planner.formulation.decision import Decision
 from planner.formulation.estimate import estimate
 from planner.graph.example_inputs import GivenInputs
 from planner.graph.op_graph import Value
+from planner.graph.trace_module import with_fused_projections
 from planner.liveness.parameter_classes import ParameterClass
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Estimate
@@ -93,6 +94,8 @@ def explain(
         UnmatchedKeyError: the model has no such parameter, or no op uses it.
         PlanMismatchError: the plan is for another model, or the model cannot run in the plan's layouts.
     """
+    if plan.job.fused_projections:
+        model = with_fused_projections(model)
     parameter_names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if parameter not in parameter_names:
         close = ", ".join(difflib.get_close_matches(parameter, parameter_names, n=3, cutoff=0.5)) or parameter_names[0]

@@ -16,7 +16,7 @@ from torch import nn
 
 from cost_model import ClusterSpec
 from cost_model.layouts.layout import MeshSpec
-from planner.errors import MeshError, PlannerError, SolverError
+from planner.errors import JobError, MeshError, PlannerError, SolverError
 from planner.graph.example_inputs import GivenInputs, batch_size_of
 from planner.graph.trace_module import (
     TracedModule,
@@ -26,6 +26,7 @@ from planner.graph.trace_module import (
     trace_at_batch,
 )
 from planner.merged_axes import with_merged_axes
+from planner.model_rewrites.fuse_projections import styles_with_fused
 from planner.plan.checks import check_mesh
 from planner.plan.estimate import BaselinePrice, SolverReport
 from planner.plan.job import Checkpointing, job_of
@@ -57,6 +58,7 @@ from planner.writing.axis_names import fastest_by_role
 from planner.writing.named_plan import named_plan
 from planner.writing.notes import notes_on
 from planner.writing.simplest import Fastest, choice_report, simplest_plan
+from planner.writing.techniques import used_techniques
 from planner.writing.write import solver_report
 
 _AFTERWARDS_S = 5.0
@@ -105,6 +107,9 @@ class PlanningSession:
             raise TypeError(f"spec and {', '.join(options)} are given: give either spec or the fields of a spec.")
         self.spec = spec = spec_of(options) if spec is None else spec
         self.module = None if isinstance(model, TracedModule) else model
+        if spec.is_auto:
+            advice = "Name techniques; build_plan takes auto, and its plan says which it chose."
+            raise JobError("a session has one list of techniques, not auto.", what_to_do=advice, field="techniques")
         start_workers(checked_jobs(spec.jobs))
         self.progress = progress
         self.cluster = spec.cluster if isinstance(spec.cluster, ClusterSpec) else ClusterSpec.parse(spec.cluster)
@@ -112,7 +117,7 @@ class PlanningSession:
         self._batch = spec.batch or (model.samples if isinstance(model, TracedModule) else batch_size_of(inputs))
         flash = self.cluster.device.flash_attention
         self.job = job_of(spec, batch=self._batch, flash_attention=flash)
-        self._memory_bytes = self.job.memory_bytes or self.cluster.memory_bytes
+        self._memory_bytes = self.job.cap_bytes(self.cluster.memory_bytes)
         self._counts = micro_batch_counts(self._batch, self.job.micro_batches)
         self._clock = Clock()
         if isinstance(model, TracedModule):
@@ -124,9 +129,17 @@ class PlanningSession:
             micro_batch = self._batch // self._counts[0] if len(self._counts) == 1 else None
             with gc_pause.paused(), self._clock.stage("trace_s"):
                 self._module = trace_at_batch(
-                    model, inputs, micro_batch, self.job.dtype, spec.phase, fused_ops=spec.fused_ops
+                    model,
+                    inputs,
+                    micro_batch,
+                    self.job.dtype,
+                    spec.phase,
+                    fused_ops=spec.fused_ops,
+                    fused_projections=spec.fused_projections,
                 )
         check_kernel(self.job, self.cluster.device, self._module.graph)
+        if tp_plan is not None and spec.fused_projections:
+            tp_plan = styles_with_fused(tp_plan)
         self._tp_plan = self._module.tp_plan if tp_plan is None else tp_plan
         self._analysis = ModelAnalysis.from_module(
             self._module,
@@ -233,7 +246,8 @@ class PlanningSession:
         """
         priced = self._priced(constraints)
         is_free = not (self.job.pins or self.job.data_axes)  # baselines keep no pins
-        self.last_choice = simplest_plan(self._planner, fastest, priced if is_free else (), tolerance, mesh)
+        contenders, cap = (priced, constraints.memory_bytes) if is_free else ((), None)
+        self.last_choice = simplest_plan(self._planner, fastest, contenders, tolerance, mesh, cap)
         report = choice_report(report, fastest, self.last_choice)
         plan = self.last_choice.contender.plan
         if plan is fastest and isinstance(plan, Candidate) and mesh is None and is_free:
@@ -282,7 +296,8 @@ class PlanningSession:
                 notes_on=self._notes,
                 keep_names=keep_names,
             )
-        return dataclasses.replace(written, timings=dict(self._clock.spent))
+        techniques = used_techniques(self.spec.listed_techniques, written, self._module.graph, first)
+        return dataclasses.replace(written, techniques=techniques, timings=dict(self._clock.spent))
 
     def _meshes(self, mesh: str | MeshSpec | None, planner: str) -> list[MeshSpec]:
         """Return the given mesh alone; where ``mesh`` is None, all meshes that the planner chooses from.

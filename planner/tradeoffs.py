@@ -159,6 +159,7 @@ def sweep(
             micro_batches=spec.micro_batches,
             dtype=spec.dtype,
             fused_ops=spec.fused_ops,
+            fused_projections=spec.fused_projections,
         )
     sizes = []
     for part in parts_of(largest):
@@ -166,7 +167,7 @@ def sweep(
             model, spec=dataclasses.replace(spec, cluster=part), tp_plan=tp_plan, progress=_for(part.name, progress)
         )
         try:
-            sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any()))
+            sizes.append(ClusterSize(cluster=part, plan=session.plan_if_any(tolerance=spec.tolerance)))
         except SolverError:
             sizes.append(ClusterSize(cluster=part, plan=None, in_time=False))
     return sizes
@@ -266,7 +267,15 @@ def batches(
         advice = "Choose prefill or decode; for training, sweep compares numbers of devices."
         raise JobError("batches are compared for inference.", what_to_do=advice, field="phase")
     if not isinstance(model, TracedModule):
-        model = trace_module(model, batch=1, phase=spec.phase, seq=spec.seq, dtype=spec.dtype, fused_ops=spec.fused_ops)
+        model = trace_module(
+            model,
+            batch=1,
+            phase=spec.phase,
+            seq=spec.seq,
+            dtype=spec.dtype,
+            fused_ops=spec.fused_ops,
+            fused_projections=spec.fused_projections,
+        )
     sizes: list[BatchSize] = []
     batch = 1
     while batch <= most and (not sizes or sizes[-1].plan is not None):
@@ -277,7 +286,8 @@ def batches(
             progress=_for(f"batch {batch}", progress),
         )
         try:
-            sizes.append(BatchSize(batch=batch, plan=session.plan_if_any(mesh=spec.mesh)))
+            plan = session.plan_if_any(mesh=spec.mesh, tolerance=spec.tolerance)
+            sizes.append(BatchSize(batch=batch, plan=plan))
         except SolverError:
             sizes.append(BatchSize(batch=batch, plan=None, in_time=False))
         batch *= 2

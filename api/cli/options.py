@@ -18,8 +18,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory; with "
-        "+fused-projections behind it, query, key and value are one layer, gate and up another.",
+        help="A preset (llama-3.1-8b, ...), a config.json or its folder, or package.module:factory.",
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
@@ -59,7 +58,7 @@ def takes_job_options(
         def run(**values: Any) -> None:
             options = {item.name: _value(item, values.pop(item.name)) for item in fields}
             if optional:
-                options = {name: value for name, value in options.items() if value is not None}
+                options = {name: value for name, value in options.items() if value not in (None, ())}
             command(**values, options=options)
 
         signature = inspect.signature(command, eval_str=True)

@@ -1,4 +1,4 @@
-"""The commands of the service: ``serve``, ``worker``, ``token``. A command imports its modules only when it runs."""
+"""The service's commands: ``serve``, ``worker``, ``migrate``, ``token``. Each imports its modules only when it runs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def add_service_commands(app: typer.Typer) -> None:
     """Add the commands of the service to the command line."""
     app.command("serve")(serve_command)
     app.command("worker")(worker_command)
+    app.command("migrate")(migrate_command)
     app.add_typer(tokens, name="token")
 
 
@@ -56,6 +57,18 @@ def worker_command(
         from api.jobs.remote_worker import work
 
         work({"database_url": database_url, "workers": workers, "metrics_port": metrics_port})
+
+
+def migrate_command(data_dir: DataDir = None, database_url: DatabaseUrl = None) -> None:
+    """Bring the service's database to this version, create its first token where it has none, and exit.
+
+    `serve` does the same when it starts.
+    """
+    with reported(as_json=False):
+        from api.jobs.settings import read_settings
+        from api.jobs.startup import open_database
+
+        open_database(read_settings({"data_dir": data_dir, "database_url": database_url})).close()
 
 
 @tokens.command("create")

@@ -16,12 +16,13 @@ from api.cli.terminal import check_folder, reported, save_plan, terminal, watche
 if TYPE_CHECKING:
     from api.render.tradeoff_rows import TradeoffRow
     from api.requests.plan_request import OpenedRequest
+    from api.requests.schemas import PlanRequest
     from planner.progress import Progress
 
-_NOT_OF_ALTERNATIVES = ("mesh", "planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
-_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "async_tp", "heterogeneous_blocks", "tolerance")
-_NOT_OF_SWEEP = (*_NOT_OF_ALTERNATIVES, "pins", "data_axes", "axes")
-_OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "fused_ops", "time_limit_s")
+_NOT_OF_PARETO = ("planner", "executable_only", "jobs", "tolerance")
+_NOT_OF_ALTERNATIVES = ("mesh", *_NOT_OF_PARETO)
+_NOT_OF_SWEEP = (*(name for name in _NOT_OF_ALTERNATIVES if name != "tolerance"), "pins", "data_axes", "axes")
+_OF_BATCHES = ("cluster", "mesh", "seq", "memory_gb", "phase", "dtype", "techniques", "time_limit_s")
 
 Within = Annotated[float | None, typer.Option(help="Seconds that a step of the best may take.")]
 
@@ -118,9 +119,24 @@ def _opened(progress: Progress, output: Path | None, **options: Any) -> OpenedRe
     if output is not None:
         check_folder(output)
     request = request_of(**options)
+    _check_techniques(request)
     from api.requests.plan_request import opened_request
 
     return opened_request(request, allow_local=True, progress=progress)
+
+
+def _check_techniques(request: PlanRequest) -> None:
+    """Raise a `JobError` that names the request's techniques with which plans are not compared."""
+    from planner.errors import JobError
+
+    refused = [name for name in ("auto", "async-tp", "heterogeneous-blocks") if name in request.techniques]
+    if refused:
+        advice = "Name those that `shardplan plan` chose." if "auto" in refused else "Leave it out, or use plan."
+        raise JobError(
+            f"--techniques is {', '.join(refused)}: for one plan, not for a comparison.",
+            what_to_do=advice,
+            field="techniques",
+        )
 
 
 def _show(rows: list[TradeoffRow], output: Path | None, *, as_json: bool) -> None:

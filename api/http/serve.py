@@ -18,9 +18,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from api.http.app import create_app
-from api.jobs.database import Database
 from api.jobs.logs import configure_logs
 from api.jobs.settings import ServerSettings, read_settings
+from api.jobs.startup import open_database
 from api.jobs.tokens import TokenStore
 from planner.errors import PlannerError
 
@@ -83,15 +83,14 @@ def _check_open(settings: ServerSettings) -> None:
     """Raise a `ServeError` if other machines can reach the address while no token exists."""
     if settings.host == "localhost" or _is_loopback(settings.host):
         return
-    database = Database(settings.url)
+    database = open_database(settings)
     try:
-        database.migrate()
         if TokenStore(database).any():
             return
     finally:
         database.close()
     detail = f"{settings.host} can be reached by others, and there are no API tokens."
-    advice = "Make one with `shardplan token create NAME --scope plan`, or listen on 127.0.0.1."
+    advice = "Make one with `shardplan token create NAME --scope plan`, or set SHARDPLAN_FIRST_TOKEN_FILE."
     raise ServeError(detail, what_to_do=advice)
 
 

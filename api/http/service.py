@@ -15,8 +15,9 @@ from api.jobs.embedded_workers import JobRunner
 from api.jobs.events import OpenStreams
 from api.jobs.housekeeping import Housekeeper, housekeeper
 from api.jobs.metrics import Metrics
-from api.jobs.pg_queue import CallQueue, install
+from api.jobs.pg_queue import CallQueue
 from api.jobs.settings import ServerSettings
+from api.jobs.startup import open_database
 from api.jobs.store import JobStore
 from api.jobs.tokens import TokenStore
 
@@ -57,13 +58,10 @@ class Service:
 
 def start_service(settings: ServerSettings, metrics: Metrics) -> Service:
     """Return a service whose database is migrated to this version, and whose embedded workers (SQLite) are started."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    database = Database(settings.url)
-    database.migrate()
+    database = open_database(settings)
     runner: JobRunner | None = None
     calls: CallQueue | None = None
     if database.is_postgresql:
-        install(database)
         calls = CallQueue(database)
         calls.open()
         store = JobStore(database, queued=calls.call, limits=settings.limits)

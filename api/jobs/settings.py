@@ -34,6 +34,11 @@ class ServerSettings(BaseSettings):
     workers: int = Field(default=1, ge=0, le=256)
     """Jobs planned at once, in a process each, by the server (SQLite) or by each worker (PostgreSQL). 0: none here."""
 
+    first_token: SecretStr | None = None
+    """The text of an API token with all rights, created where the database has no token at all; None: none is."""
+    first_token_file: Path | None = None
+    """The file that holds this text, as Docker and Kubernetes give secrets."""
+
     max_body_bytes: int = Field(default=1_000_000, ge=1000)
     """Bytes of the largest request body that is accepted; model configs have a few thousand."""
     max_queued: int = Field(default=1000, ge=1)

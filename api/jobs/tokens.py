@@ -1,6 +1,7 @@
 """API tokens: ``sp_ID_SECRET``. The database stores the SHA-256 of the secret, not the secret.
 
-The secret has 256 random bits, so a fast hash is safe from a search, and checking a request takes microseconds.
+The secret has 256 random bits, so a fast hash is safe from a search, and checking a request takes microseconds. The
+first token may be a text of the operator's own, with a hash of it as its id.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from sqlalchemy import exists, insert, select, update
+from sqlalchemy import exists, func, insert, select, update
 
 from api.jobs.database import Database
 from api.jobs.tables import TokenRow
@@ -24,7 +25,12 @@ Scope = Literal["read", "plan", "admin"]
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
+LEAST_SECRET, MOST_SECRET = 32, 200
+"""Limits on the characters of a token that the operator chose."""
+
 _TOKEN = re.compile(r"sp_([0-9a-f]{16})_([A-Za-z0-9_-]{43})")
+_OWN = re.compile(rf"[!-~]{{{LEAST_SECRET},{MOST_SECRET}}}")
+_FIRST_LOCK = 7_301_866_052_714_003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,24 @@ class TokenStore:
             connection.execute(insert(TokenRow).values(**row, created_at=self._database.now()))
         return f"sp_{token_id}_{secret}"
 
+    def create_first(self, name: str, text: str) -> bool:
+        """Create the token ``text`` with all rights, unless any token exists, revoked ones included.
+
+        Returns:
+            Whether the token was created.
+        """
+        parsed = _parse(text)
+        assert parsed is not None, "whoever calls has checked the text"
+        token_id, secret = parsed
+        row = {"id": token_id, "name": name, "digest": _digest(secret), "scope": "admin"}
+        with self._database.write() as connection:
+            if self._database.is_postgresql:  # several servers may start at once
+                connection.execute(select(func.pg_advisory_xact_lock(_FIRST_LOCK)))
+            if connection.scalar(select(exists(select(TokenRow.id)))):
+                return False
+            connection.execute(insert(TokenRow).values(**row, created_at=self._database.now()))
+        return True
+
     def revoke(self, token_id: str) -> Token:
         """Revoke a token and return it; requests with it are refused from now on.
 
@@ -88,16 +112,29 @@ class TokenStore:
 
     def find(self, text: str) -> tuple[str, Scope] | None:
         """Return the id and scope of the token with this text; None where there is no such token, or it was revoked."""
-        match = _TOKEN.fullmatch(text)
-        if match is None:
+        parsed = _parse(text)
+        if parsed is None:
             return None
-        token_id, secret = match.groups()
+        token_id, secret = parsed
         statement = select(TokenRow.digest, TokenRow.scope, TokenRow.revoked_at).where(TokenRow.id == token_id)
         with self._database.read() as connection:
             row = connection.execute(statement).one_or_none()
         if row is None or not hmac.compare_digest(row.digest, _digest(secret)) or row.revoked_at is not None:
             return None
         return token_id, cast(Scope, row.scope)
+
+
+def is_secret(text: str) -> bool:
+    """Return whether ``text`` may be a token: printable ASCII without spaces, within the limits on its length."""
+    return _parse(text) is not None
+
+
+def _parse(text: str) -> tuple[str, str] | None:
+    """Return the id and the secret of a token's text; None where it cannot be one."""
+    match = _TOKEN.fullmatch(text)
+    if match is not None:
+        return match[1], match[2]
+    return (_digest(f"id {text}")[:16], text) if _OWN.fullmatch(text) else None
 
 
 def _digest(secret: str) -> str:

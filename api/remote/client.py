@@ -12,9 +12,9 @@ from torch import nn
 
 from api.remote.retrying_http import Connection, RemotePlanningError, error_from_problem
 from planner.graph.example_inputs import GivenInputs
-from planner.plan.former_names import with_current_names
 from planner.plan.planner_interface import ShardingPlanner
 from planner.plan.sharding_plan import ShardingPlan
+from planner.plan.techniques import technique_names, with_technique_list
 from planner.progress import ASKING_SERVER, RUNNING_ON_FAKE_PROCESSES, TRACING, Progress, ProgressEvent, event_from_dict
 
 __all__ = ["RemotePlanningError", "RemoteShardingPlanner"]
@@ -42,8 +42,9 @@ class RemoteShardingPlanner(ShardingPlanner):
         progress: called with each event of planning, here and at the server.
         transport: httpx transport of the requests; None: the network.
         options: the request's other members: mesh, batch, seq, micro_batches, ac, memory_gb, optimizer, dtype,
-            reduce_dtype, planner, pins, data_axes, axes, heterogeneous_blocks, executable_only, async_tp, reallgather,
-            fused_ops, zigzag, attention_kernel.
+            reduce_dtype, planner, pins, data_axes, axes, executable_only, tolerance, headroom, techniques. With the
+            techniques "auto", a module that is traced here gets zigzag and reallgather only where they pay: fused ops
+            and projections are in its graph, so they have to be named.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         self._token = token
         self._request = {
             "cluster": cluster,
-            **{name: value for name, value in with_current_names(options).items() if value is not None},
+            **{name: value for name, value in with_technique_list(options).items() if value is not None},
         }
         self._model = model
         self._example_inputs = example_inputs
@@ -120,6 +121,7 @@ class RemoteShardingPlanner(ShardingPlanner):
         self._report(TRACING)
         options = self._request
         micro_batches = micro_batches_for(str(options.get("planner", "ilp")), options.get("micro_batches"))
+        techniques = technique_names(options.get("techniques"))
         traced = trace_module(
             module,
             example_inputs=self._example_inputs,
@@ -127,7 +129,8 @@ class RemoteShardingPlanner(ShardingPlanner):
             seq=options.get("seq"),
             micro_batches=micro_batches,
             dtype=str(options.get("dtype", "bf16")),
-            fused_ops=bool(options.get("fused_ops", False)),
+            fused_ops="fused-ops" in techniques,
+            fused_projections="fused-projections" in techniques,
         )
         if self._tp_plan is not None:
             traced = dataclasses.replace(traced, tp_plan=self._tp_plan)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from api.render.axis_roles import axis_roles
+from api.render.techniques import technique_lines
 from cost_model.layouts.layout import Layout, format_layout
 from planner.plan.axis_roles import weight_layouts
 from planner.plan.estimate import MeshReport
@@ -32,7 +33,8 @@ _OUTCOMES = {
 _ROLES = {
     "activations": "saved for the backward pass",
     "recomputed_block": "one block's, made again in the backward pass",
-    "reserve": "for the allocator and the communication library",
+    "allocator": "free blocks of torch's caching allocator that no tensor fits into",
+    "context": "CUDA context and NCCL's buffers",
     "transient": "the largest that one op and its communication need",
 }
 """Memory role -> explanation, for roles whose names do not say enough."""
@@ -54,6 +56,8 @@ def show_plan(plan: ShardingPlan, console: Console) -> None:
         step, memory = _step_table(plan.estimate, plan.job, plan.pipeline), _memory_table(plan.estimate, plan.job)
         console.print("", step, "", memory, sep="\n")
         console.print("", _collectives_table(plan.estimate), "", sep="\n")
+    if lines := technique_lines(plan):
+        console.print(Text("\n".join([*lines, ""])))
     if plan.solver is not None:
         console.print(_solver(plan.solver))
         if plan.solver.meshes:
@@ -165,9 +169,19 @@ def _memory_table(estimate: Estimate, job: Job) -> Table:
         if nbytes:
             roles = _ROLES if job.training else _ROLES | _ROLES_OF_A_FORWARD
             table.add_row(_NAMES.get(role, role.replace("_", " ")), size(nbytes), roles.get(role, ""))
-    cap = "" if job.memory_bytes is None else f"of {size(job.memory_bytes)} allowed"
-    table.add_row("peak", size(estimate.peak_memory_bytes), cap, style="bold")
+    table.add_row("peak", size(estimate.peak_memory_bytes), _allowed(job), style="bold")
     return table
+
+
+def _allowed(job: Job) -> str:
+    """Return the cap on the peak as text, with the headroom and the capacity that it follows from."""
+    if job.memory_bytes is None:
+        return ""
+    allowed = f"of {size(job.memory_bytes)} allowed"
+    if not job.headroom:
+        return allowed
+    capacity_bytes = round(job.memory_bytes / (1 - job.headroom))
+    return f"{allowed}, {100 * job.headroom:g} % headroom of {size(capacity_bytes)}"
 
 
 def _collectives_table(estimate: Estimate) -> RenderableType:

@@ -21,7 +21,7 @@ MAX_DEPTH = 16
 """The most levels of nesting in a config; the configs of transformers need three."""
 
 FUSED_PROJECTIONS = "+fused-projections"
-"""Suffix of a model's name that asks for fused projections (`planner.model_rewrites.fuse_projections`)."""
+"""Suffix of a model's name that asks for fused projections, as the technique of that name does."""
 _FORMER_SUFFIX = "+packed"
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -82,6 +82,13 @@ def find_config(spec: str | Mapping[str, Any], *, allow_local: bool) -> ModelCon
 def without_suffix(spec: str) -> str:
     """Return a model's name without the suffix for fused projections."""
     return spec.removesuffix(FUSED_PROJECTIONS).removesuffix(_FORMER_SUFFIX)
+
+
+def asks_for_fused_projections(spec: str | Mapping[str, Any] | None) -> bool:
+    """Return whether a model's name or mapping asks for fused projections."""
+    if spec is None:
+        return False
+    return without_suffix(spec) != spec if isinstance(spec, str) else bool(spec.get("fused_projections", False))
 
 
 def preset_names() -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def _with_fused_projections(source: ModelSource) -> ModelSource:
     if not layers:
         raise ModelError(
             f"{source.name} has no projections that can be fused, as transformers' decoders have them.",
-            what_to_do=f"Leave {FUSED_PROJECTIONS} (fused_projections) out.",
+            what_to_do="Leave fused-projections out of the techniques.",
         )
     note = f"projections that read one tensor are fused into {layers} linear layers"
     styles, notes = carried_tp_plan(source.module), (*source.notes, note)
@@ -96,11 +96,13 @@ def _with_fused_projections(source: ModelSource) -> ModelSource:
 def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
     """Return the model ``model`` at the plan's batch and sequence length, as `load_model` does.
 
+    Projections are fused if the plan says so.
+
     Raises:
         PlanMismatchError: the model does not take the plan's batch or sequences.
     """
     try:
-        return load_model(model, batch=plan.job.batch, seq=plan.job.seq)
+        source = load_model(model, batch=plan.job.batch, seq=plan.job.seq)
     except JobError as error:
         size = f"{plan.job.seq} tokens" if error.field == "seq" else f"{plan.job.batch} samples"
         raise PlanMismatchError(
@@ -110,6 +112,9 @@ def load_for_plan(model: str, plan: ShardingPlan) -> ModelSource:
             found=str(error),
             what_to_do="Name the model that the plan is for, or plan this one.",
         ) from error
+    if plan.job.fused_projections and not count_fused_projections(source.module):
+        return _with_fused_projections(source)
+    return source
 
 
 def _from_factory(spec: str, *, batch: int | None, seq: int | None) -> ModelSource:

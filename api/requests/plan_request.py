@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from api.requests.model_configs import find_config
 from api.requests.schemas import PlanRequest
 from api.requests.traced_graphs import check_graph, graph_identity, load_graph
-from cost_model.hardware.cluster import ClusterError, ClusterSpec
+from cost_model.hardware.cluster import FILE_SUFFIXES, ClusterError, ClusterSpec
 from planner.errors import JobError, PlanMismatchError
 from planner.progress import BUILDING_MODEL, READING_GRAPH, Progress
 
@@ -58,13 +58,19 @@ def plan_request(
         PlannerError, ClusterError, LayoutError: the request cannot be planned; the message says why and what to do.
     """
     from api.requests.model_registry import quiet_libraries
-    from planner.build import verified_plan
 
     context = opened_request(request, allow_local=allow_local, progress=progress)
     with quiet_libraries():
-        session = context.session(time_limit_s=time_limit_s, jobs=jobs)
-        spec = context.spec
-        return context.noted(verified_plan(session, planner=spec.planner, mesh=spec.mesh, tolerance=spec.tolerance))
+        from planner.build import plan_of_spec
+
+        plan = plan_of_spec(
+            context.model,
+            dataclasses.replace(context.spec, time_limit_s=time_limit_s, jobs=jobs),
+            example_inputs=context.example_inputs,
+            tp_plan=context.tp_plan,
+            progress=context.progress,
+        )
+        return context.noted(plan)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +205,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     from cost_model.layouts.layout import MeshSpec
     from planner.plan.checks import check_mesh
     from planner.plan.job import job_of
+    from planner.plan.techniques import check_techniques
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
     if request.graph is not None:
@@ -207,6 +214,7 @@ def check_request(request: PlanRequest, *, allow_local: bool) -> None:
         find_config(request.model_spec, allow_local=allow_local)
     if spec.mesh is not None:
         check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
+    check_techniques(spec.techniques, executable_only=spec.executable_only, device=cluster.device, dtype=spec.dtype)
     job_of(spec, batch=spec.batch, flash_attention=None)
 
 
@@ -228,7 +236,7 @@ def read_client_cluster(cluster: str | Mapping[str, Any]) -> ClusterSpec:
     """
     advice = "a server reads no files of its own for a client; give the figures themselves, as an object"
     if isinstance(cluster, str):
-        if cluster.strip().lower().endswith((".yaml", ".yml")):
+        if cluster.strip().lower().endswith(FILE_SUFFIXES):
             raise ClusterError(advice)
     else:
         sweeps = cluster.get("sweeps", ())

@@ -158,7 +158,7 @@ def price_configuration(
             expert=degrees["ep"],
             checkpointing=_choice(ac, get_args(Checkpointing), "ac"),
             dtype=_choice(dtype, get_args(TrainingDtype), "dtype"),
-            implementation=_implementation(optimizer, compiled=compiled, device=where.device.name),
+            implementation=_implementation(optimizer, compiled=compiled, architecture=where.device.architecture),
         )
         if parallel.ranks != where.size:
             raise MeshError(f"the mesh has {parallel.ranks} ranks and {where.name} {where.size} devices.")
@@ -257,11 +257,11 @@ def _experts(find: Any, shared_by_count: bool) -> Experts:
     )
 
 
-def _implementation(optimizer: str, *, compiled: bool, device: str) -> Implementation:
+def _implementation(optimizer: str, *, compiled: bool, architecture: str) -> Implementation:
     """Return the executor's choices: FSDP2 and DTensor, float32 parameters and gradients, torch's fused kernels."""
     return Implementation(
         kernels=KernelOptions(
-            attention="flash2" if device.startswith(("a100", "a10", "l4", "rtx")) else "cudnn",
+            attention="flash2" if architecture.startswith("sm8") else "cudnn",
             fused_ops=compiled,
             attention_copies=4.0,
             host_ops_per_layer=20 if compiled else 60,

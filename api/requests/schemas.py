@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
+from api.requests.model_configs import asks_for_fused_projections
 from planner.plan.former_names import with_current_names
 from planner.plan.job_spec import JobSpec, SpecField, spec_fields
+from planner.plan.techniques import TechniqueFlags, technique_names, with_technique_list
 
 JobStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
@@ -50,7 +52,7 @@ class TracedGraph(_Request):
     graph: dict[str, Any]
 
 
-class _PlanRequest(_Request):
+class _PlanRequest(TechniqueFlags, _Request):
     """A plan to be made. The names are those of the command line's options."""
 
     model: Annotated[str, Field(min_length=1, max_length=1000)] | HuggingFaceModel | TracedGraph
@@ -59,10 +61,24 @@ class _PlanRequest(_Request):
     The command line also takes paths and ``package.module:factory``.
     """
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_technique_list(cls, values: Any) -> Any:
+        # Techniques may be one text, a list of texts, or fields of their own (``fused_ops: true``).
+        if not isinstance(values, Mapping):
+            return values
+        values = with_technique_list(values)
+        if "techniques" in values:
+            values["techniques"] = technique_names(values["techniques"])
+        return values
+
     @property
     def spec(self) -> JobSpec:
-        """The request's job: all fields but the model."""
-        return JobSpec(**{item.name: getattr(self, item.name) for item in spec_fields() if item.option.in_requests})
+        """The request's job: all fields but the model. A model with fused projections makes them a technique."""
+        values = {item.name: getattr(self, item.name) for item in spec_fields() if item.option.in_requests}
+        if asks_for_fused_projections(None if isinstance(self.model, TracedGraph) else self.model_spec):
+            values["techniques"] = (*values["techniques"], "fused-projections")
+        return JobSpec(**values)
 
     @property
     def cluster_text(self) -> str | dict[str, Any]:
@@ -98,7 +114,7 @@ def _request_field(item: SpecField) -> tuple[Any, Any]:
     """Return a field of `JobSpec` as pydantic's `create_model` takes it."""
     limits, item_limits = item.option.limits, item.option.item_limits
     if get_origin(item.type) is tuple:
-        item_type = _limited(str, item_limits)
+        item_type = _limited(get_args(item.type)[0], item_limits)
         type_: Any = Annotated[tuple[item_type, ...], Field(**limits)]  # type: ignore[valid-type]
     else:
         type_ = _limited(item.text_type, limits)

@@ -30,7 +30,14 @@ def check_graph(request: PlanRequest, graph: dict[str, Any]) -> None:
         module = read_graph(graph, run=False)
     batch = request.spec.batch or module.samples
     counts = micro_batch_counts(batch, micro_batches_for(request.spec.planner, request.spec.micro_batches))
-    job = Job(batch=batch, phase=request.spec.phase, dtype=request.spec.dtype, fused_ops=request.spec.fused_ops)
+    spec = request.spec
+    job = Job(
+        batch=batch,
+        phase=spec.phase,
+        dtype=spec.dtype,
+        fused_ops=spec.fused_ops,
+        fused_projections=spec.fused_projections,
+    )
     check_traced_for(module, batch, counts, job)
 
 

@@ -26,10 +26,6 @@ from cost_model.kernels.step_constants import StepConstants, shipped_constants
 
 ROLES = ("parameters", "gradients", "optimizer_state", "activations", "logits", "gathered", "workspace")
 
-VISIBLE_SHARE = 1.063
-"""Ratio of the bytes that the driver shows to the nominal ones: 79.19 GiB on an 80 GB H100 (devices.csv,
-mem_gib_visible)."""
-
 NCCL_COMMUNICATOR_BYTES = 250_000_000
 """Bytes of the buffers of one communicator. Assumed; see ``optimizer_memory.NCCL_BYTES``."""
 
@@ -154,7 +150,7 @@ def _rank_memory(
     if cluster.device.kind == "cpu":
         return StepMemory(rank=rank, phases=phases, pools=0.0, fragmentation=0.0, context=0.0)
     context = CONTEXT_BYTES + _nccl_bytes(parallel)
-    room = max(0.0, cluster.device.memory_bytes * VISIBLE_SHARE - context - peak)
+    room = max(0.0, cluster.device.memory_bytes - context - peak)
     pools = min(stream_pool_bytes(parallel, phases, owned.full_bytes), room)
     fragmentation = min(fragmentation_bytes(parallel, phases, constants), room - pools)
     return StepMemory(rank=rank, phases=phases, pools=pools, fragmentation=fragmentation, context=context)

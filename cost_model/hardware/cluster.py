@@ -20,7 +20,7 @@ from cost_model.hardware.sweep import Sweep, read_sweep, read_sweep_file
 __all__ = ["ClusterError", "ClusterSpec", "DeviceSpec", "LinkSpec", "device_names", "find_device"]
 
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([a-z][a-z0-9.\-]*)", re.IGNORECASE)
-_KEYS = (
+CLUSTER_KEYS = (
     "nodes",
     "devices_per_node",
     "device",
@@ -33,8 +33,12 @@ _KEYS = (
     "sweeps",
 )
 _FILE_KEYS = ("file", "kind", "nodes", "ranks_per_node")
+FILE_SUFFIXES = (".yaml", ".yml", ".json")
+"""Ends of a text that names a cluster's file, in lower case."""
+
 _FORMS = (
-    "write NODESxDEVICESxDEVICE_TYPE (4x8xh100-sxm-80gb), DEVICESxDEVICE_TYPE for one node, or the path of a .yaml file"
+    "write NODESxDEVICESxDEVICE_TYPE (4x8xh100-sxm-80gb), DEVICESxDEVICE_TYPE for one node, or the path of a .yaml or "
+    ".json file"
 )
 
 
@@ -106,7 +110,7 @@ class ClusterSpec:
         if not isinstance(spec, (str, Path)):
             raise ClusterError(f"a cluster is text or a mapping, not {spec!r}; {_FORMS}")
         text = str(spec).strip()
-        if text.lower().endswith((".yaml", ".yml")):
+        if text.lower().endswith(FILE_SUFFIXES):
             return cls._from_file(Path(text))
         match = _SHORT.fullmatch(text)
         if match is None:
@@ -146,7 +150,7 @@ class ClusterSpec:
             ClusterError: a key is unknown or missing, or its value is wrong.
         """
         data = as_mapping(data, "cluster")
-        check_keys(data, _KEYS, "cluster")
+        check_keys(data, CLUSTER_KEYS, "cluster")
         missing = [key for key in ("devices_per_node", "device") if key not in data]
         if missing:
             raise ClusterError(f"cluster: missing {', '.join(missing)}; a cluster needs devices_per_node and device")

@@ -204,31 +204,65 @@ def _make_link(data: Mapping[str, object], where: str) -> LinkSpec:
 
 
 def read_device(value: object, where: str = "device") -> DeviceSpec:
-    """Return the device that ``value`` describes: a catalogue name, or a mapping with ``name`` and the other figures.
+    """Return the device that ``value`` describes: a catalogue name, or a mapping of figures.
+
+    The figures that the mapping lacks are those of the catalogue's device that ``like`` names, or without ``like`` the
+    one that ``name`` names. ``name`` is the name of a new device, or may be left out where ``like`` is given.
 
     Raises:
-        ClusterError: the name is unknown and the figures are not complete, or a figure is unknown, or its value wrong.
+        ClusterError: ``like`` is unknown; ``name`` is unknown and the figures are not complete; a field is unknown or
+            its value wrong.
     """
     if isinstance(value, str):
         return find_device(value)
     data = dict(as_mapping(value, where))
-    name = data.get("name")
-    if not isinstance(name, str):
-        raise ClusterError(f"{where}: a device needs a name; known devices are {', '.join(device_names())}")
-    base = _catalogue()[0].get(name.lower())
-    accepted = [item.name for item in fields(DeviceSpec) if item.name != "flop_rates"] + ["peak_flops"]
-    check_keys(data, accepted, where)
+    check_keys(data, device_keys(), where)
+    name, base = _name_and_base(data, where)
     merged: dict[str, object] = (
         {} if base is None else {**base.to_dict(), "source": f"{base.name} with figures given by the user"}
     )
     merged.update(data)
-    merged["name"] = base.name if base else name.lower()
+    merged["name"] = name
     if "peak_flops" in merged:
         merged["flop_rates"] = _read_rates(merged.pop("peak_flops"), where)
     for key in ("intra_node", "inter_node"):
         if key in merged:
             merged[key] = read_link(merged[key], f"{where}.{key}", getattr(base, key) if base else None)
     return DeviceSpec(**read_fields(DeviceSpec, merged, where))
+
+
+def device_keys() -> tuple[str, ...]:
+    """Return the keys that a mapping of a device may have."""
+    return ("like", *("peak_flops" if item.name == "flop_rates" else item.name for item in fields(DeviceSpec)))
+
+
+def _name_and_base(data: dict[str, object], where: str) -> tuple[str, DeviceSpec | None]:
+    """Return the name of the device of ``data``, and the catalogue's device that it starts from; ``like`` is removed.
+
+    Raises:
+        ClusterError: there is neither name nor ``like``, or they contradict each other.
+    """
+    like, name = data.pop("like", None), data.get("name")
+    if like is None:
+        if not isinstance(name, str):
+            names = ", ".join(device_names())
+            raise ClusterError(f"{where}: a device needs a name, or `like` with the name of a known one: {names}")
+        return name.lower(), _catalogue()[0].get(name.lower())
+    if not isinstance(like, str):
+        raise ClusterError(
+            f"{where}.like must be the name of a device, not {like!r}; known: {', '.join(device_names())}"
+        )
+    try:
+        base = find_device(like)
+    except ClusterError as error:
+        raise ClusterError(f"{where}.like: {error}") from None
+    if name is None:
+        return base.name, base
+    if not isinstance(name, str):
+        raise ClusterError(f"{where}.name must be text, not {name!r}")
+    if name.lower() in device_names() and name.lower() != base.name:
+        raise ClusterError(f"{where}: the catalogue has another device called {name!r}; give a name of your own")
+    return name.lower(), base
 
 
 def device_names() -> tuple[str, ...]:

@@ -25,6 +25,10 @@ torchtitan reserved 1.20 times its active bytes where memory was plentiful (row 
 frees cached blocks when memory is short."""
 
 
+RESERVE_ROLES = ("allocator", "context")
+"""Roles of the bytes that a plan reserves beyond its tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
     """The states of an optimizer.
@@ -137,8 +141,18 @@ def optimizer_time_per_parameter_s(
     return nbytes / stream_bytes_per_s(device)
 
 
-def reserve_bytes(device: DeviceSpec) -> int:
-    """Return the bytes of a device that a plan reserves for context, NCCL and allocator; 0 without a GPU."""
+def reserve_by_role(device: DeviceSpec) -> dict[str, int]:
+    """Return the bytes of a device that a plan reserves beyond its tensors, by role; 0 without a GPU.
+
+    Returns:
+        ``allocator``: free blocks of the caching allocator that no tensor fits into. ``context``: the CUDA context and
+        NCCL's buffers, which lie outside the allocator.
+    """
     if device.kind == "cpu":
-        return 0
-    return CONTEXT_BYTES + NCCL_BYTES + round(ALLOCATOR_SHARE * device.memory_bytes)
+        return dict.fromkeys(RESERVE_ROLES, 0)
+    return {"allocator": round(ALLOCATOR_SHARE * device.memory_bytes), "context": CONTEXT_BYTES + NCCL_BYTES}
+
+
+def reserve_bytes(device: DeviceSpec) -> int:
+    """Return the bytes of a device that a plan reserves beyond its tensors, over all roles; 0 without a GPU."""
+    return sum(reserve_by_role(device).values())

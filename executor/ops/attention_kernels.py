@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from executor import torch_internals
 from planner.errors import PlanError
-from planner.plan.job_spec import AttentionKernel
+from planner.plan.techniques import AttentionKernel
 
 _aten = torch.ops.aten
 _HOPPER = (9, 0)

@@ -164,8 +164,8 @@ class _Linear(torch.autograd.Function):
             return (None,) * 4
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "shared-input linears have no second derivative (create_graph=True): plan without --fused-ops "
-                "(fused_ops=False)"
+                "shared-input linears have no second derivative (create_graph=True): plan without the "
+                "technique fused-ops"
             )
         x, weight = ctx.saved_tensors
         grad_out = ctx.total.redistributor.as_dtensor(gradient)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cost_model import reserve_bytes
+from cost_model import reserve_by_role
 from cost_model.layouts.layout import Layout
 from planner.formulation.choice_filters import Accepts, AcceptsStored, ChoiceFilter
 from planner.formulation.fsdp_variables import FsdpVariables
@@ -225,7 +225,7 @@ class Formulator:
         run = self.pricer.run
         return {
             PASSES: float(run.passes),
-            persistent("reserve"): float(reserve_bytes(run.cluster.device)),
+            **{persistent(role): float(nbytes) for role, nbytes in reserve_by_role(run.cluster.device).items()},
             persistent("activations"): float(plain * run.in_flight if run.job.training else 0),
         }
 

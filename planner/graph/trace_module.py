@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from planner.errors import JobError
+from planner.errors import JobError, ModelError
 from planner.graph.capture import ExampleInputs, quiet_export, to_meta
 from planner.graph.example_inputs import (
     GivenInputs,
@@ -26,7 +26,7 @@ from planner.graph.example_inputs import (
 from planner.graph.from_fx import trace
 from planner.graph.op_graph import OpGraph
 from planner.model_rewrites.fuse_ops import TRACED_OPS, fuse_ops
-from planner.model_rewrites.fuse_projections import carried_tp_plan
+from planner.model_rewrites.fuse_projections import carried_tp_plan, count_fused_projections, fuse_projections
 from planner.plan.fingerprint import model_fingerprint
 from planner.plan.former_names import accepts_former_names
 from planner.plan.job import Job
@@ -80,6 +80,7 @@ class TracedModule:
         phase: phase that the graph is for; in a graph for inference no value needs a gradient.
         has_kv_cache: whether the module is a decoder with a KV cache.
         fused_ops: whether fused ops replace chains of small ops (`planner.model_rewrites.fuse_ops`).
+        fused_projections: whether projections are fused (`planner.model_rewrites.fuse_projections`).
     """
 
     name: str
@@ -94,6 +95,7 @@ class TracedModule:
     phase: JobPhase = "training"
     has_kv_cache: bool = False
     fused_ops: bool = False
+    fused_projections: bool = False
 
 
 @accepts_former_names
@@ -107,6 +109,7 @@ def trace_module(
     dtype: str = "bf16",
     phase: JobPhase = "training",
     fused_ops: bool = False,
+    fused_projections: bool = False,
 ) -> TracedModule:
     """Return the graph of ``module`` and the facts that planning needs; ``module`` may be on the meta device.
 
@@ -124,17 +127,36 @@ def trace_module(
         phase: phase of the jobs that the graph is for. Only training has micro-batches; a graph for inference serves
             any batch.
         fused_ops: whether the jobs that the graph is for use fused ops, as in `planner.plan.job.Job`.
+        fused_projections: whether they use fused projections.
 
     Raises:
-        PlannerError: the module cannot be traced, or its inputs cannot be made.
+        PlannerError: the module cannot be traced, its inputs cannot be made, or it has no projections to fuse.
     """
     inputs = resolve_inputs(module, example_inputs, batch=batch, seq=seq, phase=phase)
     samples = batch_size_of(inputs)
     counts = micro_batch_counts(batch or samples, micro_batches)
     is_fixed = phase == "training" and len(counts) == 1
+    micro_batch = (batch or samples) // counts[0] if is_fixed else None
     return trace_at_batch(
-        module, inputs, (batch or samples) // counts[0] if is_fixed else None, dtype, phase, fused_ops=fused_ops
+        module, inputs, micro_batch, dtype, phase, fused_ops=fused_ops, fused_projections=fused_projections
     )
+
+
+def with_fused_projections(module: nn.Module) -> nn.Module:
+    """Return a copy of ``module`` on the meta device with fused projections; ``module`` itself if it has them already.
+
+    Raises:
+        ModelError: the module has no projections that can be fused.
+    """
+    if count_fused_projections(module):
+        return module
+    fused = fuse_projections(to_meta(module, None))
+    if not count_fused_projections(fused):
+        raise ModelError(
+            f"{type(module).__name__} has no projections that can be fused, as transformers' decoders have them.",
+            what_to_do="Leave fused-projections out of the techniques.",
+        )
+    return fused
 
 
 def resolve_inputs(
@@ -174,12 +196,15 @@ def trace_at_batch(
     phase: JobPhase = "training",
     *,
     fused_ops: bool = False,
+    fused_projections: bool = False,
 ) -> TracedModule:
     """Return ``module`` traced with ``micro_batch`` samples; None makes a graph that serves any batch.
 
     Raises:
-        ModelError: the module cannot be traced.
+        ModelError: the module cannot be traced, or has no projections to fuse.
     """
+    if fused_projections:
+        module = with_fused_projections(module)
     copy = to_meta(module, TORCH_DTYPES[dtype], trained=phase == "training")
     if fused_ops:
         fuse_ops(copy, TRACED_OPS)
@@ -202,6 +227,7 @@ def trace_at_batch(
         phase=phase,
         has_kv_cache=has_kv_cache(module),
         fused_ops=fused_ops,
+        fused_projections=count_fused_projections(module) > 0,
     )
 
 
@@ -253,10 +279,11 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
         job: the job.
 
     Raises:
-        JobError: the graph was traced for another phase, dtype, ``fused_ops`` setting or micro-batch size.
+        JobError: the graph was traced for another phase, dtype or micro-batch size, or without the job's fused ops or
+            projections.
     """
     advice = "Trace the model for this job: trace_module(module, batch=..., micro_batches=..., dtype=..., phase=..., "
-    advice += "fused_ops=...)."
+    advice += "fused_ops=..., fused_projections=...)."
     if module.phase != job.phase:
         detail = f"the graph of {module.name} was traced for {module.phase}, and the job is {job.phase}."
         raise JobError(detail, what_to_do=advice, field="phase")
@@ -267,6 +294,9 @@ def check_traced_for(module: TracedModule, batch: int, counts: list[int], job: J
         module_has, job_has = ("with" if fused else "without" for fused in (module.fused_ops, job.fused_ops))
         detail = f"the graph of {module.name} was traced {module_has} fused ops, and the job is {job_has} them."
         raise JobError(detail, what_to_do=advice, field="fused_ops")
+    if job.fused_projections and not module.fused_projections:
+        detail = f"the graph of {module.name} was traced without fused projections, and the job has them."
+        raise JobError(detail, what_to_do=advice, field="fused_projections")
     micro_batch = batch // counts[0]
     if not module.any_batch and (len(counts) > 1 or micro_batch != module.traced_batch):
         sizes = f"{micro_batch} samples" if len(counts) == 1 else "micro-batches of any size"

@@ -146,7 +146,7 @@ def persistent(role: str) -> Quantity:
     return _quantity(Kind.PERSISTENT, role, role=role)
 
 
-STATIC = frozenset(map(persistent, ("parameters", "optimizer_state", "reserve")))
+STATIC = frozenset(map(persistent, ("parameters", "optimizer_state", "allocator", "context")))
 """Persistent bytes that depend neither on the micro-batches nor on checkpointing."""
 
 

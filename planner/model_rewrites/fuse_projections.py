@@ -99,8 +99,11 @@ def carried_tp_plan(module: nn.Module) -> dict[str, str] | None:
     if not isinstance(carried, Mapping) or not carried:
         return None
     styles = {str(pattern): str(style) for pattern, style in carried.items()}
-    if not count_fused_projections(module):
-        return styles
+    return styles_with_fused(styles) if count_fused_projections(module) else styles
+
+
+def styles_with_fused(styles: Mapping[str, str]) -> dict[str, str]:
+    """Return ``styles`` by FQN pattern, with the styles of the fused layers that replace layers in it."""
     with_fused = dict(styles)
     for fused, names in ((FUSED_QKV, (QUERY, KEY, VALUE)), (FUSED_GATE_UP, (GATE, UP))):
         for pattern, style in styles.items():

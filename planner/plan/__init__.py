@@ -3,6 +3,7 @@
 the plan                             sharding_plan.ShardingPlan
 the job as a user states it          job_spec.JobSpec
 the job as a plan records it         job.Job
+techniques, and what each gives      techniques.Technique, .TechniqueGain
 what a step costs                    estimate.Estimate
 layouts at module boundaries         ports.Port
 its file and its JSON Schema         file, document

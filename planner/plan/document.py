@@ -16,6 +16,7 @@ from planner.plan.estimate import BaselinePrice, Estimate, Pipeline, SolverRepor
 from planner.plan.former_names import with_current_names
 from planner.plan.job import CheckpointingMode, Job
 from planner.plan.ports import Port, PortSpec
+from planner.plan.techniques import TechniqueGain
 from planner.plan.token_order import ZigzagOrder
 
 FORMAT_VERSION = 1
@@ -123,6 +124,8 @@ class PlanDocument(_Document):
     """Prices of the plans that people write by hand, for the same job."""
     verification: Verification | None = None
     """Result of running the plan on fake processes; null: it was not written by the planner."""
+    techniques: list[TechniqueGain] = []
+    """The techniques that the plan uses, and the seconds of a step that each saves; null: not measured."""
     job: Job = Job()
     cluster: dict[str, Any] = {}
     """ClusterSpec.to_dict()."""

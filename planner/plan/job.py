@@ -8,7 +8,8 @@ from typing import Literal, NamedTuple, get_args
 
 from cost_model.kernels.optimizer_memory import OPTIMIZERS
 from planner.errors import JobError
-from planner.plan.job_spec import AttentionKernel, JobPhase, JobSpec
+from planner.plan.job_spec import JobPhase, JobSpec
+from planner.plan.techniques import FIELDS, KERNEL_FIELD, AttentionKernel
 
 CheckpointingMode = Literal["full", "selective"]
 """Activation checkpointing of a block; a block without it has no mode."""
@@ -71,8 +72,9 @@ class Job:
             None: the kernel that torch chooses.
         dropout: always "as-configured": dropout follows the model's config.
         mip_gap: relative gap at which the solver may stop.
-        memory_bytes: cap on the peak per device; None: the memory of the device, less the headroom.
-        headroom: fraction of the device's memory that is left free where ``memory_bytes`` is None.
+        memory_bytes: cap on the peak per device; None: the memory of the device, less the headroom. A plan states the
+            cap that it was found under.
+        headroom: fraction of the device's memory that the cap leaves free; 0.0 where the user gave the cap.
         micro_batches: micro-batches per step; None: the search chooses.
         ac: activation checkpointing: none, selective or full, or selective:K or full:K for the first K blocks of each
             list. None: the search chooses.
@@ -85,6 +87,8 @@ class Job:
         fused_ops: whether norms, gated activations, rotary embeddings and the loss run as one op each in place of the
             model's own code, where the fused op does the same (`planner.model_rewrites.fuse_ops`). Linear layers that
             read the same tensor then also accumulate its gradient in their GEMMs.
+        fused_projections: whether projections that read one tensor become one linear layer before the model is planned
+            and run (`planner.model_rewrites.fuse_projections`). Parameters then have the names of the fused layers.
         zigzag: whether the model reads its tokens in zigzag order (`planner.plan.token_order`), where attention's
             sequences are sharded and the model allows it. All ranks then do equal work under a causal mask.
     """
@@ -111,6 +115,7 @@ class Job:
     async_tp: bool = False
     reallgather: bool = False
     fused_ops: bool = False
+    fused_projections: bool = False
     zigzag: bool = False
 
     def __post_init__(self) -> None:
@@ -130,10 +135,17 @@ class Job:
         if not 0 <= self.mip_gap < 1:
             detail = f"mip_gap is {self.mip_gap}."
             raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.001.", field="mip_gap")
+        if not 0 <= self.headroom < 1:
+            detail = f"headroom is {self.headroom}."
+            raise JobError(detail, what_to_do="Give a fraction from 0 up to 1, for example 0.08.", field="headroom")
         self._check_micro_batches()
         if self.optimizer not in OPTIMIZERS:
             advice = f"Choose one of {', '.join(OPTIMIZERS)}."
             raise JobError(f"there is no optimizer {self.optimizer!r}.", what_to_do=advice, field="optimizer")
+
+    def cap_bytes(self, capacity_bytes: int) -> int:
+        """Return the cap on the peak bytes of a device that has ``capacity_bytes``."""
+        return self.memory_bytes or round(capacity_bytes * (1 - self.headroom))
 
     @property
     def has_peak_candidates(self) -> bool:
@@ -184,7 +196,8 @@ def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) ->
         JobError: a value is invalid.
     """
     one_pass = spec.phase != "training"  # inference runs its batch at once, without checkpointing
-    shared = {item.name for item in dataclasses.fields(Job)} & {item.name for item in dataclasses.fields(spec)}
+    of_spec = {*(item.name for item in dataclasses.fields(spec)), *FIELDS.values(), KERNEL_FIELD}
+    shared = {item.name for item in dataclasses.fields(Job)} & of_spec
     values = {name: getattr(spec, name) for name in shared}
     values |= {
         "batch": batch,
@@ -193,5 +206,6 @@ def job_of(spec: JobSpec, *, batch: int | None, flash_attention: bool | None) ->
         "pins": tuple(spec.pins),
         "data_axes": tuple(spec.data_axes),
     }
-    memory_bytes = None if spec.memory_gb is None else int(spec.memory_gb * 1e9)
-    return Job(**values, flash_attention=flash_attention, memory_bytes=memory_bytes)
+    if spec.memory_gb is not None:
+        values |= {"memory_bytes": int(spec.memory_gb * 1e9), "headroom": 0.0}
+    return Job(**values, flash_attention=flash_attention)

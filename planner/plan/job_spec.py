@@ -5,26 +5,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from planner.errors import JobError
-from planner.plan.former_names import with_current_names
+from planner.plan.techniques import TechniqueChoice, TechniqueFlags, check_techniques, with_technique_list
 
 if TYPE_CHECKING:
     from cost_model import ClusterSpec
+    from cost_model.hardware.devices import DeviceSpec
     from cost_model.layouts.layout import MeshSpec
 
 JobPhase = Literal["training", "prefill", "decode"]
 """What a step is: a training step, the prompt's forward, or the forward of one more token of each sequence."""
-
-AttentionKernel = Literal["flash3"]
-"""Attention kernels that are not torch's own."""
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -68,13 +67,29 @@ def _about(help: str, **rest: Any) -> dict[str, Option]:
     return {"option": Option(help=help, **rest)}
 
 
+Spec = TypeVar("Spec", bound=type)
+
+
+def _takes_single_techniques(cls: Spec) -> Spec:
+    """Return ``cls``, whose constructor also takes techniques one by one (``fused_ops=True``), and former names."""
+    init = cls.__init__  # type: ignore[misc]  # of this class, which has no subclass
+
+    @functools.wraps(init)
+    def with_list(self: Any, **options: Any) -> None:
+        init(self, **with_technique_list(options))
+
+    cls.__init__ = with_list  # type: ignore[misc]
+    return cls
+
+
+@_takes_single_techniques
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
+class JobSpec(TechniqueFlags):
     """A job, the cluster that it is planned for, and the search. It is independent of the model.
 
     Raises:
-        JobError: a number is outside its limits, a choice does not exist, or ``async_tp`` is set and
-            ``executable_only`` as well.
+        JobError: a number is outside its limits, a choice does not exist, or a technique does not exist or cannot be
+            used in this job.
     """
 
     cluster: str | ClusterSpec | Mapping[str, Any] = field(
@@ -102,7 +117,7 @@ class JobSpec:
     memory_gb: float | None = field(
         default=None,
         metadata=_about(
-            "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory.",
+            "Cap on the peak per device, in GB of 1e9 bytes. Default: the device's memory, less --headroom.",
             limits={"gt": 0, "le": 10**6, "allow_inf_nan": False},
         ),
     )
@@ -217,47 +232,12 @@ class JobSpec:
         ),
     )
 
-    fused_ops: bool = field(
-        default=False,
+    techniques: tuple[TechniqueChoice, ...] = field(
+        default=(),
         metadata=_about(
-            "RMSNorm, gated activation, rotary embedding and loss as one op each, where the model's code does "
-            "the same.",
-            heading=TECHNIQUES,
-        ),
-    )
-    zigzag: bool = field(
-        default=False,
-        metadata=_about(
-            "Zigzag token order where attention's sequences are sharded: equal work on all ranks under a causal "
-            "mask, no exchange of queries. Returned logits are in that order.",
-            heading=TECHNIQUES,
-        ),
-    )
-    reallgather: bool = field(
-        default=False,
-        metadata=_about(
-            "Let linear layers all-gather their inputs again in the backward in place of saving them; slower to plan.",
-            heading=TECHNIQUES,
-        ),
-    )
-    async_tp: bool = field(
-        default=False,
-        metadata=_about(
-            "Assume that tensor-parallel communication inside a node is overlapped, in pieces, with the GEMM "
-            "next to it; needs --no-executable-only.",
-            heading=TECHNIQUES,
-        ),
-    )
-    attention_kernel: AttentionKernel | None = field(
-        default=None,
-        metadata=_about(
-            "flash3: FlashAttention-3 on Hopper. Default: the kernel that torch chooses.", heading=TECHNIQUES
-        ),
-    )
-    heterogeneous_blocks: bool = field(
-        default=False,
-        metadata=_about(
-            "Let the first of equal blocks differ from the rest in layout and checkpointing; slower to plan.",
+            "fused-ops, fused-projections, zigzag, reallgather, async-tp, flash3 and heterogeneous-blocks, separated "
+            "by commas; auto: those that pay and that shard_module runs, which takes about twice as long. Default: "
+            "none.",
             heading=TECHNIQUES,
         ),
     )
@@ -265,12 +245,20 @@ class JobSpec:
     def __post_init__(self) -> None:
         for item in spec_fields():
             _check(item, getattr(self, item.name))
-        if self.async_tp and self.executable_only:
-            raise JobError(
-                "async_tp is for plans that shard_module cannot run, and only executable plans are asked for.",
-                what_to_do="Add --no-executable-only (executable_only=False), or leave --async-tp out.",
-                field="async_tp",
-            )
+        names = check_techniques(
+            self.techniques, executable_only=self.executable_only, device=_device_of(self.cluster), dtype=self.dtype
+        )
+        object.__setattr__(self, "techniques", names)
+
+
+def _device_of(cluster: Any) -> DeviceSpec | None:
+    """Return the devices of a cluster that is read already, or given by name; None: they are in a file, or unknown."""
+    from cost_model.hardware.cluster import ClusterError, ClusterSpec
+
+    if isinstance(cluster, str) and not cluster.strip().lower().endswith((".yaml", ".yml")):
+        with contextlib.suppress(ClusterError):
+            return ClusterSpec.parse(cluster).device
+    return cluster.device if isinstance(cluster, ClusterSpec) else None
 
 
 class JobOptions(TypedDict, total=False):
@@ -296,12 +284,7 @@ class JobOptions(TypedDict, total=False):
     tolerance: float
     time_limit_s: float | None
     jobs: int
-    fused_ops: bool
-    zigzag: bool
-    reallgather: bool
-    async_tp: bool
-    attention_kernel: AttentionKernel | None
-    heterogeneous_blocks: bool
+    techniques: str | Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,7 +334,8 @@ def _check(item: SpecField, value: Any) -> None:
     if not all(_keeps(key, value, limits[key]) for key in _BOUNDS if key in limits):
         bounds = ", ".join(f"{text} {limits[key]}" for key, text in _BOUNDS.items() if key in limits)
         raise JobError(f"{item.name} is {value!r}.", what_to_do=f"Give a number {bounds}.", field=item.name)
-    if item.choices and value not in item.choices and not (value is None and item.default is None):
+    is_list = typing.get_origin(item.type) is tuple  # checked by `check_techniques`
+    if item.choices and not is_list and value not in item.choices and not (value is None and item.default is None):
         advice = f"Choose one of {', '.join(item.choices)}."
         raise JobError(f"{item.name} is {value!r}.", what_to_do=advice, field=item.name)
 
@@ -362,9 +346,9 @@ def _keeps(bound: str, value: Any, limit: float) -> bool:
 
 
 def spec_of(options: Mapping[str, Any]) -> JobSpec:
-    """Return the `JobSpec` with the fields ``options``, whose keys may be former names.
+    """Return the `JobSpec` with the fields ``options``, whose keys may be former names or single techniques.
 
     Raises:
         TypeError: there is no such field, or ``cluster`` is missing.
     """
-    return JobSpec(**with_current_names(options))
+    return JobSpec(**options)

@@ -29,6 +29,7 @@ from planner.plan.job import CheckpointingMode, Job
 from planner.plan.job_spec import JobPhase
 from planner.plan.patterns import check_pattern
 from planner.plan.ports import Port, PortSpec, is_layout, normalised, ports_of
+from planner.plan.techniques import TechniqueGain
 from planner.plan.token_order import ZigzagOrder
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "PortSpec",
     "ShardingPlan",
     "SolverReport",
+    "TechniqueGain",
     "Verification",
 ]
 
@@ -116,6 +118,7 @@ class ShardingPlan:
         solver: objective, lower bound and gap of the plan; None: the planner did not write the plan.
         baselines: prices of the plans that people write by hand, for the same job; empty where none was priced.
         verification: the result of running the plan on fake processes; None: the planner did not write the plan.
+        techniques: the techniques that the plan uses, and what each gives.
         job: the job that the estimate is for.
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
@@ -142,6 +145,7 @@ class ShardingPlan:
     solver: SolverReport | None = None
     baselines: tuple[BaselinePrice, ...] = ()
     verification: Verification | None = None
+    techniques: tuple[TechniqueGain, ...] = ()
     job: Job = field(default_factory=Job)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -166,7 +170,7 @@ class ShardingPlan:
                 key: tuple(value) if isinstance(value, list) else value for key, value in self.fully_shard.items()
             }
             object.__setattr__(self, "fully_shard", groups)
-        for name in (*_LISTS, "notes", "baselines"):
+        for name in (*_LISTS, "notes", "baselines", "techniques"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -217,7 +221,7 @@ class ShardingPlan:
         if self.job.async_tp:
             raise PlanError(
                 "The plan assumes async tensor parallelism (async_tp), which the executor does not run.",
-                what_to_do="Plan without --async-tp (async_tp=False); the layouts may differ.",
+                what_to_do="Plan without the technique async-tp; the layouts may differ.",
             )
 
     def check_priced(self) -> None:
@@ -280,6 +284,7 @@ class ShardingPlan:
             "solver": None if self.solver is None else _json_values(self.solver),
             "baselines": [_json_values(price) for price in self.baselines],
             "verification": None if self.verification is None else _json_values(self.verification),
+            "techniques": [_json_values(technique) for technique in self.techniques],
             "job": _json_values(self.job),
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
@@ -346,9 +351,8 @@ def _pipeline_values(pipeline: Pipeline) -> dict[str, Any]:
     return {**_json_values(pipeline), "stages": stages}
 
 
-def _json_values(
-    value: BaselinePrice | Estimate | Job | Pipeline | PipelineStage | SolverReport | Verification,
-) -> dict[str, Any]:
+def _json_values(value: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON values."""
     values = dataclasses.asdict(value)
     return {name: list(item) if isinstance(item, tuple) else item for name, item in values.items()}
 

@@ -24,7 +24,7 @@ from cost_model.kernels.in_step import in_step
 from planner.graph.op_graph import Op, Value
 from planner.model_rewrites import experts, fused_kernels
 from planner.plan.job import BYTES_PER_ELEMENT
-from planner.plan.job_spec import AttentionKernel
+from planner.plan.techniques import AttentionKernel
 from planner.profile.op_profile import OpProfile
 from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import may_split

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from cost_model.hardware.devices import DeviceSpec
-from cost_model.kernels.attention import runs_kernel
-from planner.errors import JobError
-from planner.graph.op_graph import OpGraph
+from planner.graph.op_graph import Op, OpGraph
 from planner.plan.job import Job
+from planner.plan.techniques import kernel_fault, no_kernel, raise_faults
 from planner.profile.profile import ATTENTION
 from planner.strategies.context_parallel import dropout_of
 
@@ -26,25 +25,21 @@ def check_kernel(job: Job, device: DeviceSpec, graph: OpGraph) -> None:
     kernel = job.attention_kernel
     if kernel is None:
         return
-    reason = None
-    if not runs_kernel(kernel, device):
-        reason = f"{device.name} does not run"
-    elif job.dtype == "fp32":
-        reason = "does not run in fp32"
-    else:
-        for op in graph.ops:
-            if op.target is ATTENTION:
-                query, key, value, *masks = (graph.values[name] for name in op.inputs)
-                widths = {tensor.shape[-1] for tensor in (query, key, value)}
-                if dropout_of(op):
-                    reason = f"has no dropout, as attention of this model has ({op.name})"
-                elif masks:
-                    reason = f"takes no mask, as attention of this model has ({op.name})"
-                elif len(widths) > 1 or max(widths) > _LARGEST_HEAD_DIM or max(widths) % _HEAD_DIM_MULTIPLE:
-                    reason = f"does not run these head dims: {', '.join(map(str, sorted(widths)))} ({op.name})"
-    if reason is not None:
-        raise JobError(
-            f"attention_kernel is {kernel!r}, which {reason}.",
-            what_to_do="Leave attention_kernel out: torch chooses a kernel that runs.",
-            field="attention_kernel",
-        )
+    fault = kernel_fault(kernel, device, job.dtype)
+    reasons = [reason for op in graph.ops if op.target is ATTENTION and (reason := _reason(op, graph)) is not None]
+    if fault is None and reasons:
+        fault = no_kernel(kernel, reasons[0])
+    raise_faults([] if fault is None else [fault])
+
+
+def _reason(op: Op, graph: OpGraph) -> str | None:
+    """Return why FlashAttention-3 cannot run an attention op; None: it can."""
+    query, key, value, *masks = (graph.values[name] for name in op.inputs)
+    widths = {tensor.shape[-1] for tensor in (query, key, value)}
+    if dropout_of(op):
+        return f"has no dropout, as attention of this model has ({op.name})"
+    if masks:
+        return f"takes no mask, as attention of this model has ({op.name})"
+    if len(widths) > 1 or max(widths) > _LARGEST_HEAD_DIM or max(widths) % _HEAD_DIM_MULTIPLE:
+        return f"does not run these head dims: {', '.join(map(str, sorted(widths)))} ({op.name})"
+    return None

@@ -11,14 +11,16 @@ from cost_model import ClusterSpec, reserve_bytes
 from cost_model.layouts.layout import MeshSpec
 from planner.errors import SolverError
 from planner.formulation.decision import Decision, decision_from_assignment
-from planner.formulation.estimate import estimate
+from planner.formulation.estimate import estimate, itemise
 from planner.formulation.formulate import Formulation, Formulator
 from planner.formulation.perturbed import perturbed_step_times_s
 from planner.formulation.tie_break import break_ties
+from planner.formulation.uniform import with_uniform_storage
 from planner.ilp.problem import Solution
 from planner.ilp.random_assignment import random_assignment
 from planner.ilp.relaxation import Relaxer
 from planner.ilp.solve import solve
+from planner.ilp.step_cost import peak_bytes, step_time_s
 from planner.liveness.structure import Structure
 from planner.plan.estimate import Perturbation
 from planner.plan.job import Job
@@ -99,8 +101,8 @@ class RunPlanner:
 
     @property
     def memory_bytes(self) -> int:
-        """The job's cap on the peak bytes per device; without one, the device's memory."""
-        return self.job.memory_bytes or self.cluster.memory_bytes
+        """The job's cap on the peak bytes per device; without one, the device's memory less the headroom."""
+        return self.job.cap_bytes(self.cluster.memory_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker starts without caches: it recomputes what it needs.
@@ -125,6 +127,25 @@ class RunPlanner:
         formulator, structure = self.formulator(run)
         price = estimate(formulator, structure, candidate.decision)
         return dataclasses.replace(candidate, run=run, structure=structure, estimate=price)
+
+    def with_uniform_storage(self, candidate: Candidate, *, limit_s: float, memory_bytes: float) -> Candidate:
+        """Return a candidate with parameters stored alike where that costs little; see `planner.formulation.uniform`.
+
+        Args:
+            limit_s: seconds that its step may take.
+            memory_bytes: cap on its peak per device.
+        """
+        formulator, structure = self.formulator(candidate.run)
+
+        def accepts(decision: Decision) -> bool:
+            price = itemise(formulator, structure, decision).charge
+            return step_time_s(price) <= limit_s and peak_bytes(price) <= memory_bytes
+
+        decision = with_uniform_storage(formulator, structure, candidate.decision, accepts)
+        if decision == candidate.decision:
+            return candidate
+        price = estimate(formulator, structure, decision)
+        return dataclasses.replace(candidate, decision=decision, estimate=price)
 
     def perturbed_s(self, candidate: Candidate) -> Mapping[Perturbation, float]:
         """Return perturbation -> seconds of a step of a candidate (`planner.formulation.perturbed`)."""

@@ -63,6 +63,7 @@ def read_document(document: GraphDocument) -> TracedModule:
         traced_batch=at.batch,
         any_batch=at.any_batch,
         fused_ops=at.fused_ops,
+        fused_projections=at.fused_projections,
     )
 
 

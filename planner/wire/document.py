@@ -92,6 +92,8 @@ class TraceDocument(_Document):
     """Whether it stands for any batch: `batch` is then 99991, and what is a multiple of it goes with the batch."""
     fused_ops: bool = False
     """Whether fused ops (`shardplan.rms_norm` and others) are in the place of the module's own code."""
+    fused_projections: bool = False
+    """Whether projections that read one tensor are one linear layer."""
 
     @model_validator(mode="before")
     @classmethod

@@ -69,6 +69,7 @@ class _Writer:
                 batch=module.traced_batch,
                 any_batch=module.any_batch,
                 fused_ops=module.fused_ops,
+                fused_projections=module.fused_projections,
             ),
             values=self._values(),
             calls=[(positions[call.fqn], call.parent) for call in graph.calls],

@@ -5,4 +5,5 @@ a price, from a plan       reprice.open_for_pricing
 names: patterns of FQNs    fqn_entries
 names of mesh axes         axis_names
 notes on a plan            notes.notes_on
+techniques of a plan       techniques.used_techniques
 """

@@ -17,7 +17,7 @@ from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 
 ASYNC_TP_NOTE = (
     "the plan assumes async tensor parallelism: communication inside a node is overlapped, in pieces, with GEMMs. "
-    "shard_module cannot run it; plan without --async-tp (async_tp=False) for a plan that it can."
+    "shard_module cannot run it; plan without the technique async-tp for a plan that it can."
 )
 
 

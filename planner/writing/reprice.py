@@ -13,7 +13,7 @@ from planner.formulation.decision import Decision, decision_from_plan
 from planner.formulation.estimate import estimate
 from planner.formulation.formulate import Formulator
 from planner.graph.example_inputs import GivenInputs, batch_size_of
-from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch
+from planner.graph.trace_module import ModuleNames, resolve_inputs, trace_at_batch, with_fused_projections
 from planner.liveness.structure import Structure
 from planner.plan.checks import check_mesh
 from planner.plan.fingerprint import model_fingerprint
@@ -28,6 +28,7 @@ from planner.writing.block_grouping import plan_groupings
 from planner.writing.fqn_entries import decision_entries
 from planner.writing.loss import NO_LOSS_NOTE, returns_no_loss
 from planner.writing.notes import fused_ops_note, with_reallgather_note, without_fused_ops_note
+from planner.writing.techniques import without_gains
 from planner.writing.token_order import check_token_order, zigzag_order
 
 
@@ -53,7 +54,10 @@ def estimate_plan(
         notes[fused_ops_note(context.search.model.graph)] = None
     where = plan_contents.run.cluster.to_dict()
     plan_notes = with_reallgather_note(notes, plan.input_plan, plan.job)
-    return dataclasses.replace(plan, estimate=priced, cluster=where, timings=timings, notes=plan_notes)
+    techniques = plan.techniques if where == plan.cluster else without_gains(plan.techniques)
+    return dataclasses.replace(
+        plan, estimate=priced, cluster=where, timings=timings, notes=plan_notes, techniques=techniques
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +155,11 @@ def open_for_pricing(
         PlanMismatchError: the plan is for another model, or the model cannot run in its layouts.
         MeshError: the plan's mesh is not the whole cluster.
         JobError: there is no cluster, or the plan's attention kernel does not run on the cluster or with the model.
+        ModelError: the plan has fused projections, and the model has none that can be fused.
     """
     plan.check_priced()
+    if plan.job.fused_projections:
+        model = with_fused_projections(model)
     fingerprint = plan.fingerprint.get("model")
     if fingerprint is not None and fingerprint != model_fingerprint(model):
         raise PlanMismatchError(

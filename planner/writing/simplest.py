@@ -23,10 +23,12 @@ def simplest_plan(
     baselines: Sequence[PricedBaseline],
     tolerance: float,
     mesh: MeshSpec | None,
+    memory_bytes: int | None,
 ) -> Choice[Fastest]:
     """Return the choice among the fastest plan of the search and the baselines.
 
-    A pipeline is not priced under the perturbations; it is only compared by its step time.
+    If it is the fastest plan, its parameters are stored alike where that costs no more than the tolerance. A pipeline
+    is not priced under the perturbations; it is only compared by its step time.
 
     Args:
         planner: the planner of runs.
@@ -34,6 +36,7 @@ def simplest_plan(
         baselines: the baselines, the simplest first.
         tolerance: relative step time that a simpler plan may cost more.
         mesh: the user's mesh: only baselines on a mesh of its shape can be chosen, under its names; None: all.
+        memory_bytes: cap on the peak per device; None: the fastest plan keeps its storage, as pins may ask for it.
     """
     plans = [baseline.result.plan for baseline in baselines]
     candidates = [plan for plan in plans if plan is not None and (mesh is None or plan.run.mesh.shape == mesh.shape)]
@@ -51,12 +54,23 @@ def simplest_plan(
         axes = sum(size > 1 for size in fastest.pipeline.whole_mesh.shape)
         best = Contender(plan=fastest, step_time_s=fastest.step_time_s, axes=axes)
     choice = choose(best, [contender(plan) for plan in candidates], tolerance)
-    if mesh is None or choice.contender is best:
-        return choice
     plan = choice.contender.plan
+    if plan is fastest and isinstance(plan, Candidate) and tolerance and memory_bytes is not None:
+        limit_s = plan.estimate.step_time_s * (1.0 + tolerance)
+        uniform = contender(planner.with_uniform_storage(plan, limit_s=limit_s, memory_bytes=memory_bytes))
+        behind = (uniform.perturbed_s[name] > time_s * (1.0 + tolerance) for name, time_s in best.perturbed_s.items())
+        return choice if uniform.plan is plan or any(behind) else _replaced(choice, uniform)
+    if mesh is None or plan is fastest:
+        return choice
     assert isinstance(plan, Candidate)
     renamed = dataclasses.replace(choice.contender, plan=planner.renamed(plan, mesh))
     return dataclasses.replace(choice, contender=renamed)
+
+
+def _replaced(choice: Choice[Fastest], uniform: Contender[Fastest]) -> Choice[Fastest]:
+    """Return the choice of ``uniform`` in place of the fastest plan."""
+    is_fastest = uniform.step_time_s <= choice.contender.step_time_s
+    return dataclasses.replace(choice, contender=uniform, is_fastest=is_fastest, among=(*choice.among, uniform))
 
 
 def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest]) -> SolverReport:
@@ -70,8 +84,7 @@ def choice_report(report: SolverReport, fastest: Fastest, choice: Choice[Fastest
     chosen = choice.contender.plan
     if chosen is fastest or not isinstance(chosen, Candidate):
         return report
-    solution = chosen.solution
-    objective_s = chosen.estimate.step_time_s if solution is None else solution.objective_s
+    solution, objective_s = chosen.solution, chosen.estimate.step_time_s
     bound_s = objective_s if report.bound_s is None else min(objective_s, report.bound_s)
     if isinstance(fastest, Candidate):
         fastest_mesh, fastest_s = fastest.run.mesh, fastest.estimate.step_time_s

@@ -33,6 +33,10 @@ def write_plan(
     run = candidate.run
     entries = decision_entries(candidate.structure, candidate.decision, module.names)
     device, reordering = planner.cluster.device, planner.model.reordering
+    headroom = planner.job.headroom if memory_bytes == planner.memory_bytes else 0.0
+    job = dataclasses.replace(
+        planner.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=memory_bytes, headroom=headroom
+    )
     order = zigzag_order(reordering, candidate.structure, candidate.decision, run, module.names)
     return ShardingPlan(
         mesh=PlanMesh.from_mesh(run.mesh, "cpu" if device.kind == "cpu" else "cuda"),
@@ -42,7 +46,7 @@ def write_plan(
         zigzag=order,
         estimate=candidate.estimate,
         solver=report,
-        job=dataclasses.replace(planner.job, micro_batches=run.micro_batches, ac=run.ac, memory_bytes=memory_bytes),
+        job=job,
         cluster=planner.cluster.to_dict(),
         fingerprint={"model": module.fingerprint, "torch": torch_fingerprint()},
         notes=with_reallgather_note([*notes, *token_order_notes(reordering, order)], entries.input_plan, planner.job),

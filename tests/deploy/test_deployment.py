@@ -5,21 +5,28 @@ from __future__ import annotations
 import configparser
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer
 import yaml
 from typer.testing import CliRunner
 
 from api.cli.main import app
+from api.http.app import create_app
 from api.jobs.settings import CONFIG_VARIABLE, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SETTINGS = set(ServerSettings.model_fields)
+KUBERNETES = "1.31"
+"""The version of Kubernetes whose schemas the manifests are checked against."""
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -72,6 +79,21 @@ def test_dockerfile_installs_the_package_with_a_solver() -> None:
     assert project["optional-dependencies"]["highs"] == [], "an alias: `shardplan[highs]` still installs"
 
 
+def test_image_has_the_cpu_build_of_torch_in_the_version_of_the_package() -> None:
+    (line,) = [value for name, value in instructions() if name == "RUN" and "torch" in value]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = [text for text in project["dependencies"] if re.match(r"torch\b", text)]
+    words = shlex.split(line)
+    assert words[words.index("--index-url") + 1] == "https://download.pytorch.org/whl/cpu"
+    assert words[-1] == requirement
+
+
+def test_compose_file_follows_its_schema() -> None:
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*check, str(DEPLOY / "compose.yaml")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_compose_file_starts_what_there_is(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert set(services) == {"database", "server", "worker"}
@@ -92,6 +114,92 @@ def test_compose_file_starts_what_there_is(compose: dict[str, Any]) -> None:
     assert services["server"]["ports"] == [f"8000:{exposed}"]
     memory = int(services["worker"]["deploy"]["resources"]["limits"]["memory"].removesuffix("g")) * 2**30
     assert memory > int(services["worker"]["environment"]["SHARDPLAN_JOB_MEMORY_BYTES"]) + 2**30
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [item["spec"]["template"]["spec"] for item in manifests if item["kind"] == "Deployment"]
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def test_kubernetes_manifests_follow_their_schema(kubernetes: list[dict[str, Any]]) -> None:
+    for manifest in kubernetes:
+        kubernetes_validate.validate(manifest, desired_version=KUBERNETES, strict=True)
+        assert manifest["kind"] == "Namespace" or manifest["metadata"]["namespace"] == "shardplan"
+
+
+def test_kubernetes_manifests_start_what_there_is(kubernetes: list[dict[str, Any]], tmp_path: Path) -> None:
+    paths = set(create_app(ServerSettings(data_dir=tmp_path)).openapi()["paths"])
+    started = []
+    for pod in pods(kubernetes):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in containers(pod):
+            started.append(container["args"][0])
+            check_command(container["args"])
+            check_variables({variable["name"] for variable in container["env"]})
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            ports = {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+            for probe in (container.get(f"{kind}Probe") for kind in ("startup", "liveness", "readiness")):
+                if probe is not None:
+                    assert probe["httpGet"]["port"] in ports
+                    assert probe["httpGet"]["path"] in paths
+            for option, name in (("--port", "http"), ("--metrics-port", "metrics")):
+                if option in container["args"]:
+                    assert ports[name] == int(container["args"][container["args"].index(option) + 1])
+    assert started == ["migrate", "serve", "worker"]
+
+
+def test_kubernetes_selectors_find_their_pods(kubernetes: list[dict[str, Any]]) -> None:
+    deployments = [item for item in kubernetes if item["kind"] == "Deployment"]
+    for item in deployments:
+        assert item["spec"]["selector"]["matchLabels"] == item["spec"]["template"]["metadata"]["labels"]
+    (service,) = [item for item in kubernetes if item["kind"] == "Service"]
+    labels = [item["spec"]["template"]["metadata"]["labels"] for item in deployments]
+    assert [set(service["spec"]["selector"].items()) <= set(each.items()) for each in labels] == [True, False]
+
+
+def test_kubernetes_secrets_are_those_that_the_file_tells_to_create(kubernetes: list[dict[str, Any]]) -> None:
+    command = (DEPLOY / "kubernetes.yaml").read_text().partition("kubectl -n shardplan create secret generic ")[2]
+    name, keys = command.split()[0], set(re.findall(r"--from-literal=([\w-]+)=", command))
+    for pod in pods(kubernetes):
+        for container in containers(pod):
+            for variable in container["env"]:
+                if "valueFrom" in variable:
+                    reference = variable["valueFrom"]["secretKeyRef"]
+                    assert (reference["name"], reference["key"] in keys) == (name, True)
+                elif variable["name"] == "SHARDPLAN_FIRST_TOKEN_FILE":
+                    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+                    (volume,) = [volume for volume in pod["volumes"] if volume["name"] == "first-token"]
+                    (item,) = volume["secret"]["items"]
+                    assert (volume["secret"]["secretName"], item["key"] in keys) == (name, True)
+                    assert variable["value"] == f"{mounts['first-token']}/{item['path']}"
+
+
+def test_kubernetes_gives_a_worker_the_memory_of_its_jobs(kubernetes: list[dict[str, Any]]) -> None:
+    (worker,) = pods(kubernetes)[1]["containers"]
+    memory = int(worker["resources"]["limits"]["memory"].removesuffix("Gi")) * 2**30
+    values = {variable["name"]: variable.get("value") for variable in worker["env"]}
+    assert memory > int(values["SHARDPLAN_JOB_MEMORY_BYTES"]) + 2**30
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_unit_follows_its_schema(tmp_path: Path) -> None:
+    text = (DEPLOY / "shardplan.service").read_text().replace("/opt/shardplan/bin/shardplan", "/bin/true")
+    unit = tmp_path / "shardplan.service"
+    unit.write_text(text)
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    unit.write_text(text.replace("Restart=", "Restrt="))
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0, "the check sees a wrong key"
 
 
 def test_systemd_unit_starts_what_there_is() -> None:

@@ -14,6 +14,9 @@ META_H100_WATTS = 500.0
 """Watts of Meta's Grand Teton H100, which their developers' servers have too: 96 GB of HBM2e at 2.4 TB/s (README of the
 data; 94.99 GiB visible). The catalogue's SXM device has 700 W."""
 
+META_H100_BYTES = round(94.99 * 2**30)
+"""Bytes of such a device that torch shows (README of the data)."""
+
 GB300_WATTS, GB200_WATTS = 1400.0, 1200.0
 """Watts of a Blackwell Ultra of a superchip, and of a Blackwell with the same GEMM rates. Source:
 glennklockwood.com/garden/processors/B300 (\"Upgrade to 1400 W (from 1200W)\"), read 2026-11-21."""
@@ -32,7 +35,7 @@ def _cluster(device: str, capped_share: float, exponent: float, nodes: int, per_
         description["peak_flops"] = {name: rate * factor for name, rate in base.flop_rates}
     if device.startswith("h100") and capped_share < 1.0:
         description["memory_bandwidth_bytes_per_s"] = 2400e9
-        description["memory_bytes"] = 96_000_000_000
+        description["memory_bytes"] = META_H100_BYTES
     data: dict[str, object] = {"nodes": nodes, "devices_per_node": per_node, "device": description}
     if nic:
         data["inter_node"] = {"bandwidth_bytes_per_s": nic}

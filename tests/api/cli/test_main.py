@@ -111,7 +111,7 @@ def test_help_is_at_once_and_imports_neither_torch_nor_fastapi() -> None:
 def test_plan_has_every_option_by_name() -> None:
     said = run("plan", "--help").output
     job = "--cluster --mesh --batch --seq --micro-batches --ac --memory-gb --optimizer --dtype --reduce-dtype --planner"
-    options = f"{job} --fused-ops --output --json --no-cache"
+    options = f"{job} --techniques --output --json --no-cache"
     assert set(options.split()) <= set(re.findall(r"--[a-z-]+", said))
     assert "-o" in said
 
@@ -151,10 +151,10 @@ def test_plan_has_every_option_by_name() -> None:
         (["estimate", "t5-large", "--cluster", "8xtoy", "--mesh", "fsdp=8"], "Plan it instead"),
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batches", "2"], "--micro-batches: for plans"),
         (["estimate", "gpt2", "--mesh", "fsdp=8", "--reduce-dtype", "bf16"], "--reduce-dtype: for plans"),
-        (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1", "--fused-ops"], "--fused-ops: for plans"),
+        (["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1", "--fused-ops"], "--techniques: for plans"),
         (
             ["estimate", "gpt2", "--mesh", "fsdp=8", "--micro-batch", "1", "--reallgather"],
-            "--reallgather: for plans",
+            "--techniques: for plans",
         ),
         (["calibrate", "-o", "cluster.yaml"], "torchrun"),
         (["estimate", "gpt2", "plan.json", "--batch", "8"], "--batch cannot be given with a plan file"),

@@ -92,7 +92,7 @@ def test_a_loss_in_chunks_holds_less():
 
 def test_fragments_stay_within_the_device():
     full = peak(micro_batch=40)
-    assert full.device <= 1.063 * H100.device.memory_bytes or full.fragmentation == 0
+    assert full.device <= H100.device.memory_bytes or full.fragmentation == 0
 
 
 SHARDED = {"shard": 16, "zero": 3, "micro_batch": 4}

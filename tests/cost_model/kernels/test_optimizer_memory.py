@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_model.hardware.cluster import ClusterError, device_names, find_device
-from cost_model.kernels.optimizer_memory import OPTIMIZERS, optimizer_step_time_s, parameter_state_bytes, reserve_bytes
+from cost_model.kernels.optimizer_memory import (
+    OPTIMIZERS,
+    optimizer_step_time_s,
+    parameter_state_bytes,
+    reserve_by_role,
+    reserve_bytes,
+)
 
 
 def test_mixed_precision_adamw_is_18_bytes_per_parameter() -> None:
@@ -62,7 +68,10 @@ def test_unknown_optimizer_lists_the_known() -> None:
 
 
 def test_reserve() -> None:
-    assert reserve_bytes(find_device("h100-sxm-80gb")) == 800_000_000 + 1_000_000_000 + 4_000_000_000
+    h100 = find_device("h100-sxm-80gb")
+    by_role = {"allocator": round(0.05 * h100.memory_bytes), "context": 800_000_000 + 1_000_000_000}
+    assert reserve_by_role(h100) == by_role
+    assert reserve_bytes(h100) == sum(by_role.values())
     assert reserve_bytes(find_device("toy")) == reserve_bytes(find_device("cpu")) == 0
     for name in device_names():
         assert reserve_bytes(find_device(name)) < find_device(name).memory_bytes / 4

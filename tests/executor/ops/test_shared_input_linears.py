@@ -208,7 +208,7 @@ def test_backward_passes_do_not_affect_each_other(layers: Layers) -> None:
 
 def test_a_second_derivative_is_an_error(layers: Layers) -> None:
     loss = loss_by(layers.shared, layers.x * 1.0, layers.weights)
-    with pytest.raises(RuntimeError, match="plan without --fused-ops"):
+    with pytest.raises(RuntimeError, match="plan without the technique fused-ops"):
         torch.autograd.grad([loss], [layers.x], create_graph=True)
 
 

@@ -85,6 +85,7 @@ def test_attention_is_priced_in_the_kernel_that_is_asked_for() -> None:
             mesh="dp=8",
             micro_batches=1,
             ac="full",
+            headroom=0.0,
             attention_kernel=kernel,
         )
         for kernel in (None, "flash3")

@@ -30,7 +30,7 @@ def test_the_keywords_for_type_checkers_are_the_fields() -> None:
     assert JobOptions.__annotations__.keys() == FIELDS.keys()
     names = {"ClusterSpec": Any, "MeshSpec": Any}
     options = typing.get_type_hints(JobOptions, localns=names)
-    wider = {"dtype", "reduce_dtype", "pins", "data_axes"}
+    wider = {"dtype", "reduce_dtype", "pins", "data_axes", "techniques"}
     assert {name for name, item in FIELDS.items() if options[name] != item.type} == wider
 
 
@@ -91,9 +91,18 @@ def test_the_job_of_a_spec_has_all_that_both_have() -> None:
         cluster="1x8xtoy", seq=64, dtype="fp16", optimizer="sgd", memory_gb=2.0, zigzag=True, pins=("a=R@dp",)
     )
     job = job_of(spec, batch=4, flash_attention=True)
-    shared = {f.name for f in dataclasses.fields(Job)} & FIELDS.keys() - {"batch"}
+    shared = {f.name for f in dataclasses.fields(Job)} & FIELDS.keys() - {"batch", "headroom"}
     assert all(getattr(job, name) == getattr(spec, name) for name in shared)
     assert (job.batch, job.memory_bytes, job.flash_attention) == (4, 2 * 10**9, True)
+
+
+def test_headroom_counts_where_no_cap_is_given() -> None:
+    job = job_of(JobSpec(cluster="1x8xtoy"), batch=4, flash_attention=None)
+    assert (job.headroom, job.memory_bytes, job.cap_bytes(1_000_000)) == (0.08, None, 920_000)
+    capped = job_of(JobSpec(cluster="1x8xtoy", memory_gb=0.001), batch=4, flash_attention=None)
+    assert (capped.headroom, capped.memory_bytes, capped.cap_bytes(5_000_000)) == (0.0, 1_000_000, 1_000_000)
+    with pytest.raises(JobError, match=r"headroom is 1\.5"):
+        Job(headroom=1.5)
 
 
 def test_inference_runs_its_batch_at_once() -> None:
