@@ -296,6 +296,7 @@ class PlanningSession:
                 notes_on=self._notes,
                 keep_names=keep_names,
             )
+        first = plan.stages()[0] if isinstance(plan, PlannedPipeline) else plan
         techniques = used_techniques(self.spec.listed_techniques, written, self._module.graph, first)
         return dataclasses.replace(written, techniques=techniques, timings=dict(self._clock.spent))
 
