@@ -77,6 +77,7 @@ class OpenedRequest:
         tp_plan: the model's Hugging Face `tp_plan`, for the planner "tensor-parallel"; None where it has none.
         progress: called with each event of planning.
         notes: for the user, on how the request was read.
+        name: the user's name for the model; None: the model is a graph that a client traced.
     """
 
     model: nn.Module | TracedModule
@@ -86,6 +87,7 @@ class OpenedRequest:
     tp_plan: Mapping[str, str] | None = None
     progress: Progress | None = None
     notes: tuple[str, ...] = ()
+    name: str | None = None
 
     def session(self, *, time_limit_s: float | None = None, jobs: int = 1) -> PlanningSession:
         """Return the planning session of the request.
@@ -105,8 +107,8 @@ class OpenedRequest:
         )
 
     def noted(self, plan: ShardingPlan) -> ShardingPlan:
-        """Return ``plan`` with the request's notes before its own."""
-        return dataclasses.replace(plan, notes=(*self.notes, *plan.notes))
+        """Return ``plan`` with the model's name, and with the request's notes before its own."""
+        return dataclasses.replace(plan, model=self.name, notes=(*self.notes, *plan.notes))
 
 
 def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progress | None = None) -> OpenedRequest:
@@ -141,6 +143,7 @@ def opened_request(request: PlanRequest, *, allow_local: bool, progress: Progres
         tp_plan=source.tp_plan,
         progress=progress,
         notes=tuple(source.notes),
+        name=source.name,
     )
 
 

@@ -123,6 +123,8 @@ class PlanDocument(_Document):
     """Prices of the plans that people write by hand, for the same job."""
     verification: Verification | None = None
     """Result of running the plan on fake processes; null: it was not written by the planner."""
+    model: str | None = None
+    """Name of the model, for people; null: not known."""
     job: Job = Job()
     cluster: dict[str, Any] = {}
     """ClusterSpec.to_dict()."""

@@ -116,6 +116,7 @@ class ShardingPlan:
         solver: objective, lower bound and gap of the plan; None: the planner did not write the plan.
         baselines: prices of the plans that people write by hand, for the same job; empty where none was priced.
         verification: the result of running the plan on fake processes; None: the planner did not write the plan.
+        model: name of the model, for people: a preset, a file, a factory; None: not known.
         job: the job that the estimate is for.
         cluster: ``ClusterSpec.to_dict()`` of the cluster that the estimate is for.
         fingerprint: "model": hash of the model's structure; "torch": minor version. A missing entry is not checked.
@@ -142,6 +143,7 @@ class ShardingPlan:
     solver: SolverReport | None = None
     baselines: tuple[BaselinePrice, ...] = ()
     verification: Verification | None = None
+    model: str | None = None
     job: Job = field(default_factory=Job)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -279,6 +281,7 @@ class ShardingPlan:
             "solver": None if self.solver is None else _json_values(self.solver),
             "baselines": [_json_values(price) for price in self.baselines],
             "verification": None if self.verification is None else _json_values(self.verification),
+            "model": self.model,
             "job": _json_values(self.job),
             "cluster": dict(self.cluster),
             "fingerprint": dict(self.fingerprint),
