@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class AxisRole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Weights:
+class AxisWeights:
     """The keys of a plan's weights, without ".weight", by what one axis does to the weights.
 
     Attributes:
@@ -47,9 +48,9 @@ class _Weights:
     experts: tuple[str, ...]
     whole: tuple[str, ...]
 
-    def main(self) -> _Weights:
+    def main(self) -> AxisWeights:
         """Return the weights in blocks, which hold nearly all of a model; all weights where no key names a block."""
-        inside = _Weights(
+        inside = AxisWeights(
             gathered=tuple(filter(_IN_BLOCK.search, self.gathered)),
             pieces=tuple(filter(_IN_BLOCK.search, self.pieces)),
             experts=tuple(filter(_IN_BLOCK.search, self.experts)),
@@ -69,34 +70,70 @@ def axis_roles(plan: ShardingPlan) -> tuple[AxisRole, ...]:
     return tuple(roles)
 
 
-def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisFacts:
+    """What one axis splits, in a plan.
+
+    Attributes:
+        splits_batch, splits_sequence: whether inputs and activations are split by samples, by tokens.
+        swaps_heads: whether attention has heads in place of tokens split (Ulysses).
+        weights: the plan's weights by what the axis does to them.
+        repeats_work: whether all ranks of the axis compute the same: neither a tensor at a boundary of the model's
+            blocks nor a weight in compute is split on it.
+    """
+
+    splits_batch: bool
+    splits_sequence: bool
+    swaps_heads: bool
+    weights: AxisWeights
+    repeats_work: bool
+
+
+def axis_facts(plan: ShardingPlan, index: int) -> AxisFacts:
+    """Return what axis ``index`` of the layouts' mesh splits."""
     weights = _weights(plan, index)
-    main = weights.main()
     inputs = set(_boundary_dims(plan, index, root=True))
     inner = set(_boundary_dims(plan, index, root=False))
-    splits_batch = _BATCH_DIM in inputs or (not inputs and _BATCH_DIM in inner)
-    splits_sequence = _SEQUENCE_DIM in inner | inputs
-    swaps_heads = _swaps_heads(plan, index)
+    main, has_ports = weights.main(), bool(plan.input_plan or plan.output_plan)
+    is_split = inputs or main.pieces or main.experts or set(_block_dims(plan, index))
+    return AxisFacts(
+        splits_batch=_BATCH_DIM in inputs or (not inputs and _BATCH_DIM in inner),
+        splits_sequence=_SEQUENCE_DIM in inner | inputs,
+        swaps_heads=_swaps_heads(plan, index),
+        weights=weights,
+        repeats_work=has_ports and not is_split,
+    )
 
+
+def useful_devices(plan: ShardingPlan) -> int:
+    """Return the number of devices that would do a step's work as fast: those of axes that split work."""
+    axes = enumerate(plan.layout_mesh.shape)
+    useful = math.prod(size for index, size in axes if size == 1 or not axis_facts(plan, index).repeats_work)
+    return useful * (1 if plan.pipeline is None else len(plan.pipeline.stages))
+
+
+def _role(plan: ShardingPlan, index: int, axis: str, size: int) -> AxisRole:
+    facts = axis_facts(plan, index)
+    main = facts.weights.main()
     words = []
     if main.gathered:
-        words.append("FSDP" if splits_batch or splits_sequence else "sharded storage")
-    elif splits_batch and not main.pieces and main.whole:
+        words.append("FSDP" if facts.splits_batch or facts.splits_sequence else "sharded storage")
+    elif facts.splits_batch and not main.pieces and main.whole:
         words.append("DP")
     if main.pieces:
         words.append("TP")
     if main.experts:
         words.append("EP")
-    if splits_sequence or (main.pieces and splits_batch and not main.gathered):
-        words.append("SP" if main.pieces or swaps_heads else "CP")
+    if facts.splits_sequence or (main.pieces and facts.splits_batch and not main.gathered):
+        words.append("SP" if main.pieces or facts.swaps_heads else "CP")
 
     details = []
-    if splits_batch:
+    if facts.splits_batch:
         details.append("splits the batch")
-    if splits_sequence:
-        details.append("splits sequences" + (", but heads inside attention (Ulysses)" if swaps_heads else ""))
-    details += _weight_details(weights)
-    if weights.gathered:
+    if facts.splits_sequence:
+        details.append("splits sequences" + (", but heads inside attention (Ulysses)" if facts.swaps_heads else ""))
+    details += _weight_details(facts.weights)
+    if facts.weights.gathered:
         details += _not_resharded(plan)
     return AxisRole(axis=axis, size=size, role="+".join(words) or "replicated", details=tuple(details))
 
@@ -109,7 +146,7 @@ def _not_resharded(plan: ShardingPlan) -> Iterator[str]:
         yield f"{', '.join(plan.keep_gathered_for_step)} not resharded within the step"
 
 
-def _weight_details(weights: _Weights) -> Iterator[str]:
+def _weight_details(weights: AxisWeights) -> Iterator[str]:
     """Yield one clause for each kind of weights; up to three weights are named, more are counted."""
     kinds = {
         "sharded, all-gathered for use": weights.gathered,
@@ -145,7 +182,7 @@ def weight_layouts(plan: ShardingPlan) -> Iterator[tuple[str, Layout, Layout | N
             yield key, stored, None if waits and tied_uses else stored
 
 
-def _weights(plan: ShardingPlan, index: int) -> _Weights:
+def _weights(plan: ShardingPlan, index: int) -> AxisWeights:
     """Return the plan's weights by their stored and compute placements on axis ``index``."""
     gathered: list[str] = []
     pieces: list[str] = []
@@ -163,7 +200,7 @@ def _weights(plan: ShardingPlan, index: int) -> _Weights:
         else:
             kind = pieces
         kind.append(key.removesuffix(".weight"))
-    return _Weights(gathered=tuple(gathered), pieces=tuple(pieces), experts=tuple(experts), whole=tuple(whole))
+    return AxisWeights(gathered=tuple(gathered), pieces=tuple(pieces), experts=tuple(experts), whole=tuple(whole))
 
 
 def _swaps_heads(plan: ShardingPlan, index: int) -> bool:
@@ -185,6 +222,18 @@ def _boundary_dims(plan: ShardingPlan, index: int, *, root: bool) -> Iterator[in
     """Yield the dims on which axis ``index`` shards boundary tensors: the root's inputs (``root``), or all others."""
     for is_root, port in _ports(plan):
         if is_root == root:
+            for layout in (port.layout, port.source):
+                dim = None if layout is None else sharded_dim(layout[index])
+                if dim is not None:
+                    yield dim
+
+
+def _block_dims(plan: ShardingPlan, index: int) -> Iterator[int]:
+    """Yield the dims on which axis ``index`` shards tensors at boundaries in blocks; at all where there is no block."""
+    specs = [(key, spec) for entries in (plan.input_plan, plan.output_plan) for key, spec in entries.items()]
+    inside = [spec for key, spec in specs if _IN_BLOCK.search(key)]
+    for spec in inside or [spec for _, spec in specs]:
+        for _, port in ports_of(spec):
             for layout in (port.layout, port.source):
                 dim = None if layout is None else sharded_dim(layout[index])
                 if dim is not None:

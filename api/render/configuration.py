@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from api.render.plan import duration, new_table, size
+from api.render.text import duration, new_table, size
 from api.requests.price_configuration import PricedConfiguration
 from cost_model.configuration.memory import ROLES
 

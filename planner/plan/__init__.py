@@ -6,6 +6,6 @@ the job as a plan records it         job.Job
 what a step costs                    estimate.Estimate
 layouts at module boundaries         ports.Port
 its file and its JSON Schema         file, document
-the error that is stated for its price  stated_errors.stated_error
+the error stated for such prices     stated_errors.stated_error
 the interface of every planner       planner_interface.ShardingPlanner
 """

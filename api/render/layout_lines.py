@@ -1,0 +1,97 @@
+"""The layouts of a printed plan: how weights are stored and computed with; weights with equal layouts share a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from api.render.axis_roles import weight_layouts
+from api.render.text import table
+from cost_model.layouts.layout import Layout, format_layout, sharded_dim
+from planner.plan.sharding_plan import ShardingPlan
+
+_BLOCKS = re.compile(r"(.*(?:\*|\{\d+-\d+\}|\d+)\.)?(.*)")
+"""A key of a plan in two groups: the path up to and including its blocks, and the name below them."""
+
+_NAMES_SHOWN = 6
+"""The most weights that a row names; further ones are counted."""
+
+Row = tuple[str, str, str]
+"""(weights, stored layout, layout in compute)"""
+
+
+def layout_lines(plan: ShardingPlan, *, details: bool = False) -> list[str]:
+    """Return the lines under the heading "Layouts"; with ``details``, every weight is named."""
+    rows = _rows(plan, len(plan.plan) if details else _NAMES_SHOWN)
+    if not rows:
+        return ["Layouts", "  no weight is split"]
+    lines = table([("Layouts", "stored", "computed"), *(("  " + name, *rest) for name, *rest in rows)], "<<<", indent="")
+    return lines
+
+
+def _rows(plan: ShardingPlan, most_names: int) -> list[Row]:
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    blocks: dict[str, set[tuple[str, str]]] = {}
+    for key, stored, used in weight_layouts(plan):
+        prefix, name = _BLOCKS.fullmatch(key.removesuffix(".weight")).groups("")  # type: ignore[union-attr]
+        layouts = (_stored(plan, stored), _computed(plan, key, stored, used))
+        groups.setdefault((prefix.removesuffix("."), *layouts), []).append(name)
+        blocks.setdefault(prefix.removesuffix("."), set()).add(layouts)
+    rows = [
+        (_name(prefix, names, len(blocks[prefix]) == 1, most_names), stored, used)
+        for (prefix, stored, used), names in sorted(groups.items(), key=lambda item: item[0][0] == "")
+    ]
+    sharders = [(key, f"Sharder {value}", "") for key, value in plan.plan.items() if isinstance(value, str)]
+    return rows + sharders
+
+
+def _name(prefix: str, names: list[str], is_only: bool, most_names: int) -> str:
+    """Return the text for weights ``names`` below the path of blocks ``prefix``; ``is_only``: its only layouts."""
+    if prefix and is_only and len(names) > 1:
+        return f"{prefix} (all weights)"
+    more = f" and {len(names) - most_names} more" if len(names) > most_names else ""
+    shown = ", ".join(names[:most_names]) + more
+    return f"{prefix}: {shown}" if prefix else shown
+
+
+def _stored(plan: ShardingPlan, stored: Layout) -> str:
+    parts = [_placement(axis, place) for axis, place in zip(plan.layout_mesh.names, stored, strict=True)]
+    return ", ".join(filter(None, parts)) or "whole"
+
+
+def _placement(axis: str, place: Placement) -> str:
+    """Return how ``axis`` splits a tensor, as text such as "fsdp dim 0"; "" where it does not."""
+    if isinstance(place, Replicate):
+        return ""
+    dim = sharded_dim(place)
+    if dim is None:
+        return f"{axis} {format_layout((place,))[0]}"
+    return f"{axis} dim {dim}" + ("" if format_layout((place,))[0] == f"S({dim})" else ", strided")
+
+
+def _computed(plan: ShardingPlan, key: str, stored: Layout, used: Layout | None) -> str:
+    if used is None:
+        return "as its tied names"
+    parts, gathered = [], []
+    for axis, before, after in zip(plan.layout_mesh.names, stored, used, strict=True):
+        if before != after and isinstance(after, Replicate):
+            gathered.append(axis)
+        elif not isinstance(after, Replicate):
+            parts.append(_placement(axis, after))
+    if gathered:
+        per_block = " per block" if _in_block_group(plan.fully_shard, key) else ""
+        over = f" over {', '.join(gathered)}" if parts or len(plan.layout_mesh.names) > 1 else ""
+        parts.append(f"gathered{over}{per_block}")
+    return ", ".join(parts) or "whole"
+
+
+def _in_block_group(groups: Mapping[str, tuple[str, ...]], key: str) -> bool:
+    """Return whether a weight is in an FSDP group of a block, and is all-gathered with the block's other weights."""
+    return any(
+        len(names) > 1 and re.search(r"(^|\.)(\*|\d+|\{\d+-\d+\})$", module) is not None
+        for module, names in groups.items()
+        if any(f"{module}.{name}" == key for name in names)
+    )
