@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from api.render.axis_roles import useful_devices
-from api.render.run_cost import RunCost, run_cost_line
-from api.render.text import WIDTH, duration, fold, percent, significant, size
+from api.render.run_cost import run_cost_line
+from api.render.text import duration, fold, labelled, percent, significant, size, with_band
+from api.requests.run_cost import RunCost
 from cost_model import ClusterSpec
 from planner.plan.sharding_plan import Estimate, Job, ShardingPlan, Verification
 from planner.plan.stated_errors import stated_error
 
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "sgd-momentum": "SGD with momentum"}
 """Name of an optimizer in a job -> its name in text; others are printed as they are."""
-
-_LABEL, _SECOND = 17, 47
-"""Columns at which a line's figure and its remark begin."""
 
 LOUD_NOTES = ("forward returns no loss", "no axis of the mesh", "a pipeline cannot be run", "the plan assumes async")
 """Beginnings of the notes that say that a plan, or its figures, are not what one would take them for."""
@@ -48,12 +46,12 @@ def warnings(plan: ShardingPlan) -> list[str]:
 def figures(plan: ShardingPlan, cost: RunCost | None) -> list[str]:
     """Return a line for each of step time, MFU, memory, verification, and for the price of a run, if it was asked."""
     if plan.estimate is None:
-        lines = _line("step time", "not priced", "`shardplan estimate MODEL PLAN` prices it")
+        lines = labelled("step time", "not priced", "`shardplan estimate MODEL PLAN` prices it")
     else:
         lines = [*_step_time(plan, plan.estimate), *_utilization(plan, plan.estimate)]
         lines += _memory(plan, plan.estimate)
     lines += _verified(plan.verification)
-    return lines + ([] if cost is None else _line(*run_cost_line(plan, cost)))
+    return lines + ([] if cost is None else labelled(*run_costlabelled(plan, cost)))
 
 
 def binding(plan: ShardingPlan, estimate: Estimate) -> tuple[str, float]:
@@ -153,26 +151,10 @@ def _keeps_headroom(plan: ShardingPlan, estimate: Estimate, cluster: ClusterSpec
     return estimate.peak_memory_bytes <= (1 - plan.job.headroom) * cluster.memory_bytes * (1 + 1e-9)
 
 
-def _line(label: str, figure: str, remark: str = "") -> list[str]:
-    """Return a label, a figure and a remark in columns; the remark on a line of its own where it does not fit."""
-    head = f"  {label:<{_LABEL - 2}}"
-    if not remark:
-        return fold(figure, head)
-    beside = f"{head}{figure:<{_SECOND - _LABEL}}"
-    if len(head + figure) < _SECOND - 1 and len(beside) + len(remark) <= WIDTH:
-        return [beside + remark]
-    return [*fold(figure, head), *fold(remark, " " * _LABEL)]
-
-
 def _step_time(plan: ShardingPlan, estimate: Estimate) -> list[str]:
-    step_s, stated = estimate.step_time_s, stated_error(plan)
-    figure = duration(step_s)
-    if stated is not None and step_s > 0:
-        unit = figure.split(" ")[1]
-        low, high = (duration(step_s * (1 + sign * stated.error)) for sign in (-1, 1))
-        low = low.removesuffix(f" {unit}")
-        figure += f"   ({low} to {high.removesuffix(f' {unit}')})"
-    return _line("step time", figure, _rate(plan, estimate))
+    stated = stated_error(plan)
+    figure = with_band(estimate.step_time_s, None if stated is None else stated.error)
+    return labelled("step time", figure, _rate(plan, estimate))
 
 
 def _rate(plan: ShardingPlan, estimate: Estimate) -> str:
@@ -189,13 +171,13 @@ def _utilization(plan: ShardingPlan, estimate: Estimate) -> list[str]:
     name, part = binding(plan, estimate)
     amount = f"{significant(part, 2)} x the step" if part > 1 else percent(part)
     bound = f"bound by {name} ({amount})" if estimate.step_time_s > 0 else ""
-    return _line("MFU", "not counted" if share is None else f"{significant(100 * share)} %", bound)
+    return labelled("MFU", "not counted" if share is None else f"{significant(100 * share)} %", bound)
 
 
 def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
     cluster, peak, cap = cluster_of(plan), estimate.peak_memory_bytes, plan.job.memory_bytes
     if cluster is None:
-        return _line("memory", size(peak) + ("" if cap is None else f" of {size(cap)} allowed"))
+        return labelled("memory", size(peak) + ("" if cap is None else f" of {size(cap)} allowed"))
     capacity = cluster.memory_bytes
     free = max(capacity - peak, 0) / capacity
     remark = f"{percent(free)} free"
@@ -203,17 +185,17 @@ def _memory(plan: ShardingPlan, estimate: Estimate) -> list[str]:
         remark += f", {size(cap)} allowed"
     elif plan.job.headroom > 0 and _keeps_headroom(plan, estimate, cluster):
         remark += f", headroom of {percent(plan.job.headroom)} kept"
-    return _line("memory", f"{size(peak)} of {size(capacity)}", remark)
+    return labelled("memory", f"{size(peak)} of {size(capacity)}", remark)
 
 
 def _verified(verification: Verification | None) -> list[str]:
     if verification is None:
-        return _line("verified", "not yet: `shardplan verify` does")
+        return labelled("verified", "not yet: `shardplan verify` does")
     kinds = f"{verification.kinds} kind{'' if verification.kinds == 1 else 's'} of collectives"
     run = f"{kinds} run{'s' if verification.kinds == 1 else ''} as planned"
     reason = "" if verification.reason is None else f" ({verification.reason})"
     if verification.outcome == "as-planned":
-        return _line("verified", f"yes: {run}")
+        return labelled("verified", f"yes: {run}")
     if verification.outcome == "forward-as-planned":
-        return _line("verified", f"the forward: {run}{reason}")
-    return _line("verified", f"no{reason}")
+        return labelled("verified", f"the forward: {run}{reason}")
+    return labelled("verified", f"no{reason}")

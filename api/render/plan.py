@@ -13,7 +13,7 @@ from api.render.details import detail_lines, row_lines, stage_lines
 from api.render.headline import LOUD_NOTES, cluster_of, device_word, figures, headline, warnings
 from api.render.layout_lines import layout_lines
 from api.render.mesh_lines import mesh_lines
-from api.render.run_cost import RunCost
+from api.requests.run_cost import RunCost
 from api.render.text import bars, duration, fold, size_unit, time_unit
 from planner.plan.sharding_plan import Estimate, Job, Pipeline, ShardingPlan
 

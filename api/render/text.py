@@ -15,6 +15,9 @@ WIDTH = 80
 BAR = 30
 """Columns of the longest bar."""
 
+_LABEL, _REMARK = 17, 47
+"""Columns at which the figure and the remark of a labelled line begin."""
+
 _GAP = "  "
 _LEAST = 8
 """Columns that a folded column of a table keeps at least."""
@@ -87,6 +90,27 @@ def _breakable(word: str, room: int) -> str:
             line = ""
         line += part
     return " ".join([*lines, line])
+
+
+def labelled(label: str, figure: str, remark: str = "") -> list[str]:
+    """Return a label, a figure and a remark in columns; the remark on a line of its own where it does not fit."""
+    head = f"  {label:<{_LABEL - 2}}"
+    if not remark:
+        return fold(figure, head)
+    together = f"{head}{figure:<{_REMARK - _LABEL}}"
+    if len(head + figure) < _REMARK - 1 and len(together + remark) <= WIDTH:
+        return [together + remark]
+    return [*fold(figure, head), *fold(remark, " " * _LABEL)]
+
+
+def with_band(seconds: float, error: float | None) -> str:
+    """Return ``seconds`` as text, with the range that a relative ``error`` leaves; None: without a range."""
+    text = duration(seconds)
+    if error is None or seconds <= 0:
+        return text
+    unit, one = time_unit(seconds)
+    low, high = (significant(seconds * (1 + sign * error) / one) for sign in (-1, 1))
+    return f"{text}   ({low} to {high})"
 
 
 def table(rows: Sequence[Sequence[str]], align: str, *, indent: str = "  ", width: int = WIDTH) -> list[str]:

@@ -195,21 +195,24 @@ def explanation(model: str, file: Path, parameter: str, progress: Progress) -> E
 def check_request(request: PlanRequest, *, allow_local: bool) -> None:
     """Check all that can be checked in milliseconds, so that most mistakes are reported before a job is queued.
 
+    Mistakes in the cluster, the model and the job are found before torch is imported.
+
     Raises:
         PlannerError, ClusterError, LayoutError: as ``plan_request`` would.
     """
-    from cost_model.layouts.layout import MeshSpec
-    from planner.plan.checks import check_mesh
     from planner.plan.job import job_of
 
     spec, cluster = request.spec, read_cluster(request, allow_local=allow_local)
+    if request.graph is None:
+        find_config(request.model_spec, allow_local=allow_local)
+    job_of(spec, batch=spec.batch, flash_attention=None)
     if request.graph is not None:
         check_graph(request, request.graph)
-    else:
-        find_config(request.model_spec, allow_local=allow_local)
     if spec.mesh is not None:
+        from cost_model.layouts.layout import MeshSpec
+        from planner.plan.checks import check_mesh
+
         check_mesh(MeshSpec.parse(str(spec.mesh)), cluster)
-    job_of(spec, batch=spec.batch, flash_attention=None)
 
 
 def read_cluster(request: PlanRequest, *, allow_local: bool) -> ClusterSpec:
