@@ -62,10 +62,11 @@ def devices_command(as_json: Json = False) -> None:
     def giga(value: float) -> str:
         return significant(value / 1e9)
 
-    cells: list[tuple[Any, ...]] = [("Device", "memory", "bf16", "bandwidth", "in a node", "between nodes")]
+    cells: list[tuple[Any, ...]] = [("Device", "memory", "16 bit", "bandwidth", "in a node", "between nodes")]
     cells.append(("", "GB", "TFLOP/s", "GB/s", "GB/s", "GB/s"))
     for device in devices:
-        rate = device.peak_flops.get("bf16", device.peak_flops["fp32"])
+        rates = device.peak_flops
+        rate = max(rates.get("bf16", 0.0), rates.get("fp16", 0.0)) or rates["fp32"]
         inner, outer = device.intra_node, device.inter_node
         inside = f"{inner.name} {giga(inner.bandwidth_bytes_per_s)}"
         between = f"{outer.name} {giga(outer.bandwidth_bytes_per_s)}"

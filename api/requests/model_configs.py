@@ -195,11 +195,12 @@ def preset_summary(name: str) -> dict[str, Any]:
         return next((int(values[key]) for key in keys if isinstance(values.get(key), int)), None)
 
     layers = first("num_hidden_layers", "n_layer", "num_layers") or 0
+    decoder_layers = (first("num_decoder_layers") or layers) if values.get("is_encoder_decoder") else 0
     return {
         "name": name,
         "model_type": values["model_type"],
         "parameters": values["_parameters"],
-        "layers": layers + (first("num_decoder_layers") or 0),
+        "layers": layers + decoder_layers,
         "hidden": first("hidden_size", "n_embd", "d_model"),
         "context": first("max_position_embeddings", "n_positions"),
     }

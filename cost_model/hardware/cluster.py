@@ -115,7 +115,7 @@ class ClusterSpec:
         match = _SHORT.fullmatch(text)
         if match is None:
             meant = _meant(text)
-            hint = f"; did you mean {meant}?" if meant else ""
+            hint = f" (did you mean {meant}?)" if meant else ""
             if text.lower() in device_names():
                 hint = f"; {text} is a device: write how many, as in 8x{text}"
             raise ClusterError(
